@@ -22,8 +22,8 @@ from quantshard.terminal.screen import say
 from quantshard.trainer import launch, worker
 from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TYPES, setting_fields
-from quantshard.trainer.settings.settings_file import given_values, merge
+from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
+from quantshard.trainer.settings.settings_file import given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
 
@@ -89,17 +89,19 @@ def train(
     flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
-    values = given_values(flags, config)
-    settings = merge(flags, config, model_choice.implied(values))
-    settings.check()
-    check_used(given_values(flags, None), settings)  # a file may be that of another run, and says all
+    folder, own = RunDir(run), given_values(flags, None)
+    is_there = auto_resume and (folder.is_begun() or launch.is_other_worker())  # then nothing else is asked for it
+    values = {**given_values({}, config), **own}
+    settings = TrainSettings(**(values if is_there else model_choice.chosen(own, given_values({}, config))))
+    if not is_there:  # else the run's own settings are checked, with what is changed of them
+        settings.check()
+        check_used(own, settings)  # a file may be that of another run, and says all
     settings, given = settings.resolved(), tuple(values)
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
         worker.main(run, replace(order, new=asdict(settings), given=given))
     processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
     launch.check_processes(processes)
-    folder = RunDir(run)
     if auto_resume and folder.is_begun():
         changed = worker.changes(folder, settings, given, processes)
         _go_on(folder, replace(order, resume=True, overrides=changed), processes)

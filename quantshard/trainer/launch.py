@@ -76,6 +76,11 @@ def is_worker() -> bool:
     return "RANK" in os.environ
 
 
+def is_other_worker() -> bool:
+    """True if this process is one of several, and not the first, whose word counts."""
+    return is_worker() and os.environ["RANK"] != "0"
+
+
 def is_of_torchrun() -> bool:
     """True if the parent of this process is an agent of torchrun."""
     return is_worker() and "TORCHELASTIC_RUN_ID" in os.environ

@@ -64,8 +64,10 @@ class StopFlag:
 
 
 class Trainer:
-    """One process's share of a run. `init_from`: whose weights the model begins with. `configuration`: of a model of
-    transformers.
+    """One process's share of a run.
+
+    `init_from`: whose weights the model begins with; "" for random ones, None where a checkpoint's are to come.
+    `configuration`: of a model of transformers.
 
     Raises:
         ConfigurationError: the settings do not fit the number of processes or the data.
@@ -79,7 +81,7 @@ class Trainer:
         run: RunDir,
         place: ProcessInfo,
         stop: StopFlag,
-        init_from: str = "",
+        init_from: str | None = "",
         configuration: Mapping[str, Any] | None = None,
     ) -> None:
         settings.check_ranks(place.ranks)
@@ -89,15 +91,19 @@ class Trainer:
         self.axes = settings.axes(place.ranks)
         mesh = self.axes.device_mesh(place.device.type)
         self.share = SequenceShare.of(mesh)
-        self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=not init_from)
+        self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
         identity = {"seed": settings.seed, "corpus": corpus.sha256}
         self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
         self.begun = initialization.load(init_from, self.model) if init_from else ""
+        if init_from == "" and configuration is not None:
+            self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
         self.trackers: list[Tracker] = []
+        if settings.peak_tflops and self._flops is None:
+            self.progress.note("no MFU is told: what a token of this model takes, by its configuration, is not known")
 
     # One step --------------------------------------------------------------------------------------------------------
 
@@ -334,12 +340,12 @@ class Trainer:
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
-    """FusedAdam, with weight decay of matrices only."""
+    """FusedAdam, with weight decay of matrices only, stacked ones of experts too."""
     exp_avg_dtype, exp_avg_sq_dtype = settings.torch_moment_dtypes
     named = list(model.named_parameters())
     groups: list[dict[str, Any]] = [
-        {"params": [(name, param) for name, param in named if param.ndim == 2]},
-        {"params": [(name, param) for name, param in named if param.ndim != 2], "weight_decay": 0.0},
+        {"params": [(name, param) for name, param in named if param.ndim >= 2]},
+        {"params": [(name, param) for name, param in named if param.ndim < 2], "weight_decay": 0.0},
     ]
     optimizer = FusedAdam(
         [group for group in groups if group["params"]],

@@ -178,8 +178,8 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
         for name in _DATA
         if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
     ]
-    prepared = Preparation(new).settings if _PREPARED.intersection(given) else new
     kept = [name for name in given if name not in made]
+    prepared = Preparation(new).settings if _PREPARED.intersection(kept) else new
     found = restarts.overrides(str(run.path), before, prepared, kept, processes)
     if new.checkpoints and "checkpoints" in given:
         found["checkpoints"] = new.checkpoints  # named now, though it may be the same
@@ -259,7 +259,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
     _log.info("process %d is rank %d of %d, on %s", os.getpid(), place.rank, place.ranks, place.device)
     random.seed(task.settings.seed)
     np.random.seed(task.settings.seed % 2**32)
-    init_from = "" if task.restores else task.settings.init_from
+    init_from = None if task.restores else task.settings.init_from
     corpus = data.from_table(task.corpus)
     trainer = Trainer(task.settings, corpus, run, place, stop, init_from, task.configuration)
     with trainer.manager:

@@ -7,7 +7,11 @@ import pytest
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.settings_file import from_mapping, merge, read_settings_file, to_toml
+from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
+
+
+def merge(flags, config):
+    return TrainSettings(**given_values(flags, config))
 
 
 def test_defaults_are_consistent():

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.data import collect
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.models import huggingface
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.trainer.models import huggingface, model_choice
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.flops import flops_of_token
 from quantshard.trainer.run_dir import RunDir
@@ -291,6 +291,46 @@ def test_a_folder_of_transformers_is_trained_killed_resumed_and_exported(tokeniz
     assert isinstance(model, LlamaForCausalLM) and text.startswith("shard scale block") and len(text) > 20
 
 
+def test_what_a_configuration_of_anybody_may_not_do():
+    """Have code fetched, name another kind of model, or ask for all memory."""
+    content = SIZED | {"model_type": "llama", "attn_implementation": "org/kernel", "architectures": ["LlamaModel"]}
+    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("mxfp8"), causal=True)
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config._attn_implementation == "sdpa"
+    for name in ("decoder_layers", "n_routed_experts", "num_hidden_layers"):
+        with pytest.raises(ConfigurationError, match=f"{name} is 1000000000, more than"):
+            huggingface.described(SIZED | {"model_type": "llama", name: 10**9}, ANY)
+    huggingface.described(SIZED | {"model_type": "llama", "shared_expert_intermediate_size": 20480}, ANY)
+
+
+def test_what_is_named_goes_before_what_is_implied(folder, tmp_path):
+    """Flags, then the sizes of a flag's model, then a file, then those of weights; contradictions are refused."""
+    file = {"hidden": 48, "layers": 1, "model": "llama3-8b"}
+    found = model_choice.chosen({"model": "gpt2-small", "layers": 3}, file)
+    assert (found["hidden"], found["layers"], found["architecture"]) == (768, 3, "gpt")
+    assert model_choice.chosen({}, file)["hidden"] == 48 and model_choice.chosen({}, file)["ffn"] == 14336
+    llama = str(folder / "llama")
+    with pytest.raises(ConfigurationError, match="model = 'gpt2-small' has hidden = 768, but the model of init_from"):
+        model_choice.chosen({"model": "gpt2-small", "init_from": llama}, {})
+    of_run = {"model": llama, "hidden": 256, "tokenizer": ""}  # as the config.toml of a run says it
+    assert model_choice.chosen({}, of_run)["init_from"] == llama
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "llama" / "config.json").read_text())
+    (other / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"has weights in pytorch_model\.bin, which is not read"):
+        model_choice.chosen({"model": str(other)}, {})
+    assert "init_from" not in model_choice.chosen({"model": str(other), "random_weights": True}, {})
+
+
+def test_stacked_experts_decay(monkeypatch):
+    content = SIZED | {"model_type": "mixtral", "num_local_experts": 4}
+    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("mxfp8"))
+    huggingface.leave_meta(model, torch.device("cpu"))
+    huggingface.initialize(model, 0)
+    first, second = make_optimizer(model, SHORT).param_groups
+    assert {param.ndim for param in first["params"]} == {2, 3} and {param.ndim for param in second["params"]} == {1}
+
+
 @pytest.mark.distributed
 def test_the_weights_of_a_folder_are_told(folder, tmp_path):
     line = ["train", "--run", tmp_path / "run", "--model", folder / "llama", "--data", folder / "text", "--steps", 1]
@@ -329,6 +369,8 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
         (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
         (["--experts-per-token", "4"], "experts_per_token = 4 would do nothing, since it needs experts"),
+        (["--keep-every", "7"], "keep_every = 7 would do nothing, since it needs keep_last"),
+        (["--sequence-parallel", "on"], "sequence_parallel = 'on' would do nothing, since it needs a mesh with tp"),
         (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),
         (["--recompute-every", "2"], "recompute_every = 2 would do nothing, since it needs recompute = 'layer'"),
         (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_tokens"),

@@ -49,9 +49,8 @@ def _heads(settings: TrainSettings, configuration: Mapping[str, Any] | None) -> 
     if configuration is None:
         return settings.layers * settings.heads * settings.head_size
     fields = FieldReader(configuration, settings.model)
-    layers, heads, hidden = (
-        fields.integer(name, 1, _MOST) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
+    names = (("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
+    layers, heads, hidden = (fields.integer(a, 1, _MOST) or fields.integer(b, 1, _MOST) for a, b in names)
     if layers is None or heads is None or hidden is None:
         return None
     return layers * heads * (fields.integer("head_dim", 1, _MOST) or hidden // heads)

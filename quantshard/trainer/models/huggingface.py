@@ -33,8 +33,14 @@ from quantshard.terminal import inputs
 from quantshard.trainer.settings.recipes import LayerRecipes
 
 _MOST_LAYERS = 1 << 12
-_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts")
-"""Fields of configurations that say how many modules there are; a configuration comes from anybody."""
+_COUNT = re.compile(r"(num|n)_\w*(layers?|experts?|blocks?)|n_layer|\w*(encoder|decoder)_layers|depths?")
+"""Names of fields that say how many modules there are; a configuration comes from anybody."""
+
+_IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map")
+"""Names of fields by which transformers would fetch code, or import a folder's: those of PyTorch are taken instead."""
+
+_OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
+"""Files of weights that are not read."""
 
 
 # Configuration
@@ -54,9 +60,21 @@ def read_configuration(path: str) -> dict[str, Any]:
 
 
 def weights_beside(path: str) -> str:
-    """The folder of a configuration if it holds safetensors too, or ""."""
+    """The folder of a configuration if it holds safetensors too, or "".
+
+    Raises:
+        ConfigurationError: it holds weights in other files alone.
+    """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return str(folder) if any(file.name.endswith(SUFFIX) for file in folder.iterdir()) else ""
+    if any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
+        return str(folder)
+    others = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
+    if others:
+        raise ConfigurationError(
+            f"{folder} has weights in {others[0]}, which is not read, as it may run code; write safetensors of it with "
+            "transformers, or begin anew with --random-weights"
+        )
+    return ""
 
 
 def longest_sequence(content: Mapping[str, Any]) -> int | None:
@@ -81,8 +99,9 @@ def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
 # Models on the meta device
 
 
-def described(content: Mapping[str, Any], where: str) -> nn.Module:
-    """The model of a configuration, in its dtype, on the meta device.
+def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
+    """The model of a configuration, in its dtype, on the meta device. `causal`: one that tells the next token, whatever
+    class the configuration names.
 
     Raises:
         ConfigurationError: transformers is not there, does not know it, or cannot build it.
@@ -103,7 +122,7 @@ def described(content: Mapping[str, Any], where: str) -> nn.Module:
         raise ConfigurationError(
             f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
         )
-    kept = {name: value for name, value in content.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    kept = {name: value for name, value in _harmless(content).items() if name not in _READ}
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
@@ -112,6 +131,7 @@ def described(content: Mapping[str, Any], where: str) -> nn.Module:
         config = transformers.AutoConfig.for_model(kind, **kept)
         named: Any = getattr(transformers, names[0], None) if names else None
         is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+        is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
         torch.set_default_dtype(getattr(torch, dtype))  # of what is trained; tables of angles stay in float32
         with torch.device("meta"):
             found: nn.Module = named(config) if is_model else transformers.AutoModelForCausalLM.from_config(config)
@@ -125,25 +145,38 @@ def described(content: Mapping[str, Any], where: str) -> nn.Module:
     return found
 
 
+_READ = ("model_type", "dtype", "torch_dtype")
+
+
+def _harmless(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without what would have code fetched or imported, in what is nested, too."""
+    return {
+        name: _harmless(value) if isinstance(value, dict) else value
+        for name, value in content.items()
+        if not _IMPLEMENTATION.fullmatch(name)
+    }
+
+
 def _check_counts(content: Mapping[str, Any], where: str) -> None:
     """Refuse more modules than any model has, which would take all memory, in what is nested, too."""
     for name, value in content.items():
-        if name in _COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
+        if _COUNT.fullmatch(name) and isinstance(value, int) and value > _MOST_LAYERS:
             raise ConfigurationError(f"{where}: {name} is {value}, more than the {_MOST_LAYERS} that are built")
         if isinstance(value, dict):
             _check_counts(value, where)
 
 
 def converted(
-    content: Mapping[str, Any], where: str, recipes: LayerRecipes
+    content: Mapping[str, Any], where: str, recipes: LayerRecipes, causal: bool = False
 ) -> tuple[nn.Module, ConversionReport | None]:
-    """A configuration's model with quantized linear layers, and what became of each; None if all are left.
+    """A configuration's model with quantized linear layers, and what became of each; None if all are left. `causal`: as
+    in `described`.
 
     Raises:
         ConfigurationError: it cannot be built or converted, or a pattern matches nothing.
     """
     plain = {name: value for name, value in content.items() if name != "quantization_config"}  # of weights beside it
-    model = described(plain, where)
+    model = described(plain, where, causal)
     if list(recipes.patterns.values()) == [HIGH_PRECISION]:
         return model, None
     try:

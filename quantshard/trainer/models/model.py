@@ -253,7 +253,7 @@ class ModelSpec:
         """
         settings, recipes = self.settings, LayerRecipes.parse(self.settings.recipe)
         if self.configuration is not None:
-            model, _ = huggingface.converted(self.configuration, settings.model, recipes)
+            model, _ = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
             huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
             return model
         names = [f"layers.{number}" for number in range(settings.layers)]

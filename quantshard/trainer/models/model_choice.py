@@ -20,26 +20,39 @@ _BY_SIZES: Final = (
 """Settings of the decoder that is built by sizes; of a model of transformers its configuration says them."""
 
 
-def implied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that follow from those that were given, which go before them.
+def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are given, by flags or a file of settings, with what follows from the model that they name.
+
+    A size of `--model NAME` goes before the file, and flags before it; what follows from a file's own model, or from
+    weights, stands where nobody gives a size.
 
     Raises:
-        ConfigurationError: there is no such model, or a setting is given that its configuration decides.
+        ConfigurationError: there is no such model, or what is given contradicts it.
         CheckpointError: the weights to begin with are damaged.
     """
+    given = {**file, **flags}
     model, source = str(given.get("model", "")), str(given.get("init_from", ""))
     if model and model not in SIZES:
-        return _of_transformers(model, source, given)
+        return _of_transformers(model, source, flags, given) | given
     if given.get("random_weights"):
         raise ConfigurationError(
             "random_weights is of a --model DIR that has weights; a model that is built by sizes has random ones "
             "unless --init-from names others"
         )
-    found = dict(SIZES[model]) if model else {}
-    return found | (initialization.sizes(source) if source else {})
+    named = dict(SIZES[model]) if model else {}
+    weights = initialization.sizes(source) if source else {}
+    for name, size in named.items():
+        if name in weights and weights[name] != size and name not in flags:
+            raise ConfigurationError(
+                f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
+                f"{shown_value(source)} has {shown_value(weights[name])}; leave --model out, or name its own weights"
+            )
+    if "model" in flags:
+        return {**weights, **file, **named, **flags}
+    return named | weights | given
 
 
-def _of_transformers(model: str, source: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if not Path(model).exists() and Path(model).name == model:
         near = get_close_matches(model, SIZES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -49,9 +62,9 @@ def _of_transformers(model: str, source: str, given: Mapping[str, Any]) -> dict[
         )
     huggingface.read_configuration(model)
     for name in _BY_SIZES:
-        if name in given:
+        if name in flags:  # the file of a run says all settings
             raise ConfigurationError(
-                f"{name} = {shown_value(given[name])}, but the configuration of model = {shown_value(model)} decides "
+                f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides "
                 f"it; leave {name} out, or change a copy of its config.json"
             )
     if source and given.get("random_weights"):
@@ -59,6 +72,6 @@ def _of_transformers(model: str, source: str, given: Mapping[str, Any]) -> dict[
     found: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         found["init_from"] = huggingface.weights_beside(model)
-    if "tokenizer" not in given and has_tokenizer(model):
+    if not given.get("tokenizer") and has_tokenizer(model):
         found["tokenizer"] = model
     return found

@@ -99,11 +99,6 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
     return foreign.read_toml(path, MOST_BYTES, follow=follow)
 
 
-def merge(flags: Mapping[str, Any], config: Path | None, known: Mapping[str, Any] | None = None) -> TrainSettings:
-    """Settings from the flags that were given, over the file, over those that are `known`, over the defaults."""
-    return TrainSettings(**{**(known or {}), **given_values(flags, config)})
-
-
 def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
     """What is given by a flag, or by the file where no flag does."""
     values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
