@@ -130,11 +130,13 @@ def drawn(columns: list[MapColumn], statistic: str) -> list[float]:
 def test_columns_stand_for_equally_many_steps() -> None:
     reader = StatisticsReader()
     reader.add(sampled(step) for step in range(10, 100_001, 10))
+    whole = drawn(reader.columns, "amax")
     for columns in (reader.columns, reader.merged(MOST_COLUMNS), reader.merged(8)):
         starts = np.array([each.first for each in columns])
         assert len(columns) > 4 and starts[0] == 10 and len(set(np.diff(starts).tolist())) == 1
         assert columns[-1].last == 100_000 and columns[-1].last - starts[-1] < starts[1] - starts[0]
         assert all(each.last + 10 == later.first for each, later in pairwise(columns))
+    assert drawn(reader.columns, "amax") == whole, "merging for a page changed what is kept"
     assert MOST_COLUMNS <= len(reader.columns) < 2 * MOST_COLUMNS and MOST_COLUMNS / 2 <= len(
         reader.merged(MOST_COLUMNS)
     )
