@@ -138,10 +138,10 @@ def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
     columns = read.merged(max(_FEWEST_COLUMNS, room // len(names)))
     maps = []
     for role, statistic in read.maps:
-        cells = [[_cell(values.get((role, statistic), {}).get(name)) for _, values in columns] for name in names]
+        cells = [[_cell(each.values.get((role, statistic), {}).get(name)) for each in columns] for name in names]
         used = [at for at, row in enumerate(cells) if any(cell is not None for cell in row)]
         maps.append({"role": role, "statistic": statistic, "rows": used, "cells": [cells[at] for at in used]})
-    return {"names": names, "steps": [step for step, _ in columns], "maps": maps}
+    return {"names": names, "steps": [each.first for each in columns], "maps": maps}
 
 
 def _cell(value: float | None) -> float | str | None:

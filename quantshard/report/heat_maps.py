@@ -1,7 +1,8 @@
 """The statistics of `statistics.jsonl` as maps of tensor x step, and the alarms of a run.
 
-Steps are merged by pairs where there are more than a map has columns, and the worse of two values stays: the larger
-share that saturates, the smaller signal-to-noise ratio. So memory does not grow with the run, and nothing bad vanishes.
+Where there are more steps than a map has columns, each column stands for equally many of them, and the worst of its
+values stays: the largest share that saturates, the smallest signal-to-noise ratio, or that one was not finite. So
+memory does not grow with the run, and nothing bad vanishes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from quantshard.report.metrics import number, step_of
 from quantshard.report.records import Record
 
 MOST_COLUMNS, _MOST_NAMES, _MOST_MAPS, _MOST_ALARMS, _LONGEST = 160, 2048, 48, 200, 300
-_SMALLER_IS_WORSE = ("sqnr_db",)
+_SMALLER_IS_WORSE = ("sqnr_db", "scale_min")
 _NO_STATISTICS = ("name", "role")
+
+MapValues = dict[tuple[str, str], dict[str, float]]
+"""Values by (role, statistic) and name."""
 
 
 @dataclass(frozen=True)
@@ -30,50 +34,87 @@ class AlarmEntry:
 
 
 @dataclass
+class MapColumn:
+    """What the sampled steps from `first` to `last` had: the worst of their values."""
+
+    first: int
+    last: int
+    values: MapValues
+
+    def take(self, later: MapColumn) -> None:
+        """Stand for the steps of a later one too."""
+        self.last = later.last
+        for key, values in later.values.items():
+            kept = self.values.setdefault(key, {})
+            for name, value in values.items():
+                kept[name] = _worse(key[1], kept[name], value) if name in kept else value
+
+
+@dataclass
 class StatisticsReader:
     """Takes the records of `statistics.jsonl`, batch by batch.
 
-    `columns`: the first step that each stands for, and its values by (role, statistic) and name. `counts`: alarms by
-    kind. `left_out`: how many names were too many.
+    `each`: the sampled steps of a column; only the last of `columns` may have fewer. `counts`: alarms by kind.
+    `left_out`: whether there were too many names or statistics.
     """
 
-    columns: list[tuple[int, dict[tuple[str, str], dict[str, float]]]] = field(default_factory=list)
+    columns: list[MapColumn] = field(default_factory=list)
+    each: int = 1
     names: dict[str, None] = field(default_factory=dict)
     maps: dict[tuple[str, str], None] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     first_alarms: list[AlarmEntry] = field(default_factory=list)
     last_alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
     left_out: bool = False
+    _count: int = 0
+    """The sampled steps of the last column."""
 
     def add(self, batch: Iterable[Record]) -> None:
-        """Take some records, in the order of the file; a step that comes again replaces what came after it."""
+        """Take some records, in the order of the file.
+
+        A step that comes again replaces the columns that reach it; of the last of these, that goes for its earlier
+        steps too, which nothing tells apart any more.
+        """
         for record in batch:
             step = step_of(record)
             if step is None:
                 continue
-            while self.columns and self.columns[-1][0] >= step:
-                self.columns.pop()
+            self._forget(step)
             self._alarm(step, record.get("alarms"))
             if found := self._values(record.get("rows")):
-                self.columns.append((step, found))
-            if len(self.columns) >= 2 * MOST_COLUMNS:
-                self.columns = [_merged(*pair) for pair in zip(self.columns[::2], self.columns[1::2], strict=True)]
+                self._sampled(MapColumn(step, step, found))
 
-    def merged(self, most: int) -> list[tuple[int, dict[tuple[str, str], dict[str, float]]]]:
+    def merged(self, most: int) -> list[MapColumn]:
         """The columns, merged by pairs until there are `most` of them at most."""
         found = self.columns
         while len(found) > most:
-            found = [
-                _merged(*found[at : at + 2]) if at + 1 < len(found) else found[at] for at in range(0, len(found), 2)
-            ]
+            found = _pairs(found)
         return found
 
     def alarms(self) -> list[AlarmEntry]:
         """The first and the last of them, in the order of the file."""
         return [*self.first_alarms, *self.last_alarms]
 
-    def _values(self, rows: Any) -> dict[tuple[str, str], dict[str, float]]:
-        found: dict[tuple[str, str], dict[str, float]] = {}
+    def _forget(self, step: int) -> None:
+        while self.columns and self.columns[-1].last >= step:
+            self.columns.pop()
+            self._count = self.each  # of the one before
+        if not self.columns:
+            self.each = 1
+
+    def _sampled(self, column: MapColumn) -> None:
+        if self.columns and self._count < self.each:
+            self.columns[-1].take(column)
+            self._count += 1
+            return
+        self.columns.append(column)
+        self._count = 1
+        if len(self.columns) >= 2 * MOST_COLUMNS:
+            self.columns = _pairs(self.columns)
+            self._count, self.each = self.each + 1, 2 * self.each
+
+    def _values(self, rows: Any) -> MapValues:
+        found: MapValues = {}
         for row in rows if type(rows) is list else ():
             if type(row) is not dict or type(row.get("name")) is not str:
                 continue
@@ -117,14 +158,18 @@ def _room(known: dict[Any, None], key: Any, most: int) -> bool:
     return True
 
 
-def _merged(
-    first: tuple[int, dict[tuple[str, str], dict[str, float]]],
-    second: tuple[int, dict[tuple[str, str], dict[str, float]]],
-) -> tuple[int, dict[tuple[str, str], dict[str, float]]]:
-    found = {key: dict(values) for key, values in first[1].items()}
-    for key, values in second[1].items():
-        worse = min if key[1] in _SMALLER_IS_WORSE else max
-        kept = found.setdefault(key, {})
-        for name, value in values.items():
-            kept[name] = worse(kept[name], value) if name in kept else value
-    return first[0], found
+def _pairs(columns: list[MapColumn]) -> list[MapColumn]:
+    """Half as many columns; those that were given stay as they are."""
+    found = []
+    for at in range(0, len(columns), 2):
+        first = columns[at]
+        found.append(MapColumn(first.first, first.last, {key: dict(kept) for key, kept in first.values.items()}))
+        for later in columns[at + 1 : at + 2]:
+            found[-1].take(later)
+    return found
+
+
+def _worse(statistic: str, first: float, second: float) -> float:
+    """What was not finite is infinite here, and the worst of any statistic."""
+    smaller = statistic in _SMALLER_IS_WORSE and math.inf not in (first, second)
+    return min(first, second) if smaller else max(first, second)

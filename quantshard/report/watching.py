@@ -55,7 +55,8 @@ class RunWatch:
             for record in batch:
                 self.figures.add(record)
             found = [*found, *(record for record in batch if (step_of(record) or 0) > known)][-most:]
-        self._statistics.was_rewritten()
+        if self._statistics.was_rewritten():
+            self.figures.alarms.clear()
         for batch in self._statistics.batches():
             for record in batch:
                 self.figures.add_statistics(record)

@@ -82,6 +82,16 @@ def test_following_a_run(tmp_path: Path) -> None:
     assert [record["step"] for record in followed.poll(99)] == [8]
 
 
+def test_alarms_of_statistics_that_were_written_anew(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", steps=10)
+    followed = RunWatch(run)
+    followed.poll(99)
+    assert [alarm.step for alarm in followed.figures.alarms] == [3]
+    alarm = {"kind": "nan", "text": "x"}
+    write(run / "statistics.jsonl", [sampled(step, (alarm,) if step in (3, 5) else ()) for step in range(1, 8)])
+    assert followed.poll(99) == [] and [alarm.step for alarm in followed.figures.alarms] == [3, 5]
+
+
 def test_when_a_run_has_ended(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", steps=10, planned=20)
     followed = RunWatch(run)

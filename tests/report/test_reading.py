@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import fsspec
@@ -18,7 +19,7 @@ import pytest
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
 from quantshard.report import metrics, records
-from quantshard.report.heat_maps import MOST_COLUMNS, StatisticsReader
+from quantshard.report.heat_maps import MOST_COLUMNS, MapColumn, StatisticsReader
 from quantshard.report.history import read_history
 from quantshard.report.metrics import MetricReader, number
 from quantshard.report.records import RecordFile
@@ -107,7 +108,7 @@ def test_thinned_curves_keep_their_spikes() -> None:
     values[[31_415, 100_002]] = 9, -9
     for most in (4, 5, 100, 1999):
         kept = thinned(values, most)
-        assert len(kept) <= most + 2 and {0, 31_415, 100_002} <= set(kept.tolist()) and (np.diff(kept) > 0).all()
+        assert len(kept) <= most and {0, 31_415, 100_002} <= set(kept.tolist()) and (np.diff(kept) > 0).all()
     assert thinned(values[:7], 7).tolist() == list(range(7))
 
 
@@ -117,11 +118,53 @@ def test_merged_statistics_keep_the_worst() -> None:
         sampled(step, amax=99.0 if step == 777 else 1.0, sqnr_db=1.0 if step == 778 else 30.0) for step in range(5000)
     )
     columns = reader.merged(MOST_COLUMNS)
-    assert len(columns) <= MOST_COLUMNS and columns[0][0] == 0
-    values = {key: [at[key][NAMES[0]] for _, at in columns] for key in (("weight", "amax"), ("input", "sqnr_db"))}
-    assert max(values["weight", "amax"]) == 99 and min(values["input", "sqnr_db"]) == 1
-    reader.add([sampled(100)])  # resumed before
-    assert reader.columns[-1][0] == 100 and reader.columns[-2][0] < 100
+    assert len(columns) <= MOST_COLUMNS and columns[0].first == 0
+    assert max(drawn(columns, "amax")) == 99 and min(drawn(columns, "sqnr_db")) == 1
+
+
+def drawn(columns: list[MapColumn], statistic: str) -> list[float]:
+    """A row of a map: what the inputs of the first layer had."""
+    return [each.values["input", statistic][NAMES[0]] for each in columns]
+
+
+def test_columns_stand_for_equally_many_steps() -> None:
+    reader = StatisticsReader()
+    reader.add(sampled(step) for step in range(10, 100_001, 10))
+    whole = drawn(reader.columns, "amax")
+    for columns in (reader.columns, reader.merged(MOST_COLUMNS), reader.merged(8)):
+        starts = np.array([each.first for each in columns])
+        assert len(columns) > 4 and starts[0] == 10 and len(set(np.diff(starts).tolist())) == 1
+        assert columns[-1].last == 100_000 and columns[-1].last - starts[-1] < starts[1] - starts[0]
+        assert all(each.last + 10 == later.first for each, later in pairwise(columns))
+    assert drawn(reader.columns, "amax") == whole, "merging for a page changed what is kept"
+    assert MOST_COLUMNS <= len(reader.columns) < 2 * MOST_COLUMNS and MOST_COLUMNS / 2 <= len(
+        reader.merged(MOST_COLUMNS)
+    )
+
+
+def test_the_smallest_scale_and_what_is_not_finite_stay() -> None:
+    reader = StatisticsReader()
+    odd = {300: {"scale_min": 0.125}, 301: {"sqnr_db": "nan"}}
+    reader.add(sampled(step, **{"scale_min": 0.5, "sqnr_db": 30.0} | odd.get(step, {})) for step in range(400))
+    columns = reader.merged(8)
+    assert sorted(drawn(columns, "scale_min"))[:2] == [0.125, 0.5]
+    assert sorted(drawn(columns, "sqnr_db"))[-2:] == [30.0, math.inf]
+
+
+def test_a_step_that_comes_again_replaces_what_was_merged() -> None:
+    reader = StatisticsReader()
+    reader.add(sampled(step, amax=9.0 if step >= 1001 else 1.0) for step in range(1, 1151))
+    assert reader.each == 4 and reader.columns[-1].last == 1150
+    again = reader.columns[-30]
+    assert again.first < 1035 <= again.last, "the step is to be within a column"
+    reader.add([sampled(1035, amax=2.0)])
+    last, before = reader.columns[-1], reader.columns[-2]
+    assert (last.first, last.last, before.last) == (1035, 1035, again.first - 1)
+    assert drawn([last], "amax") == [2.0], "what is no longer there was merged into it"
+    reader.add(sampled(step, amax=2.0) for step in range(1036, 1043))
+    assert [(each.first, each.last) for each in reader.columns[-2:]] == [(1035, 1038), (1039, 1042)]
+    reader.add([sampled(1), sampled(2)])  # from the beginning: as fine as at first
+    assert [(each.first, each.last) for each in reader.columns] == [(1, 1), (2, 2)]
 
 
 def test_alarms_and_rows_of_anybody() -> None:
@@ -133,8 +176,8 @@ def test_alarms_and_rows_of_anybody() -> None:
     reader.add([*odd, {"step": 3, "rows": [{"name": "n" * 9999, "amax": "inf"}], "alarms": [1, {"kind": ["k"] * 999}]}])
     reader.add([{"step": 4, "alarms": [{"kind": "nan", "text": "t" * 9999}] * 1000}])
     assert reader.counts["nan"] == 1000 and len(reader.alarms()) == 400 and len(reader.alarms()[-1].text) == 300
-    ((step, values),) = reader.columns
-    assert step == 3 and values == {("", "amax"): {"n" * 300: math.inf}}
+    (column,) = reader.columns
+    assert column.first == 3 and column.values == {("", "amax"): {"n" * 300: math.inf}}
 
 
 @pytest.fixture
