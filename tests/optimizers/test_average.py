@@ -212,6 +212,38 @@ def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
     assert bits(model, optimizer) == bits(plain, without)
 
 
+@every_optimizer
+def test_one_begun_later_begins_with_the_values_of_then(kind: str) -> None:
+    """By one formula in float64: they have the weight of all steps before, in a group that was added later of its own;
+    a skipped step counts for nothing."""
+    model, optimizer = build(kind, ema_decay=0.0)
+    late = nn.Parameter(torch.ones(5))
+    made: dict[Tensor, int] = dict.fromkeys(model.parameters(), 0)
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": [("late", late)]})
+            made[late] = 0
+        if late in made:
+            late.grad = torch.full((5,), float(number))
+        set_gradients(model, number)
+        if number == 1:
+            model[0].bias.grad[3] = float("nan")
+        optimizer.step()
+        made = {param: count + (number != 1) for param, count in made.items()}
+    optimizer.begin_average(DECAY)
+    exact = {param: trained_values(optimizer, param).double() for param in made}
+    for number in range(4, 4 + STEPS):
+        step(model, optimizer, number)
+        for param in made:
+            made[param] += 1
+            share = (1 - DECAY) / (1 - DECAY ** made[param])
+            exact[param] += share * (trained_values(optimizer, param).double() - exact[param])
+    assert sorted(set(made.values())) == [2 + STEPS, 3 + STEPS]
+    for param, wanted in exact.items():
+        bound = STEPS * 2.0**-24 * 8 * (wanted.abs().max() + 1)  # as in test_it_is_the_average_in_float64
+        assert (optimizer.state[param]["ema_param"] - wanted).abs().max() <= bound
+
+
 @pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])
 def test_reseeded_with_the_masters(kind: str) -> None:
     model, optimizer = build(kind)
