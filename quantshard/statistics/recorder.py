@@ -22,11 +22,11 @@ class Statistics:
     and of those that became zero, and signal to quantization noise; per parameter the share of codes that the step
     changed, the norm of the update by that of the values, and the norm of the gradient. And alarms.
 
-        statistics = quantshard.Statistics(model, optimizer, every=10)
-        for batch in data:
-            loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
-            for sample in statistics.step(): ...
-        statistics.close()
+        with quantshard.Statistics(model, optimizer, every=10) as statistics:
+            for batch in data:
+                loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+                for sample in statistics.step(): ...
+            for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
     The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
@@ -41,8 +41,8 @@ class Statistics:
         step: the step that was done last.
         saturation: an alarm above this share of saturated values of an operand, in a sampled step; 1 turns it off.
         loss_spike: an alarm if the loss is so many deviations above the median (`LossHistory`); 0 turns it off.
-        on_alarm: is called with each `Alarm`, on all ranks; without one they are warnings. What it raises is raised by
-            `step`.
+        on_alarm: is called with each `Alarm`, on all ranks if they give `step` the same losses; without one they are
+            warnings. What it raises is raised by `step`.
 
     Raises:
         ConfigurationError: an argument does not fit; another Statistics samples now.
@@ -112,14 +112,19 @@ class Statistics:
         if self._names is None or not self.every or (self.done + 1) % self.every:
             return
         if observation.active is not None:
-            raise ConfigurationError("another Statistics samples this step; close() it, or give each steps of its own")
+            raise ConfigurationError(
+                "another Statistics samples this step; close() the earlier one, or make it in a `with` block, which "
+                "does so at its end; two that are wanted need steps of their own"
+            )
         self._sample = observation.active = StepSample(self._names, self._optimizers)
 
     def step(self, loss: float | None = None) -> list[StatisticsSample]:
         """A step is over, its optimizer's included. A collective call if it was sampled.
 
         Args:
-            loss: of this step, if alarms of it are wanted: a number that is on the host.
+            loss: of this step, if alarms of it are wanted: a number that is on the host, and the same on all ranks, as
+                a mean over them is. Nothing is exchanged to judge it, so of different losses a spike may be one rank's
+                alone, and the others wait for that rank for ever if `on_alarm` raises there.
 
         Returns:
             What came to the host: the sample of the step before, if that was sampled; and of a step that was not, one
@@ -143,7 +148,7 @@ class Statistics:
         return found
 
     def add_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm of one's own, of the step whose `step` comes next."""
+        """Raise an alarm of one's own, of the step whose `step` comes next; on all ranks, if `on_alarm` may raise."""
         self._told.append(alarm)
         self._on_alarm(alarm)
 

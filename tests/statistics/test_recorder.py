@@ -303,7 +303,9 @@ def test_bad_arguments_are_refused(options, says):
 def test_two_at_once_and_parameters_of_others_are_refused():
     model = perceptron()
     first = Statistics(model, None, every=1)
-    with pytest.raises(ConfigurationError, match="another Statistics samples this step"):
+    with pytest.raises(
+        ConfigurationError, match=r"another Statistics samples this step; close.* earlier .* `with` block"
+    ):
         Statistics(model, None, every=1)
     first.close()
     with pytest.raises(ConfigurationError, match="none of the optimizer's parameters"):
