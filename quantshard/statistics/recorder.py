@@ -31,7 +31,9 @@ class Statistics:
     The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
     the host reads the sums a step later. A sampled step keeps a copy of the weights' codes and of the values that
-    are trained through the optimizer's step. Make it after `fully_shard` and the
+    are trained through the optimizer's step; and where kernels run, the backward of a gated MLP makes the two gradients
+    of its activation's inputs once more, as values in their dtype, but under current scaling (docs/statistics.md has
+    figures). Make it after `fully_shard` and the
     optimizer: a collective call where there are ranks, as `step` is after a sampled step.
 
     Args:
@@ -156,7 +158,8 @@ class Statistics:
         if not sample.order and self._names is not None and self._names.rows():
             warnings.warn(
                 f"Statistics: step {self.done} was sampled, and no layer showed an operand: they were not called, were "
-                "called outside autocast or in eval mode, or were replayed by a CUDA graph",
+                "called outside autocast or in eval mode, were replayed by a CUDA graph, or are high-precision layers "
+                "in a graph of torch.compile",
                 stacklevel=3,
             )
 
