@@ -142,6 +142,12 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
     return found
 
 
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield module, name, buffer
+
+
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """What a pass leaves in a model is taken back."""
@@ -153,11 +159,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         for leaf in module._weights
     ]
     before, observer = [draw.clone() for draw in draws], observation.active
-    buffers = [
-        (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
+    buffers = {(module, name): (buffer, buffer.detach().clone()) for module, name, buffer in _buffers(model)}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         observation.active = None
@@ -170,9 +172,11 @@ def _undone(model: nn.Module) -> Iterator[None]:
         for draw, value in zip(draws, before, strict=True):
             draw.copy_(value)
         with torch.no_grad():
-            for held, name, buffer, values in buffers:
-                held[name] = buffer
-                if buffer is not None:
-                    buffer.copy_(values)
+            for module, name in [(module, name) for module, name, _ in _buffers(model)]:
+                if (module, name) not in buffers:
+                    setattr(module, name, None)  # a buffer that the pass was the first to make
+            for (module, name), (buffer, values) in buffers.items():
+                setattr(module, name, buffer)
+                buffer.copy_(values)
         for param, grad in grads.items():
             param.grad = grad
