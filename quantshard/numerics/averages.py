@@ -4,7 +4,8 @@
 
 This is the average with Adam's correction of the bias, kept so that nothing remains to be divided when it is read:
 after n steps from the first on, w_i has the weight decay^(n - i) (1 - decay) / (1 - decay^n), and the values before the
-first step have none. One that begins at a later step begins with the values of then. A weight that does not change any
+first step have none. One that begins after step n begins with the values of then, which have the weight of all n steps:
+(decay^k - decay^(n + k)) / (1 - decay^(n + k)) after k more. A weight that does not change any
 more has, once they are equal, the very same average.
 """
 

@@ -113,15 +113,20 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
 
 
 @torch.no_grad()
-def _write_averages(kept: list[_WeightCopy], optimizer: torch.optim.Optimizer) -> None:
+def _write_averages(kept: list[_WeightCopy], optimizer: Any) -> None:
     """Round the averages to the nearest values that the parameters can hold."""
     values = {weight.param: private_torch.local_tensor(optimizer.state[weight.param][AVERAGE]) for weight in kept}
     quantized = [weight.param for weight in kept if weight.weight.storage is not None]
+    plain = [weight.param for weight in kept if weight.weight.storage is None]
     for param in quantized:
         history = components.storage_of(param).state.get(AMAX_HISTORY)
         if history is not None:
             history.zero_()  # so that the scale is that of the average itself, and not of past weights
-    requantize.requantize_([(param, values[param]) for param in quantized])
+    requantize.requantize_(
+        [(param, values[param]) for param in quantized],
+        plain=[(param, values[param]) for param in plain],
+        names=[optimizer._names[param] for param in (*quantized, *plain)],
+    )
     for weight in kept:
         if weight.weight.storage is None:
             weight.weight.write(values[weight.param], None)

@@ -253,6 +253,8 @@ class MasterWeights(torch.optim.Optimizer):
     def begin_average(self, decay: float) -> None:
         """Keep averages from here on, which begin with the present masters; see `FusedAdam.begin_average`.
 
+        They count steps from the updates that were made before: of a group, the most that one of its parameters had.
+
         Raises:
             ConfigurationError: there are some already, or the decay is none.
         """
@@ -265,7 +267,8 @@ class MasterWeights(torch.optim.Optimizer):
             )
         self._own_entries |= _average_entries(decay)
         for group in self.param_groups:
-            group.update(_average_entries(decay))
+            made = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
+            group.update(_average_entries(decay, max(made, default=0)))
         for param, state in ((param, self.state[param]) for param in self._masters):
             self._with_own(param, state, state[UPDATES])
 
@@ -455,6 +458,6 @@ class MasterWeights(torch.optim.Optimizer):
             self._versions[param] = guards.weight_version(param)
 
 
-def _average_entries(decay: float) -> dict[str, Any]:
+def _average_entries(decay: float, steps: int = 0) -> dict[str, Any]:
     """What a group holds of averages."""
-    return {EMA_DECAY: float(decay), EMA_STEPS: 0}
+    return {EMA_DECAY: float(decay), EMA_STEPS: steps}

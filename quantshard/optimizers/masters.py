@@ -253,7 +253,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def begin_average(self, decay: float) -> None:
         """Keep an average of the weights from here on (`ema_decay`), which begins with the present masters, or with the
-        parameters that have none; as after a checkpoint was loaded that has no averages.
+        parameters that have none; as after a checkpoint was loaded that has no averages. Their weight fades as if
+        all steps before had had these values: the share of the next step is that of its number (`numerics.averages`).
 
         Raises:
             ConfigurationError: there is one already, or the decay is none.

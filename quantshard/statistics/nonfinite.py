@@ -1,7 +1,7 @@
 """Where infinite or NaN values come from: a pass is run once more, with a look at what each module gives.
 
-Nothing is watched while all is well. A step with such a gradient is skipped and changes nothing, so that the pass can
-be run again just as it was: from the same weights, random words and scales.
+Nothing is watched while all is well. A step with such a gradient is skipped and changes no weight, so that its pass can
+be run again from the same weights. Not bit for bit: forward and backward have moved random words and histories on.
 """
 
 from __future__ import annotations
@@ -103,12 +103,17 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Where the first infinite or NaN value of a pass is; None if there is none. A collective call of all ranks.
 
-    Afterwards all is as before: no amaxes are recorded, random words and gradients are put back, and so is torch's
-    generator on the CPU and the current GPU.
+    Afterwards all is as before: no amaxes are recorded, and draw counts of random words, gradients and buffers of the
+    model (running means of nn.BatchNorm) are put back, and so is torch's generator on the CPU and the current GPU.
+
+    After a step, the pass is not bit for bit that of the step, which has moved on: words of stochastic rounding are the
+    next ones, dropout's too; under delayed scaling histories have the finite amaxes of the step itself; nn.BatchNorm
+    has its running means. Without these its numbers are those of the step. What only one word or one scale of the step
+    made infinite is not found again, and the answer is None.
 
     Args:
         model: whose modules are looked at.
-        run: makes the pass, forward and backward, just as the step did.
+        run: makes the pass, forward and backward, of the same batch as the step.
 
     Returns:
         Of weights that are not finite themselves the first; else of outputs the first in forward order; of their
@@ -137,6 +142,12 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
     return found
 
 
+def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield module, name, buffer
+
+
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
     """What a pass leaves in a model is taken back."""
@@ -148,6 +159,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         for leaf in module._weights
     ]
     before, observer = [draw.clone() for draw in draws], observation.active
+    buffers = {(module, name): (buffer, buffer.detach().clone()) for module, name, buffer in _buffers(model)}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         observation.active = None
@@ -159,5 +171,12 @@ def _undone(model: nn.Module) -> Iterator[None]:
         observation.active = observer
         for draw, value in zip(draws, before, strict=True):
             draw.copy_(value)
+        with torch.no_grad():
+            for module, name in [(module, name) for module, name, _ in _buffers(model)]:
+                if (module, name) not in buffers:
+                    setattr(module, name, None)  # a buffer that the pass was the first to make
+            for (module, name), (buffer, values) in buffers.items():
+                setattr(module, name, buffer)
+                buffer.copy_(values)
         for param, grad in grads.items():
             param.grad = grad

@@ -22,16 +22,18 @@ class Statistics:
     and of those that became zero, and signal to quantization noise; per parameter the share of codes that the step
     changed, the norm of the update by that of the values, and the norm of the gradient. And alarms.
 
-        statistics = quantshard.Statistics(model, optimizer, every=10)
-        for batch in data:
-            loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
-            for sample in statistics.step(): ...
-        statistics.close()
+        with quantshard.Statistics(model, optimizer, every=10) as statistics:
+            for batch in data:
+                loss = model(batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
+                for sample in statistics.step(): ...
+            for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
     The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
     the host reads the sums a step later. A sampled step keeps a copy of the weights' codes and of the values that
-    are trained through the optimizer's step. Make it after `fully_shard` and the
+    are trained through the optimizer's step; and where kernels run, the backward of a gated MLP makes the two gradients
+    of its activation's inputs once more, as values in their dtype, but under current scaling (docs/statistics.md has
+    figures). Make it after `fully_shard` and the
     optimizer: a collective call where there are ranks, as `step` is after a sampled step.
 
     Args:
@@ -41,8 +43,8 @@ class Statistics:
         step: the step that was done last.
         saturation: an alarm above this share of saturated values of an operand, in a sampled step; 1 turns it off.
         loss_spike: an alarm if the loss is so many deviations above the median (`LossHistory`); 0 turns it off.
-        on_alarm: is called with each `Alarm`, on all ranks; without one they are warnings. What it raises is raised by
-            `step`.
+        on_alarm: is called with each `Alarm`, on all ranks if they give `step` the same losses; without one they are
+            warnings. What it raises is raised by `step`.
 
     Raises:
         ConfigurationError: an argument does not fit; another Statistics samples now.
@@ -112,14 +114,19 @@ class Statistics:
         if self._names is None or not self.every or (self.done + 1) % self.every:
             return
         if observation.active is not None:
-            raise ConfigurationError("another Statistics samples this step; close() it, or give each steps of its own")
+            raise ConfigurationError(
+                "another Statistics samples this step; close() the earlier one, or make it in a `with` block, which "
+                "does so at its end; two that are wanted need steps of their own"
+            )
         self._sample = observation.active = StepSample(self._names, self._optimizers)
 
     def step(self, loss: float | None = None) -> list[StatisticsSample]:
         """A step is over, its optimizer's included. A collective call if it was sampled.
 
         Args:
-            loss: of this step, if alarms of it are wanted: a number that is on the host.
+            loss: of this step, if alarms of it are wanted: a number that is on the host, and the same on all ranks, as
+                a mean over them is. Nothing is exchanged to judge it, so of different losses a spike may be one rank's
+                alone, and the others wait for that rank for ever if `on_alarm` raises there.
 
         Returns:
             What came to the host: the sample of the step before, if that was sampled; and of a step that was not, one
@@ -143,7 +150,7 @@ class Statistics:
         return found
 
     def add_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm of one's own, of the step whose `step` comes next."""
+        """Raise an alarm of one's own, of the step whose `step` comes next; on all ranks, if `on_alarm` may raise."""
         self._told.append(alarm)
         self._on_alarm(alarm)
 
@@ -151,7 +158,8 @@ class Statistics:
         if not sample.order and self._names is not None and self._names.rows():
             warnings.warn(
                 f"Statistics: step {self.done} was sampled, and no layer showed an operand: they were not called, were "
-                "called outside autocast or in eval mode, or were replayed by a CUDA graph",
+                "called outside autocast or in eval mode, were replayed by a CUDA graph, or are high-precision layers "
+                "in a graph of torch.compile",
                 stacklevel=3,
             )
 

@@ -75,7 +75,13 @@ class Requantization:
         record_amax_(history, amax.view(()))
 
 
-def requantize_(weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str] = (), judged: bool = False) -> None:
+def requantize_(
+    weights: Iterable[tuple[Tensor, Tensor]],
+    *,
+    names: Sequence[str] = (),
+    judged: bool = False,
+    plain: Iterable[tuple[Tensor, Tensor]] = (),
+) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all of them together.
 
     Args:
@@ -84,6 +90,8 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str
         names: of the weights, for messages.
         judged: the caller knows that all values are finite, as an optimizer does that judged its gradients: nobody
             waits for a GPU to say so.
+        plain: pairs of other parameters and their local values, which the caller writes afterwards. They are judged
+            with the weights, unless `judged`; in `names` theirs come last.
 
     Raises:
         ConfigurationError: values are infinite or NaN, which codes would hide: they saturate. It is raised on every
@@ -93,9 +101,10 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str
     """
     reduction, bad = FlatMax(), None
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
-    if weights and not judged:
-        bad = _are_bad(weights)
-        reduction.add(bad, united(sharding_group(weight) for weight, _ in weights))
+    all_values = [*weights, *plain]
+    if all_values and not judged:
+        bad = _are_bad(all_values)
+        reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
     begun = [
         (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
         for weight, values in weights
@@ -103,7 +112,7 @@ def requantize_(weights: Iterable[tuple[Tensor, Tensor]], *, names: Sequence[str
     ]
     reduction.reduce()
     if bad is not None:
-        _check_finite(weights, bad, names)
+        _check_finite(all_values, bad, names)
     for requantization, values in begun:
         requantization.commit(values)
     for weight, _ in weights:
@@ -137,25 +146,29 @@ def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: 
     for index, (at_fault, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
         if at_fault:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
-            told = non_finite(values, _storage_of(weight).shard.origin)
+            is_quantized = hasattr(private_torch.local_tensor(weight), "quantized_storage")
+            told = non_finite(values, _storage_of(weight).shard.origin if is_quantized else None)
+            hidden = "codes saturate, which would hide it, so " if is_quantized else ""
             raise ConfigurationError(
-                f"requantize_: {name}: {told or 'values that other ranks hold are infinite or NaN'}; codes saturate, "
-                "which would hide it, so nothing was written. Look at where the values come from"
+                f"requantize_: {name}: {told or 'values that other ranks hold are infinite or NaN'}; {hidden}nothing "
+                "was written. Look at where the values come from"
             )
 
 
-def non_finite(values: Tensor, origin: tuple[int, ...]) -> str:
+def non_finite(values: Tensor, origin: tuple[int, ...] | None) -> str:
     """How many of some values are infinite or NaN, and where in the whole the first is; "" if none is.
 
-    `origin`: of the values [R, C] in the whole. It waits for a GPU.
+    `origin`: of the values [R, C] in the whole; without one, of any shape, no place is told. It waits for a GPU.
     """
     bad = ~torch.isfinite(values)
     if not bad.any():
         return ""
     first = int(bad.flatten().to(torch.uint8).argmax())
-    at = [start + here for start, here in zip(origin, divmod(first, values.shape[1]), strict=True)]
-    found = values.flatten()[first].item()
-    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {found}, at {at}"
+    found, place = values.flatten()[first].item(), ""
+    if origin is not None:
+        at = [start + here for start, here in zip(origin, divmod(first, values.shape[1]), strict=True)]
+        place = f", at {at}"
+    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {found}{place}"
 
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:

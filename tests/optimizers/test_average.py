@@ -167,6 +167,15 @@ def test_what_cannot_be_averaged() -> None:
         with averaged_weights(model, optimizer):
             pass
     assert bits(model) == before
+    model, optimizer = build("FusedAdam")
+    before = bits(model)
+    for param, name in ((model[1].bias, r"1\.bias"), (model[2].weight, r"2\.weight")):
+        optimizer.state[param]["ema_param"][3] = torch.nan
+        with pytest.raises(ConfigurationError, match=rf"{name}: 1 of 9 values are infinite or NaN, the first, nan; no"):
+            with averaged_weights(model, optimizer):
+                pass
+        optimizer.state[param]["ema_param"][3] = 0
+        assert bits(model) == before
     for decay in (1.0, -0.1, float("nan"), "fast"):
         for kind in ("FusedAdam", "MasterWeights"):
             with pytest.raises(ConfigurationError, match="ema_decay="):
@@ -210,6 +219,38 @@ def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
     assert bits(model) == bits(plain) and "ema_decay" not in optimizer.param_groups[0]
     without.drop_average()
     assert bits(model, optimizer) == bits(plain, without)
+
+
+@every_optimizer
+def test_one_begun_later_begins_with_the_values_of_then(kind: str) -> None:
+    """By one formula in float64: they have the weight of all steps before, in a group that was added later of its own;
+    a skipped step counts for nothing."""
+    model, optimizer = build(kind, ema_decay=0.0)
+    late = nn.Parameter(torch.ones(5))
+    made: dict[Tensor, int] = dict.fromkeys(model.parameters(), 0)
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": [("late", late)]})
+            made[late] = 0
+        if late in made:
+            late.grad = torch.full((5,), float(number))
+        set_gradients(model, number)
+        if number == 1:
+            model[0].bias.grad[3] = float("nan")
+        optimizer.step()
+        made = {param: count + (number != 1) for param, count in made.items()}
+    optimizer.begin_average(DECAY)
+    exact = {param: trained_values(optimizer, param).double() for param in made}
+    for number in range(4, 4 + STEPS):
+        step(model, optimizer, number)
+        for param in made:
+            made[param] += 1
+            share = (1 - DECAY) / (1 - DECAY ** made[param])
+            exact[param] += share * (trained_values(optimizer, param).double() - exact[param])
+    assert sorted(set(made.values())) == [2 + STEPS, 3 + STEPS]
+    for param, wanted in exact.items():
+        bound = STEPS * 2.0**-24 * 8 * (wanted.abs().max() + 1)  # as in test_it_is_the_average_in_float64
+        assert (optimizer.state[param]["ema_param"] - wanted).abs().max() <= bound
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "MasterWeights"])

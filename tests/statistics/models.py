@@ -16,13 +16,13 @@ FEATURES = 48
 TOKENS = 32
 
 
-def perceptron(recipe: Any = "mxfp8", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+def perceptron(recipe: Any = "mxfp8", dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> nn.Sequential:
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
         return nn.Sequential(
-            qs.LayerNormMLP(FEATURES, 64, activation="swiglu", params_dtype=dtype, device="cpu"),
-            qs.Linear(FEATURES, FEATURES, params_dtype=dtype, device="cpu"),
-            qs.LayerNormLinear(FEATURES, FEATURES, params_dtype=dtype, device="cpu"),
+            qs.LayerNormMLP(FEATURES, 64, activation="swiglu", params_dtype=dtype, device=device),
+            qs.Linear(FEATURES, FEATURES, params_dtype=dtype, device=device),
+            qs.LayerNormLinear(FEATURES, FEATURES, params_dtype=dtype, device=device),
         )
 
 
@@ -31,8 +31,9 @@ def tokens(step: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, step: int, recipe: Any = "mxfp8") -> Tensor:
+    x = tokens(step).to(next(model.parameters()).device)
     with qs.autocast(recipe=recipe):
-        return model(tokens(step)).float().square().mean()
+        return model(x).float().square().mean()
 
 
 def trained(

@@ -103,6 +103,35 @@ def test_where_a_nan_came_from(layer):
     assert found.text == f"the values of {layer}.layer_norm_weight are infinite or NaN"
 
 
+class Counting(nn.Module):
+    """Its buffers are changed in place, put in the place of others, and made by the first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("last", None)
+        self.norm = nn.BatchNorm1d(48)
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.last = x.detach()
+        return self.norm(x.float()).to(x.dtype)
+
+
+def test_looking_for_it_puts_buffers_back():
+    """After an error in the pass, too."""
+    model = nn.Sequential(*perceptron(), Counting())
+    loss_of(model, 0).backward()
+    model[3].last = None
+    held = dict(model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in held.items()}
+    assert first_nonfinite(model, lambda: loss_of(model, 1).backward()) is None
+    with pytest.raises(ZeroDivisionError):
+        first_nonfinite(model, lambda: loss_of(model, 2).backward() or 1 / 0)
+    assert model[3].last is None and model[3].calls is held["3.calls"]
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 def test_looking_for_it_changes_nothing():
     """Random words, histories, gradients and torch's generator are as before."""
     for recipe in ("nvfp4", qs.recipe.DelayedScaling(amax_history_len=3)):

@@ -21,12 +21,13 @@ from quantshard.tensor.storage import KEY
 from tests.covering import exhaustive
 from tests.statistics.models import FEATURES, loss_of, perceptron, tokens, trained
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 
 
 def bits(model: nn.Module) -> list[bytes]:
     return [
-        value.contiguous().view(torch.uint8).numpy().tobytes()
+        value.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         for value in model.state_dict().values()
         if isinstance(value, torch.Tensor)
     ]
@@ -41,6 +42,21 @@ def test_training_keeps_its_bits(recipe):
     assert bits(plain) == bits(watched)
     assert [sample.step for sample in samples] == [2, 4]
     assert observation.active is None
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_on_the_device_that_there_is(recipe):
+    """Where there is a GPU: the kernels that add up, the copy to pinned memory, and the event that it is read after."""
+    plain, watched = (perceptron(recipe, device=DEVICE) for _ in range(2))
+    trained(plain, 5, 0, recipe)
+    samples = trained(watched, 5, 2, recipe, saturation=1)
+    assert bits(plain) == bits(watched)
+    assert [sample.step for sample in samples] == [2, 4]
+    # not of step 2, which has gradients that outgrow a history of one amax
+    rows = {(row.name, row.role): row for row in samples[-1].rows}
+    for name in ("0.fc1_gate_weight", "0.fc2_weight", "1.weight", "2.weight"):
+        assert all(rows[name, role].error.sqnr_db > 20 for role in ("input", "weight", "grad_output")), name
+        assert rows[name, "input"].amax > 0 and 0 < rows[name, "weight"].update_ratio < 1, name
 
 
 def test_numbers_of_a_linear_layer_by_hand():
@@ -203,6 +219,19 @@ def test_compiled_layers_are_seen():
     assert seen >= {(f"{name}.weight", role) for name in (1, 2) for role in ("input", "grad_output")}
 
 
+@pytest.mark.exhaustive
+def test_compiled_layers_in_high_precision_are_not_seen():
+    """As docs/statistics.md says, and the warning of a step that shows nothing."""
+    model = nn.Sequential(qs.Linear(FEATURES, FEATURES, params_dtype=torch.bfloat16, device="cpu"))
+    with Statistics(model, None, every=1) as statistics:
+        with qs.autocast(recipe=qs.recipe.HighPrecision()):
+            torch.compile(model, backend="aot_eager")(tokens(0)).float().square().mean().backward()
+        with pytest.warns(
+            UserWarning, match=r"no layer showed an operand.*high-precision layers in a graph of torch\.compile"
+        ):
+            statistics.step()
+
+
 def test_converted_models_and_experts_are_seen():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     qs.convert(model, "block", filter=lambda module, name: True)
@@ -303,7 +332,9 @@ def test_bad_arguments_are_refused(options, says):
 def test_two_at_once_and_parameters_of_others_are_refused():
     model = perceptron()
     first = Statistics(model, None, every=1)
-    with pytest.raises(ConfigurationError, match="another Statistics samples this step"):
+    with pytest.raises(
+        ConfigurationError, match=r"another Statistics samples this step; close.* earlier .* `with` block"
+    ):
         Statistics(model, None, every=1)
     first.close()
     with pytest.raises(ConfigurationError, match="none of the optimizer's parameters"):
@@ -329,7 +360,7 @@ def test_a_capture_in_a_sampled_step_is_refused(monkeypatch):
 
 def test_a_sampled_step_that_shows_nothing_warns():
     statistics = Statistics(perceptron(), None, every=1)
-    with pytest.warns(UserWarning, match="step 1 was sampled, and no layer showed an operand"):
+    with pytest.warns(UserWarning, match="step 1 was sampled, and no layer showed an operand.*torch.compile"):
         statistics.step()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -86,6 +86,23 @@ def test_a_skipped_step_is_run_once_more_and_named(folder, capsys):
     assert observation.active is None
 
 
+def test_a_skipped_step_whose_nan_does_not_come_again_is_told_too(folder):
+    run = Run(folder, bad=(2,))
+    passes = run.forward_and_backward
+
+    def once():
+        run.bad = ()
+        return passes()
+
+    with run.statistics:
+        run.now = 2
+        loss = passes().item()
+        run.optimizer.step()
+        run.statistics.stepped(loss, once)
+    alarm = run.lines[0]["alarms"][0]
+    assert (alarm["kind"], alarm["name"]) == ("nan", "gradient") and "step 1 was skipped: a gradient" in alarm["text"]
+
+
 def test_alarms_change_no_bit(folder):
     """Beside a training without statistics that skips the same steps."""
     run = Run(folder, bad=(2, 3))

@@ -18,7 +18,8 @@ class RunStatistics:
 
     An alarm is shown when it is known, and written with its step: those of the loss and of a skipped step at once,
     others with the sample, a step later. The first of some skipped steps in a row is run once more, to find where its
-    values that are not finite come from; that changes nothing, so all losses stay what they are without alarms.
+    values that are not finite come from, or to say that none came again (`first_nonfinite`); that changes nothing, so
+    all losses stay what they are without alarms.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class RunStatistics:
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
             found = first_nonfinite(self._model, again)
-            if found is not None:
-                text = f"step {self._statistics.done + 1} was skipped: {found.text}"
-                self._statistics.add_alarm(Alarm("nan", found.name, 1.0, text))
+            text = "a gradient was infinite or NaN; in the same pass made once more, none is"
+            name, text = (found.name, found.text) if found is not None else ("gradient", text)
+            self._statistics.add_alarm(Alarm("nan", name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
         self._write(self._statistics.step(loss))
 
     def settle(self) -> None:
