@@ -1,4 +1,4 @@
-"""Where a run's things are: its checkpoints, in a place elsewhere or behind a URL, and its tokens, once it was moved."""
+"""Where a run's things are: its checkpoints, elsewhere or behind a URL, and its tokens, once it was moved."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.recipe import Gemm, TensorRole, resolve
 from quantshard.statistics.sensitivity import GemmError, gemm_errors, layer_errors, scores_of, suggest
-from quantshard.trainer.settings.recipes import LayerRecipes
 from quantshard.tensor import observation
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 
 def model_of(seed=0):
