@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def test_checkpoints_elsewhere_are_named_and_not_looked_at(tmp_path: Path, monke
     followed.poll(1)
     text = "\n".join(shown(followed.figures, monkeypatch))
     assert "elsewhere: s3://<b>/run" in text and "step 20, " not in text
+    shutil.rmtree(run / "checkpoints")
     page = render([read_history(run)])
     assert '<p class="quiet">elsewhere: s3://&lt;b&gt;/run</p>' in page and "does not list them" not in page
     (run / "config.toml").write_text("checkpoints = 3\n" + config)
