@@ -10,6 +10,7 @@ set -uo pipefail
 
 : "${HEAD:?the name of one of the hosts, where they all meet}"
 : "${RUN:?the folder of the run, on a file system that all hosts share}"
+CHECKPOINTS="${CHECKPOINTS:-}"      # a folder or a URL for them; else they are in RUN
 NODES="${NODES:-2}"                 # or MIN:MAX, as 1:2: with hosts that come and go
 PROCESSES="${PROCESSES:-gpu}"       # of a host: a number, or one for each GPU
 PORT="${PORT:-29400}"               # of HEAD, free, and open to the others
@@ -27,7 +28,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 "$PYTHON" -m torch.distributed.run \
     --nnodes "$NODES" --nproc-per-node "$PROCESSES" --max-restarts "$RESTARTS" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:$PORT" --rdzv-id "$JOB" --rdzv-conf "$MEETING" \
-    -m quantshard train --run-dir "$RUN" --auto-resume "$@" &
+    -m quantshard train --run-dir "$RUN" --auto-resume ${CHECKPOINTS:+--checkpoints "$CHECKPOINTS"} "$@" &
 agent=$!
 stopped=
 trap 'stopped=1; kill -TERM "$agent"' TERM INT   # a shell that is the first process of a container would not hand it on
@@ -39,7 +40,7 @@ while kill -0 "$agent" 2>/dev/null; do           # the trap ends a wait, not the
 done
 
 # torchrun ends with 1 after SIGTERM though all was saved, and with 0 if another host was stopped: only the run knows
-"$PYTHON" -m quantshard status "$RUN"
+"$PYTHON" -m quantshard status "$RUN" ${CHECKPOINTS:+--checkpoints "$CHECKPOINTS"}
 left=$?
 if [ "$code" -ne 0 ] && [ -z "$stopped" ] && [ "$left" -eq 75 ]; then
     exit "$code"

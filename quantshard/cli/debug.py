@@ -43,6 +43,9 @@ def debug(
     end_to_end: Annotated[
         bool, typer.Option("--end-to-end", help="quantize one layer at a time too, a pass for each, and rank by that")
     ] = False,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
+    ] = None,
     remove: Annotated[
         float, typer.Option(metavar="SHARE", help="of the squared errors that the suggestion removes")
     ] = 0.5,
@@ -55,7 +58,7 @@ def debug(
     """Compare a run's model with itself in float32, in one batch forward and backward, in one process.
 
     Each operand of each GEMM is quantized alone, and ranked by the error that it adds to the result. The last line says
-    which layers to keep in BF16.
+    which layers to keep in BF16, as `train --recipe` takes it.
     """
     if not 0 < remove < 1:
         raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
@@ -63,10 +66,10 @@ def debug(
         _check_picture(picture)
     for path in data or ():
         inputs.existing(path, "text")
-    found = debugging.find(source)
+    found = debugging.find(source, checkpoints)
     pair = ModelPair(found, debugging.batch_of(found, data or (), batch))
     report = pair.compare(end_to_end)
-    suggestion = suggest(_scores(report), remove, found.settings.recipe)
+    suggestion = suggest(_scores(report), remove, found.recipe)
     if picture is not None:
         outputs.write_file(picture, _drawn(report, picture.suffix[1:]))
     if json_:
@@ -84,8 +87,13 @@ def _check_picture(path: Path) -> None:
 
 
 def _scores(report: DebugReport) -> dict[str, float]:
-    scores = scores_of(sorted(report.gemms, key=lambda each: each.weight))
-    return {each.layer: each.gradient**2 for each in report.layers} or scores
+    """Of each layer of the model, `layers.N`, which has one recipe: the sum over the modules in it."""
+    scores = {each.layer: each.gradient**2 for each in report.layers} or scores_of(report.gemms)
+    whole: dict[str, float] = {}
+    for name in sorted(scores, key=_natural):
+        layer = ".".join(name.split(".")[:2])
+        whole[layer] = whole.get(layer, 0.0) + scores[name]
+    return whole
 
 
 def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
@@ -103,11 +111,11 @@ def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion,
     if not wide and len(report.gemms) > _SHOWN:
         screen.lines(f"and {len(report.gemms) - _SHOWN} more: --wide or --json has them")
     screen.lines(
-        f"{suggestion.chosen} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
-        "keep them in BF16, for recipes by pattern:",
+        f"{len(suggestion.kept)} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
+        "keep them in BF16:",
         "",
     )
-    screen.print(suggestion.toml, soft_wrap=True)
+    screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
 
 
 def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
@@ -130,10 +138,10 @@ def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggesti
         "gemms": [asdict(each) for each in report.gemms],
         "layers": [asdict(each) for each in report.layers],
         "suggestion": {
-            "patterns": list(suggestion.patterns),
+            "keep": list(suggestion.kept),
             "removed": suggestion.removed,
-            "layers": suggestion.chosen,
-            "toml": suggestion.toml,
+            "layers": suggestion.layers,
+            "recipe": suggestion.recipes,
         },
     }
 

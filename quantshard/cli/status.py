@@ -22,14 +22,20 @@ def register(app: typer.Typer) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
 ) -> None:
     """Say whether a run has done all of its steps, by its last complete checkpoint.
+
+    A URL that the run's config.toml names is asked only if you name it too, with --checkpoints.
 
     Exit code 0: it has; 75: steps are left; 1: there is no run, or nobody can tell.
     """
     folder = RunDir(run)
     settings = folder.read_config()[0]
+    folder.look_in(checkpoints)
     complete = folder.saved_steps()[0]
     step = complete[-1] if complete else 0
     done = step >= settings.steps

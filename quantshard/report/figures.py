@@ -77,7 +77,7 @@ class RunFigures:
 
     `planned`: its steps; `tokens_per_step`: None where the settings do not say. `entry`: the last record of
     `metrics.jsonl`; `best`: the smallest held-out loss and its step. `state`: why nothing new comes, if that is known.
-    `transfer`: what is being saved just now.
+    `transfer`: what is being saved just now. `elsewhere`: the place of checkpoints that are not looked at.
     """
 
     name: str
@@ -90,6 +90,7 @@ class RunFigures:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=3))
     checkpoint: CheckpointRow | None = None
+    elsewhere: str = ""
     state: str = ""
     transfer: TransferFigures | None = None
 

@@ -46,6 +46,11 @@ class RunHistory:
         """The steps that were asked for, if the settings say it."""
         return planned_steps(self.config)
 
+    @property
+    def elsewhere(self) -> str:
+        """The place of its checkpoints, if that is not in its folder."""
+        return checkpoints_elsewhere(self.config)
+
     def tokens(self) -> Column | None:
         """Tokens that were trained on up to each step; None where nothing says how many a step has."""
         counted = self.metrics.columns.get(TOKENS)
@@ -75,6 +80,12 @@ def planned_steps(config: dict[str, Any]) -> int | None:
     """The steps that were asked for, if the settings say it."""
     steps = config.get("steps")
     return steps if type(steps) is int and steps > 0 else None
+
+
+def checkpoints_elsewhere(config: dict[str, Any]) -> str:
+    """The place that the settings have checkpoints in, which is told and not looked at: anybody may have named it."""
+    place = config.get("checkpoints")
+    return place if isinstance(place, str) else ""
 
 
 def read_history(run: str | os.PathLike[str]) -> RunHistory:

@@ -16,7 +16,7 @@ from quantshard.observe.table import human_bytes
 from quantshard.report.figures import RunFigures
 from quantshard.report.history import LOSS, MEMORY, SPEED
 from quantshard.report.metrics import number
-from quantshard.report.summary import said_age, said_seconds
+from quantshard.report.summary import said, said_age, said_seconds
 
 _NARROWEST = 40
 _LABEL = 9
@@ -75,7 +75,9 @@ class LiveView:
         if figures.transfer is not None:
             of = f" of {human_bytes(figures.transfer.total)}" if figures.transfer.total else ""
             yield figures.transfer.what, f"{human_bytes(figures.transfer.done)}{of}"
-        if figures.checkpoint is not None:
+        if figures.elsewhere:
+            yield "saved", f"elsewhere: {said(figures.elsewhere)}"
+        elif figures.checkpoint is not None:
             saved = figures.checkpoint.saved_at
             age = "" if saved is None else f", {said_age(saved, datetime.now(timezone.utc))}"
             yield "saved", f"step {figures.checkpoint.step:,}{age}"

@@ -7,7 +7,7 @@ import time
 
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.report.figures import RunFigures
-from quantshard.report.history import planned_steps, tokens_per_step
+from quantshard.report.history import checkpoints_elsewhere, planned_steps, tokens_per_step
 from quantshard.report.metrics import step_of
 from quantshard.report.records import Record
 from quantshard.report.source import METRICS, STATISTICS, RunSource
@@ -82,3 +82,4 @@ class RunWatch:
     def _read_settings(self) -> None:
         config = self.source.config()
         self.figures.planned, self.figures.tokens_per_step = planned_steps(config), tokens_per_step(config)
+        self.figures.elsewhere = checkpoints_elsewhere(config)

@@ -220,27 +220,29 @@ def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecipeSuggestion:
-    """Which layers to keep in high precision: names or patterns, the share of the summed squared errors that goes with
-    them, and how many of how many layers they are."""
+    """Which layers to keep in high precision, in the model's order: their names, the share of the summed squared errors
+    that goes with them, and of how many layers they are some."""
 
-    patterns: tuple[str, ...]
+    kept: tuple[str, ...]
     removed: float
-    chosen: int
     layers: int
     recipe: str
 
     @property
-    def toml(self) -> str:
-        """As an option that gives recipes by pattern takes it."""
-        entries = [*(f'"{pattern}" = "bf16"' for pattern in self.patterns), f'"*" = "{self.recipe}"']
-        return f"recipe = {{{', '.join(entries)}}}"
+    def recipes(self) -> str:
+        """As `quantshard train --recipe` takes it: `layers.1=bf16,*=mxfp8`."""
+        return ",".join([*(f"{name}=bf16" for name in self.kept), f"*={self.recipe}"])
 
 
 def suggest(scores: Mapping[str, float], share: float, recipe: str) -> RecipeSuggestion:
     """The fewest layers whose squared errors are `share` of all: those with the largest.
 
     Args:
-        scores: of each layer, a sum of squared errors.
+        scores: of each layer, in the model's order, a sum of squared errors.
+        recipe: name of that of the others.
+
+    Raises:
+        ConfigurationError: `share` is none.
     """
     if not 0 < share < 1:
         raise ConfigurationError(f"{share}: the share of the error to remove is above 0 and below 1")
@@ -250,25 +252,8 @@ def suggest(scores: Mapping[str, float], share: float, recipe: str) -> RecipeSug
             break
         chosen.append(name)
         removed += scores[name]
-    patterns = tuple(_joined(chosen, list(scores)))
-    return RecipeSuggestion(patterns, removed / total if total else 0.0, len(chosen), len(scores), recipe)
-
-
-def _joined(chosen: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """The chosen names in the order of all names; where all below one prefix are chosen, `prefix.*` in their place."""
-    told: set[str] = set()
-    for name in (each for each in names if each in set(chosen)):
-        if name in told:
-            continue
-        pattern, parts = name, name.split(".")
-        for count in range(1, len(parts)):
-            prefix = ".".join(parts[:count]) + "."
-            below = [other for other in names if other.startswith(prefix)]
-            if len(below) > 1 and set(below) <= set(chosen):
-                pattern = prefix + "*"
-                told.update(below)
-                break
-        yield pattern
+    kept = tuple(name for name in scores if name in set(chosen))
+    return RecipeSuggestion(kept, removed / total if total else 0.0, len(scores), recipe)
 
 
 def scores_of(found: Iterable[GemmError]) -> dict[str, float]:

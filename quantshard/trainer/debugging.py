@@ -30,40 +30,49 @@ from quantshard.statistics.sensitivity import (
 from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer import data
+from quantshard.trainer.data import Corpus
 from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel
-from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.run_dir import RunDir, run_of_checkpoint
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.recipes import LayerRecipes
 
 
 @dataclass(frozen=True)
 class DebugSource:
-    """The checkpoint that is looked at, and the settings of its run and the table of its data."""
+    """The checkpoint that is looked at, and the settings of its run, the name of its one recipe, and its data."""
 
     checkpoint: str
     settings: TrainSettings
-    corpus: Mapping[str, Any]
+    recipe: str
+    corpus: Corpus
 
 
-def find(source: str) -> DebugSource:
+def find(source: str, checkpoints: str | None = None) -> DebugSource:
     """The last complete checkpoint of a run, or a checkpoint of one.
+
+    Args:
+        checkpoints: where those of the run are, if the user says it.
 
     Raises:
         ConfigurationError: it is neither, or the recipe quantizes nothing.
+        CheckpointError: the place of checkpoints cannot be looked at.
     """
     place = Path(inputs.existing(source, "a run, or a checkpoint of one"))
-    if "://" not in source and (place / "config.toml").is_file():
+    is_run = "://" not in source and (place / "config.toml").is_file()
+    if is_run:
         run = RunDir(place)
-        checkpoint = str(run.checkpoint(run.last_complete()[0]))
+    elif checkpoints is not None:
+        raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
     elif "://" in source or (place.is_dir() and is_complete(source)):
-        run, checkpoint = RunDir(Path(source).absolute().parent.parent), source
-        if "://" in source or not run.config.is_file():
+        found = run_of_checkpoint(source)
+        if found is None:
             raise ConfigurationError(
                 f"{source} is not in a run's folder, so its model and data are not known; name RUN/checkpoints/step-..."
             )
+        run = found
     else:
         raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
     settings, _, corpus = run.read_config()
@@ -75,7 +84,18 @@ def find(source: str) -> DebugSource:
         )
     if not single.table:
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
-    return DebugSource(checkpoint, settings, corpus)
+    if is_run:
+        run.look_in(checkpoints)
+        source = str(run.checkpoint(run.last_complete()[0]))
+    return DebugSource(source, settings, single.name, _corpus_here(run, corpus))
+
+
+def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
+    """The data as they were recorded, where they are now if the run's folder was moved."""
+    corpus = data.from_table(recorded)
+    return replace(
+        corpus, documents=tuple(replace(each, path=Path(run.here(str(each.path)))) for each in corpus.documents)
+    )
 
 
 @dataclass(frozen=True)
@@ -101,8 +121,8 @@ class ModelPair:
     """
 
     def __init__(self, found: DebugSource, batch: Tensor) -> None:
-        self.settings = replace(found.settings, dropout=0.0, mesh="", dp_replicate=1)
-        self.recipe: Recipe = recipe.resolve(found.settings.recipe)
+        self.settings = replace(found.settings, recipe=found.recipe, dropout=0.0, mesh="", dp_replicate=1)
+        self.recipe: Recipe = recipe.resolve(found.recipe)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.batch = batch.to(device)
         torch.manual_seed(self.settings.seed)
@@ -167,7 +187,7 @@ def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
     """
     settings = found.settings
     if not paths:
-        windows = data.Windows(data.from_table(found.corpus), settings.seq_length, settings.heldout)
+        windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)
         return windows.batch(settings.seed, 1, 0, count)
     others = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
     with tempfile.TemporaryDirectory() as folder:

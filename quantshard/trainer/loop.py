@@ -248,7 +248,7 @@ class Trainer:
         )
         if done < settings.steps:
             self.sample(done)
-        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile)
+        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
         with statistics, self.progress.running(done), closing(self.loader), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()

@@ -36,9 +36,9 @@ from typing import Any
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.disk.store import LocalStore, local, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import json_object, read_regular
+from quantshard.foreign import json_object, read_json, read_regular
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
@@ -244,6 +244,23 @@ class RunDir:
             f"{told}; if it is, name it with --checkpoints {self.checkpoints}"
         )
 
+    def look_in(self, named: str | None) -> None:
+        """Look for checkpoints in the place that the user has named now, or else where the settings say: in the run's
+        folder, or in another one of this machine that is marked as the run's. No URL is asked that only a `config.toml`
+        names, for that may be anybody's.
+
+        Raises:
+            ConfigurationError: it is a URL that was not named, or the place is not marked as this run's.
+        """
+        if named is not None:
+            self.checkpoints = named or self.path / _CHECKPOINTS
+        elif isinstance(self.checkpoints, str) and not is_local(self.checkpoints):
+            raise ConfigurationError(
+                f"{self.config} has the checkpoints in {self.checkpoints}, and a URL is asked only if you name it: "
+                f"--checkpoints {self.checkpoints}"
+            )
+        self.check_place(named is not None)
+
     def _check_place_is_free(self) -> None:
         if not isinstance(self.checkpoints, Path) and any(self.saved_steps()):
             raise ConfigurationError(
@@ -351,6 +368,31 @@ class RunDir:
             raise ConfigurationError(said) from None
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
+
+
+def run_of_checkpoint(checkpoint: str) -> RunDir | None:
+    """The run whose checkpoint this is: in the run's folder, or in another one of this machine that is marked as the
+    run's. None if it is in neither. A mark may be anybody's: it counts if the run's settings name the place.
+
+    Raises:
+        ConfigurationError: the mark, or the configuration of the run that it names, is damaged or a link.
+    """
+    if not is_local(checkpoint):
+        return None
+    place = local(checkpoint, "a checkpoint").absolute().parent
+    mark = place / _OF_RUN
+    if os.path.lexists(mark):
+        named = read_json(mark, _OF_RUN_BYTES).get("run")
+        if isinstance(named, str) and os.path.isabs(named) and (run := RunDir(Path(named))).is_begun():
+            settings = run.read_config()[0]
+            if _is_same_folder(settings.checkpoints, place):
+                return run
+    run = RunDir(place.parent)
+    return run if run.config.is_file() else None
+
+
+def _is_same_folder(named: str, place: Path) -> bool:
+    return bool(named) and is_local(named) and os.path.realpath(local(named, "")) == os.path.realpath(place)
 
 
 def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:

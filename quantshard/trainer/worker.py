@@ -178,6 +178,8 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
         for name in _DATA
         if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
     ]
+    if made:
+        made.append("data_format")  # of the texts; that of the tokens is recorded
     kept = [name for name in given if name not in made]
     prepared = Preparation(new).settings if _PREPARED.intersection(kept) else new
     found = restarts.overrides(str(run.path), before, prepared, kept, processes)
@@ -308,7 +310,8 @@ def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trai
         more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
-            f"{'; '.join(changes[:_CHANGES])}{more} (starts.jsonl has both)"
+            f"{'; '.join(changes[:_CHANGES])}{more} (starts.jsonl has both)",
+            logging.WARNING,
         )
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
     if restored is not None and restored.requantized:

@@ -78,6 +78,21 @@ def test_the_next_try_finds_the_tokens(folder):
     assert not (folder / "r2" / "tokens").exists()  # the configuration of r names its tokens
 
 
+def test_every_file_as_a_text_with_a_tokenizer(folder):
+    """What the tokens are made of is no text any more: of the run, and of one by its config.toml."""
+    arguments = ["--nproc-per-node", 1, "--data", "a.jsonl", "--seq-length", 16, "--data-format", "text"]
+    arguments += ["--tokenizer", "tokenizer"]
+    assert told("train", "--run", "r", *arguments)[0] is Started
+    settings, _, corpus = RunDir(folder / "r").read_config()
+    assert settings.data_format == "auto" and corpus["files"][0].split(" ")[2].startswith("uint16+")
+    assert from_table(corpus).tokens > 100
+    (folder / "r" / "checkpoints" / "step-000002").mkdir(parents=True)
+    (folder / "r" / "checkpoints" / "step-000002" / ".metadata").touch()
+    assert told("train", "--run", "r", "--auto-resume", *arguments)[0] is Started
+    assert told("resume", "r")[0] is Started
+    assert told("train", "--run", "s", "--nproc-per-node", 1, "--config", "r/config.toml")[0] is Started
+
+
 def test_what_is_recorded(folder):
     """The settings of a run read tokens; those of bytes are as they were."""
     told("train", "--run", "plain", "--nproc-per-node", 1, "--data", "text", "--seq-length", 16)

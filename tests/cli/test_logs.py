@@ -19,10 +19,14 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.optimizers import FusedAdam
+from quantshard.statistics import Alarm
 from quantshard.terminal import screen
 from quantshard.trainer.loop import ProcessInfo, Trainer
 from quantshard.trainer.monitoring import logs, trackers
+from quantshard.trainer.monitoring.profiling import StepProfile
 from quantshard.trainer.monitoring.progress import Progress
+from quantshard.trainer.monitoring.statistics import RunStatistics
 from quantshard.trainer.monitoring.trackers import open_trackers
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
@@ -93,6 +97,59 @@ def test_a_log_that_cannot_be_written_is_told_once(run: RunDir, capsys: pytest.C
         logging.getLogger("quantshard").info("y")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("quantshard: [rank 2] WARNING: ") and "rank-2.log is a link" in line
+
+
+@pytest.mark.parametrize("level", ["auto", "info", "warning"])
+def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], level: str) -> None:
+    """And logged as grave as they are: alarms are warnings."""
+    progress = Progress(TrainSettings(), shown=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = FusedAdam(model.parameters(), lr=1e-3)
+    statistics = RunStatistics(TrainSettings(), model, optimizer, lambda record: None, progress.note, 0)
+    with logs.logged(replace(TrainSettings(), log_level=level), 0, run.path):
+        progress.note("100% saved %s")
+        statistics._show(Alarm("nan", "x", 1.0, "of the loss"))
+    assert capsys.readouterr() == ("100% saved %s\nALARM (nan): of the loss\n", "")
+    lines = [line.partition("] ")[2] for line in (run.logs / "rank-0.log").read_text().splitlines()]
+    name = "quantshard.trainer.monitoring.progress"
+    assert lines == [
+        *([f"INFO {name}: 100% saved %s"] if level != "warning" else ()),
+        f"WARNING {name}: ALARM (nan): of the loss",
+    ]
+
+
+# Traces
+
+
+def traced(run: RunDir, steps: int, asked: int, error: BaseException | None = None) -> list[str]:
+    notes: list[str] = []
+    with StepProfile(run, 1, torch.device("cpu"), asked, notes.append) as profile:
+        for _ in range(steps):
+            torch.ones(2).sum()
+            profile.step()
+        if error is not None:
+            raise error
+    return notes
+
+
+def test_no_step_was_traced_is_said(run: RunDir) -> None:
+    file = run.profile / "rank-1.json"
+    for steps in (0, 3):
+        (note,) = traced(run, steps, 2)
+        assert note == f"no step was traced: --profile 2 begins after 3 steps, and {steps} were trained"
+        assert not file.exists()
+    assert traced(run, 9, 0) == [] and not file.exists()
+    assert traced(run, 4, 2) == [] and json.loads(file.read_text())["traceEvents"]
+
+
+def test_a_trace_that_cannot_be_written_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a host without the run's folder; the error of the training stays the one that is raised."""
+    (run.profile).symlink_to("/tmp")
+    assert traced(run, 5, 1) == []
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("quantshard: [rank 1] WARNING: ") and line.endswith("; the trace of this process is lost")
+    with pytest.raises(ZeroDivisionError):
+        traced(run, 5, 9, ZeroDivisionError())
 
 
 # Trackers

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from quantshard import recipe
-from quantshard.foreign import tomllib
+from quantshard.trainer.settings.recipes import LayerRecipes
 from tests.distributed.commands import quantshard
 
 pytestmark = pytest.mark.distributed
@@ -42,9 +41,10 @@ def test_as_json_and_as_a_picture(run, tmp_path):
     assert abs(found["loss"] - found["float32_loss"]) < 0.05 and 0 < found["gradient_error"] < 0.5
     assert 0.5 <= found["suggestion"]["removed"] < 1
     assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
-    patterns = tomllib.loads(found["suggestion"]["toml"])["recipe"]
-    assert list(patterns) == [*found["suggestion"]["patterns"], "*"]
-    assert all(name in recipe.NAMES for name in patterns.values())
+    suggested = found["suggestion"]
+    assert suggested["keep"] in (["layers.0"], ["layers.1"]) and suggested["layers"] == 2
+    recipes = LayerRecipes.parse(suggested["recipe"]).of_layers(["layers.0", "layers.1"])
+    assert sorted(each.name for each in recipes) == ["bf16", "mxfp8"]
 
 
 def test_as_a_table_of_a_checkpoint(run):
@@ -53,7 +53,7 @@ def test_as_a_table_of_a_checkpoint(run):
     lines = told.stdout.splitlines()
     assert "recipe 'mxfp8' beside float32, 2 sequences of 32" in lines[0]
     assert any(line.startswith("and 64 more: --wide or --json has them") for line in lines)
-    assert lines[-1].startswith('recipe = {"layers.') and lines[-1].endswith('"*" = "mxfp8"}')
+    assert lines[-1].startswith("--recipe 'layers.") and lines[-1].endswith("=bf16,*=mxfp8'")
 
 
 @pytest.mark.parametrize(

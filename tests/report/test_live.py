@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from quantshard.checkpoints.disk import ownership
 from quantshard.report.figures import RunFigures, Sparkline, step_line
+from quantshard.report.history import read_history
 from quantshard.report.live import LiveView
+from quantshard.report.page import render
 from quantshard.report.watching import RunWatch
 from quantshard.terminal.screen import Screen
 from tests.report.runs import entry, made_run, sampled, write
@@ -47,6 +50,21 @@ def test_what_the_view_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, en
         assert said in text, said
     mark = "█" if encoding == "utf-8" else "#"
     assert f"4.2003  {mark}" in text and text.isascii() == (encoding == "ascii")
+
+
+def test_checkpoints_elsewhere_are_named_and_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made_run(tmp_path / "run")
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text('checkpoints = "s3://<b>/run"\n' + config)
+    followed = RunWatch(run)
+    followed.poll(1)
+    text = "\n".join(shown(followed.figures, monkeypatch))
+    assert "elsewhere: s3://<b>/run" in text and "step 20, " not in text
+    shutil.rmtree(run / "checkpoints")
+    page = render([read_history(run)])
+    assert '<p class="quiet">elsewhere: s3://&lt;b&gt;/run</p>' in page and "does not list them" not in page
+    (run / "config.toml").write_text("checkpoints = 3\n" + config)
+    assert "elsewhere" not in render([read_history(run)])
 
 
 def test_names_and_alarms_of_anybody(monkeypatch: pytest.MonkeyPatch) -> None:

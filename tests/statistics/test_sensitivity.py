@@ -11,6 +11,7 @@ from quantshard.formats import Copy
 from quantshard.recipe import Gemm, TensorRole, resolve
 from quantshard.statistics.sensitivity import GemmError, gemm_errors, layer_errors, scores_of, suggest
 from quantshard.tensor import observation
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 
 def model_of(seed=0):
@@ -74,19 +75,24 @@ def test_a_pass_without_layers_is_refused():
 
 
 def test_what_is_suggested():
-    scores = {"layers.0.a": 9.0, "layers.0.b": 4.0, "layers.1.a": 4.0, "layers.1.b": 1.0}
-    assert suggest(scores, 0.5, "mxfp8").toml == 'recipe = {"layers.0.a" = "bf16", "*" = "mxfp8"}'
-    both = suggest(scores, 0.7, "nvfp4")
-    assert both.toml == 'recipe = {"layers.0.*" = "bf16", "*" = "nvfp4"}'
-    assert (both.chosen, both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
-    assert suggest(scores, 0.9, "mxfp8").patterns == ("layers.0.*", "layers.1.a")
-    assert suggest(dict.fromkeys(scores, 0.0), 0.5, "mxfp8").toml == 'recipe = {"*" = "mxfp8"}'
+    scores = {"layers.0": 9.0, "layers.1": 1.0, "layers.2": 4.0, "layers.3": 4.0}
+    assert suggest(scores, 0.5, "mxfp8").recipes == "layers.0=bf16,*=mxfp8"
+    both = suggest(dict(reversed(scores.items())), 0.7, "nvfp4")
+    assert both.recipes == "layers.2=bf16,layers.0=bf16,*=nvfp4"
+    assert (len(both.kept), both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
+    assert suggest(dict.fromkeys(scores, 0.0), 0.5, "mxfp8").recipes == "*=mxfp8"
     with pytest.raises(ConfigurationError, match="share of the error"):
         suggest(scores, 1.0, "mxfp8")
 
 
-def test_the_suggestion_is_what_convert_takes():
-    """Its patterns match as they are meant."""
+def test_the_suggestion_is_what_train_takes():
+    """It names layers of the model, all other layers having the recipe."""
+    kept = suggest({f"layers.{number}": float(number == 1) for number in range(12)}, 0.5, "mxfp8")
+    found = LayerRecipes.parse(kept.recipes).of_layers([f"layers.{number}" for number in range(12)])
+    assert [each.name for each in found] == ["mxfp8", "bf16", *["mxfp8"] * 10]
+
+
+def test_layers_are_what_convert_takes_too():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])}).bfloat16()
     qs.convert(model, {"layers.0": "bf16", "*": "mxfp8"})
     assert type(model["layers"][0]) is nn.Linear and type(model["layers"][1]) is not nn.Linear

@@ -359,6 +359,12 @@ def is_taken(path: Path_) -> bool:
         raise CheckpointError(f"{path} cannot be reached ({why(error)}); name another place") from error
 
 
+def is_local(path: Path_) -> bool:
+    """True for what is on a file system of this machine, by its name alone: no URL of another place is asked."""
+    text = os.fspath(path)
+    return text.startswith(_HERE) or ("://" not in text and not _spoilt_url(path))
+
+
 def local(path: Path_, what: str) -> Path:
     """The path of something that has to be on a file system of this machine.
 

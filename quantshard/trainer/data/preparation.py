@@ -76,8 +76,9 @@ class Preparation:
         is_same = readable == [source.path for source in self._sources]
         data = settings.data if is_same else tuple(map(str, readable))
         heldout = tuple(str(_readable(source, facts, settings, cache)) for source in self._heldout)
-        corpus = collect(data, heldout, like=self.described, data_format=settings.data_format)
-        return replace(settings, data=data, heldout_data=heldout), corpus
+        data_format = settings.data_format if is_same else "auto"  # for what became shards is no text any more
+        corpus = collect(data, heldout, like=self.described, data_format=data_format)
+        return replace(settings, data=data, heldout_data=heldout, data_format=data_format), corpus
 
 
 def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts:

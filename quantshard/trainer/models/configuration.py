@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from quantshard.errors import ConfigurationError
@@ -11,7 +10,7 @@ from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.writing import MOST, MOST_HEADS, is_tied
 from quantshard.trainer.data import VOCABULARY
 from quantshard.trainer.data.tokenizer import tokenizer_contents, tokenizer_digest
-from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.run_dir import RunDir, run_of_checkpoint
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.settings_file import from_mapping, read_settings_file
 
@@ -116,23 +115,22 @@ def check_angles(config: Mapping[str, Any], where: str) -> None:
 
 
 def run_of(checkpoint: str) -> TrainSettings | None:
-    """The settings of the run whose checkpoint this is; None if it is not in a run's folder."""
-    file = _folder_of_run(checkpoint) / "config.toml"
-    if "://" in checkpoint or not file.is_file():
-        return None
-    return TrainSettings(**from_mapping(read_settings_file(file), str(file)))
+    """The settings of the run whose checkpoint this is; None if there is no such run. See `run_of_checkpoint`."""
+    run = run_of_checkpoint(checkpoint)
+    return None if run is None else _described(run)
 
 
-def _folder_of_run(checkpoint: str) -> Path:
-    return Path(checkpoint).absolute().parent.parent
+def _described(run: RunDir) -> TrainSettings:
+    """As its file has them: what they name need not be there."""
+    return TrainSettings(**from_mapping(read_settings_file(run.config), str(run.config)))
 
 
 def config_of_run(checkpoint: str) -> dict[str, Any] | None:
     """The configuration of the model of the run whose checkpoint this is; None if there is no such run, or model."""
-    settings = run_of(checkpoint)
-    if settings is None:
+    run = run_of_checkpoint(checkpoint)
+    if run is None:
         return None
-    run = RunDir(_folder_of_run(checkpoint))
+    settings = _described(run)
     if not settings.is_by_sizes:
         return run.read_model(settings)
     if settings.architecture != "llama" or settings.experts:
@@ -150,10 +148,10 @@ def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
     Raises:
         ConfigurationError: they are not there any more, or are other ones.
     """
-    described = run_of(checkpoint)
-    if described is None or not described.tokenizer:
+    run = run_of_checkpoint(checkpoint)
+    if run is None or not _described(run).tokenizer:
         return {}
-    settings, _, corpus = RunDir(_folder_of_run(checkpoint)).read_config()
+    settings, _, corpus = run.read_config()
     contents = tokenizer_contents(settings.tokenizer)
     if tokenizer_digest(contents) != corpus.get("tokenizer"):
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.terminal import outputs
 from quantshard.terminal.screen import complain
+from quantshard.trainer.monitoring import progress
 from quantshard.trainer.settings.config import CHOICES, TrainSettings
 from quantshard.trainer.settings.schema import shown_value
 
@@ -93,10 +94,13 @@ class RunFileHandler(logging.Handler):
 
 
 class ScreenHandler(logging.Handler):
-    """Shows a line on standard error: a warning as without this handler, anything else with its rank."""
+    """Shows a line on standard error: a warning as without this handler, anything else with its rank. Notes of the
+    progress are not among them, which are on the terminal anyhow."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line."""
+        if record.name == progress.__name__:
+            return
         grave = record.levelname if record.levelno >= logging.WARNING else f"[rank 0] {record.levelname.lower()}"
         complain(f"{grave}: {_text(record)}")
 

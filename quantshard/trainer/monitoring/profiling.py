@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -10,7 +11,9 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from quantshard.errors import QuantshardError
 from quantshard.terminal import outputs
+from quantshard.terminal.screen import complain
 from quantshard.trainer.run_dir import RunDir
 
 WARM_UP: Final = 3
@@ -21,11 +24,12 @@ class StepProfile:
     """Traces `steps` steps of this process, from that after its first `WARM_UP`; 0: none.
 
     RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing. A training that ends before leaves
-    what it has.
+    what it has; if that is no step, `note` is told. A trace that cannot be written, as on a host without the run's
+    folder, is lost with a warning: the training goes on, for other processes wait for this one.
     """
 
-    def __init__(self, run: RunDir, rank: int, device: torch.device, steps: int) -> None:
-        self._run, self._rank, self._device, self._steps = run, rank, device, steps
+    def __init__(self, run: RunDir, rank: int, device: torch.device, steps: int, note: Callable[[str], object]) -> None:
+        self._run, self._rank, self._device, self._steps, self._note = run, rank, device, steps, note
         self._done = 0
         self._trace: profile | None = None
 
@@ -46,7 +50,14 @@ class StepProfile:
         trace, self._trace = self._trace, None
         if trace is None:
             return
-        trace.stop()
+        try:
+            trace.stop()
+            if self._done > WARM_UP:
+                self._export(trace)
+        except (QuantshardError, OSError, RuntimeError) as error:
+            complain(f"[rank {self._rank}] WARNING: {error}; the trace of this process is lost")
+
+    def _export(self, trace: profile) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
             trace.export_chrome_trace(str(file))
@@ -56,3 +67,8 @@ class StepProfile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._write()
+        if self._steps and self._done <= WARM_UP and error is None:
+            self._note(
+                f"no step was traced: --profile {self._steps} begins after {WARM_UP} steps, and {self._done} were "
+                "trained"
+            )

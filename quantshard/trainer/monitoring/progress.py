@@ -81,10 +81,10 @@ class Progress:
             is_terminal = self.console.is_terminal
             self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
 
-    def note(self, line: str) -> None:
-        """Show a line, and log it."""
+    def note(self, line: str, level: int = logging.INFO) -> None:
+        """Show a line, and log it, as grave as `level`; the terminal has it once, from here."""
         if self.shown:
-            _log.info(line)
+            _log.log(level, "%s", line)
             self._lines(line)
 
     def _lines(self, line: str) -> None:

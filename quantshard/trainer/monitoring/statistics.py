@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from quantshard.trainer.settings.config import TrainSettings
 
 
 class RunStatistics:
-    """The statistics of a run from the step after `done` on, for `record`, and its alarms, for `note`. A collective
-    call.
+    """The statistics of a run from the step after `done` on, for `record`, and its alarms, for `note`, as warnings. A
+    collective call.
 
     An alarm is shown when it is known, and written with its step: those of the loss and of a skipped step at once,
     others with the sample, a step later. The first of some skipped steps in a row is run once more, to find where its
@@ -28,7 +29,7 @@ class RunStatistics:
         model: nn.Module,
         optimizer: FusedAdam,
         record: Callable[[Mapping[str, Any]], None],
-        note: Callable[[str], None],
+        note: Callable[[str, int], None],
         done: int,
     ) -> None:
         self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
@@ -68,7 +69,7 @@ class RunStatistics:
         self._write(samples)
 
     def _show(self, alarm: Alarm) -> None:
-        self._note(f"ALARM ({alarm.kind}): {alarm.text}")
+        self._note(f"ALARM ({alarm.kind}): {alarm.text}", logging.WARNING)
 
     def _write(self, samples: Iterable[StatisticsSample]) -> None:
         for sample in samples:
