@@ -92,7 +92,9 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         (folder / "step-000003" / "manifest.json").unlink()
     else:
         (folder / "step-000003" / ".metadata").unlink()
-    assert RunDir(run).read_config() and quantshard("status", run).returncode == NOT_DONE
+    assert quantshard("status", run, "--checkpoints", place).returncode == NOT_DONE
+    if kind == "url":
+        one_line(quantshard("status", run), "if you name it: --checkpoints")
     result = quantshard("resume", run, "--steps", 6)
     assert result.returncode == 0 and f"resumed after step 2, from {place}/step-000002" in result.stdout, result.stderr
     assert f"skipped the incomplete checkpoint {place}/step-000003" in result.stdout
@@ -113,4 +115,5 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
     if kind == "url":
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Shelf, "fails_at", ("read",))
-            one_line(quantshard("status", other), f"{moved} cannot be looked at .403: you may not read.; see that it")
+            told = quantshard("status", other, "--checkpoints", moved)
+            one_line(told, f"{moved} cannot be looked at .403: you may not read.; see that it")
