@@ -150,5 +150,5 @@ def of_configuration(file: Path, recipe_name: str) -> ModelSource:
     """The model of a Hugging Face configuration, converted."""
     model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
     told = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
-    left = "" if report is None else str(report).partition("\nleft ")[2]
-    return ModelSource(model, (told, f"left {left}") if left else (told,))
+    left = [] if report is None else report.high_precision()
+    return ModelSource(model, (told, "\n".join(left)) if left else (told,))

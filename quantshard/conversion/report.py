@@ -78,11 +78,9 @@ class ConversionReport:
         """As JSON can write it."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        sizes = f"{human_bytes(self.bytes_before)} of weights are {human_bytes(self.bytes_after)} now"
-        lines = [f"converted {len(self.converted)} linear layers: {sizes}"]
-        kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
-        lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
+    def high_precision(self) -> list[str]:
+        """The lines of what stays in high precision, with reasons; none where nothing does."""
+        lines = []
         if self.left:
             lines.append(f"left {len(self.left)} as they were:")
             reasons = [(layer.name, (layer.shape, layer.reason)) for layer in self.left]
@@ -94,6 +92,14 @@ class ConversionReport:
                 (each.name, (each.shape, f"{human_bytes(each.bytes)}, in high precision")) for each in self.experts
             ]
             lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
+        return lines
+
+    def __str__(self) -> str:
+        sizes = f"{human_bytes(self.bytes_before)} of weights are {human_bytes(self.bytes_after)} now"
+        lines = [f"converted {len(self.converted)} linear layers: {sizes}"]
+        kinds = [(layer.name, (layer.shape, f"{layer.recipe}: {layer.format}")) for layer in self.converted]
+        lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(kinds)]
+        lines += self.high_precision()
         if self.fused:
             lines.append(f"fused {len(self.fused)}:")
             steps = [(each.name, each.step) for each in self.fused]

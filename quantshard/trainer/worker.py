@@ -112,7 +112,9 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     spec = ModelSpec(prepared.settings, configuration)
     for warning in spec.check():
         screen.say(warning)
-    model = spec.described()
+    model, report = spec.converted()
+    if report is not None:
+        screen.say(*report.high_precision())
     if settings.init_from:
         initialization.check(prepared.settings, model)
     settings, corpus = prepared.collected(run.tokens)

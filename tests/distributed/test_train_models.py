@@ -338,6 +338,7 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "WARNING: tokens are bytes, of which there are 257, and model = " in result.stdout
     assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout
+    assert "left 1 as they were:" in result.stdout and "lm_head" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from quantshard import numerics
+from quantshard.conversion.report import ConversionReport
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.distributed.tensor_parallel import TensorParallel
@@ -251,14 +252,20 @@ class ModelSpec:
         Raises:
             ConfigurationError: it cannot be built, or a pattern of its recipes matches nothing.
         """
+        return self.converted(tp_mesh, sequence_parallel)[0]
+
+    def converted(
+        self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False
+    ) -> tuple[nn.Module, ConversionReport | None]:
+        """As `described`, and what became of each linear layer of a model of transformers that has quantized ones."""
         settings, recipes = self.settings, LayerRecipes.parse(self.settings.recipe)
         if self.configuration is not None:
-            model, _ = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
+            model, report = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
             huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
-            return model
+            return model, report
         names = [f"layers.{number}" for number in range(settings.layers)]
         layers = self.recipe or recipes.of_layers(names)
-        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel)
+        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel), None
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
