@@ -226,7 +226,15 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
         (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
-        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, fp8"),
+        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, float16"),
+        (
+            ["plan", "config.json", "--preset", "laen6"],
+            "preset = 'laen6': there is no such preset; did you mean 'lean6'?",
+        ),
+        (
+            ["plan", "config.json", "--preset", "lean8", "--master-dtype", "float32"],
+            "preset = 'lean8' has master_dtype = 'float16', but master_dtype = 'float32' is given",
+        ),
         (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
         (["plan", "config.json", "--batch", "2"], "the memory of a step is not counted: give --batch and --seq-length"),
