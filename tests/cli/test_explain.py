@@ -198,6 +198,8 @@ def test_summary_adds_up(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
     assert len(summary.rows) < len(report.rows) and summary.totals == report.totals
     for name in ("code_bytes", "scale_bytes", "bf16_bytes", "optimizer_bytes"):
         assert sum(getattr(row, name) for row in summary.rows) == getattr(report.totals, name)
+    for figures in (lambda row: row.elements, lambda row: sum(row.state_sizes.values())):
+        assert sum(map(figures, summary.rows)) == sum(map(figures, report.rows))
     one = replace(report, rows=report.rows[:1])
     assert asdict(one.summary().rows[0]) == asdict(one.rows[0])
 
