@@ -2,12 +2,15 @@
 
     python benchmarks/convergence_corpus.py CORPUS
     python benchmarks/convergence.py CORPUS RESULTS.jsonl --arms bf16:0,current:0 [--minutes 9] [--work DIR]
+                                     [--model moe-small] [--steps 1500] [--batch 64] [--eager]
+    python benchmarks/convergence_table.py RESULTS.jsonl --plot curves.svg
 
-A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head). An arm is a name of `ARMS`
-and a seed, which gives the initial weights and the order of the windows: arms of one seed read the same tokens in the
-same order. Each finished arm is one line of RESULTS.jsonl with the hash of its corpus, and is not run again. An arm
-that the minutes end is saved under --work and goes on from there, bit for bit. On a GPU the loss is compiled, and the
-layers run from CUDA graphs, which changes no bit; `--eager` does without graphs.
+A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), or a mixture of experts of
+the train command's sizes. An arm is a name of `ARMS` and a seed, which gives the initial weights and the order of the
+windows: arms of one seed read the same tokens in the same order. Each finished arm is one line of RESULTS.jsonl with
+the hash of its corpus, its model, steps and batch, and is not run again. An arm that the minutes end is saved under
+--work and goes on from there, bit for bit. On a GPU the loss is compiled, and the dense model's layers run from CUDA
+graphs, which changes no bit; `--eager` does without graphs. Arms of `convergence_peers.py` are compiled instead.
 """
 
 from __future__ import annotations
@@ -17,23 +20,29 @@ import datetime
 import json
 import math
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import quantshard as qs
+from benchmarks.convergence_peers import PLAIN, TENSORWISE, PlainModel
 from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
+from quantshard.presets import PRESETS
+from quantshard.tensor import components
 from quantshard.trainer.loop import learning_rate
-from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel, extra_loss
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.sizes import SIZES
 
 SMALL = TrainSettings(
     architecture="gpt",
@@ -53,17 +62,27 @@ SMALL = TrainSettings(
 ).resolved()
 """98 million tokens, 0.8 for each parameter: the start of a training, in which arms differ as they do later."""
 
+DENSE, MIXTURE = "gpt2-small", "moe-small"
+"""The models, by their names for `quantshard train --model`."""
+
+WARMUP_SHARE, PART = 10, 32
+"""Warmup is one in so many steps; a micro-batch has at most so many sequences."""
+
 AT_ONCE = 32
 """Held-out windows of one forward."""
+
+EVERY = 10
+"""Steps between recorded losses, at which the host waits for the device: times are of so many steps."""
 
 Parameters = list[dict[str, Any]]
 
 
 class Arm(NamedTuple):
-    """How weights and GEMMs are quantized, and how the optimizer is made."""
+    """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model."""
 
     recipe: str
     optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    peer: str = ""
 
 
 def fused(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
@@ -83,11 +102,20 @@ ARMS = {
     "bf16": Arm("bf16", fused()),
     "bf16 AdamW": Arm("bf16", plain),
     **{name: Arm(name, fused()) for name in ("current", "delayed", "block", "rowwise", "mxfp8", "nvfp4")},
-    **{f"{name} AdamW": Arm(name, plain) for name in ("block", "mxfp8")},
+    **{f"{name} AdamW": Arm(name, plain) for name in ("current", "delayed", "block", "rowwise", "mxfp8", "nvfp4")},
+    **{
+        f"{name} {preset}": Arm(name, fused(preset=preset))
+        for name in ("current", "block", "mxfp8")
+        for preset in PRESETS
+    },
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
+    **{f"{name} no masters": Arm(name, fused(master_weights=False, **FP8_MOMENTS)) for name in ("current", "mxfp8")},
+    "plain bf16": Arm("bf16", fused(), PLAIN),
+    "torchao tensorwise": Arm("bf16", fused(), TENSORWISE),
 }
-"""Lean: 5 bytes a parameter where a weight takes one: master of 16 bits, moments of 8."""
+"""Lean is lean8, from before it had the name. Arms of the plain model have float32 masters and moments, and the dense
+model alone; plain bf16 is bf16 in another order of rounding, and so tells what that does to a loss."""
 
 
 class Windows:
@@ -111,27 +139,36 @@ class Training:
 
     def __init__(self, arm: Arm, seed: int, corpus: Path, settings: TrainSettings, device: str) -> None:
         self.settings, self.device, self.step, self.seconds = settings, device, 0, 0.0
+        self.times: list[float] = []
+        self.peak = 0.0
         self.windows = Windows(corpus / "train.bin", settings.seq_length, seed)
         self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
         torch.manual_seed(seed)
         vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
-        self.model = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
+        ours = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
+        self.model: LanguageModel | PlainModel = PlainModel(ours, arm.peer, device) if arm.peer else ours
+        del ours
         self.optimizer = arm.optimizer(list(_groups(self.model, settings)))
+        for weight in map(components.quantized_local, self.model.parameters()):
+            if weight is not None:
+                weight.clear_high_precision_init_val()  # the masters have them now, if there are any
         self.loss = torch.compile(token_loss) if device == "cuda" else token_loss
         self.losses: list[float] = []
 
     def capture(self) -> None:
-        """Let the layers run from CUDA graphs from now on."""
+        """Let the layers run from CUDA graphs from now on, if they can: the tokens of experts follow from values."""
         settings = self.settings
+        if settings.experts or not isinstance(self.model, LanguageModel):
+            return
         shape = (settings.global_batch // settings.micro_batches, settings.seq_length, settings.hidden)
         x = torch.zeros(shape, dtype=settings.torch_params_dtype, device=self.device, requires_grad=True)
         layers = tuple(self.model.layers)
         keywords: Any = [{"rotary_pos_emb": None} for _ in layers]  # of positions that are learned
-        qs.make_graphed_callables(layers, [(x,)] * len(layers), sample_kwargs=keywords, recipe=self.model.recipe)
+        qs.make_graphed_callables(layers, [(x,)] * len(layers), sample_kwargs=keywords, recipe=self.model.recipes[0])
 
     def train(self, until: float, last: int | None = None) -> bool:
         """Steps until the last, or until a time; True if all are done."""
-        settings = self.settings
+        settings, since = self.settings, None
         while self.step < (settings.steps if last is None else last):
             start = time.monotonic()
             if start > until:
@@ -143,10 +180,24 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step += 1
-            if self.step % 10 == 0:
+            if self.step % EVERY == 0:
                 self.losses.append(round(float(loss), 5))
+                now = time.monotonic()
+                self.times += [] if since is None else [round(now - since, 4)]
+                since = now
             self.seconds += time.monotonic() - start
         return True
+
+    def most_memory(self) -> float:
+        """GiB that a GPU has held at most, of this sitting and those before; 0 on a CPU."""
+        if self.device == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated() / 2**30)
+        return self.peak
+
+    def tokens_per_second(self) -> float:
+        """By the median time of `EVERY` steps, which leaves out compiling; of all steps, where there were too few."""
+        tokens = self.settings.global_batch * self.settings.seq_length
+        return tokens * (EVERY / statistics.median(self.times) if self.times else self.step / max(self.seconds, 1e-9))
 
     def _backward(self) -> Tensor:
         settings, total = self.settings, torch.zeros((), dtype=torch.float32, device=self.device)
@@ -154,9 +205,12 @@ class Training:
         for part in range(settings.micro_batches):
             at = self.step * settings.global_batch + part * size
             inputs, targets = self.windows.take(at, size, self.device)
-            loss = self.loss(self.model(inputs), targets) / settings.micro_batches
-            loss.backward()
+            logits = self.model(inputs)
+            loss = self.loss(logits, targets) / settings.micro_batches
             total += loss.detach()
+            if settings.experts:  # which are to be chosen alike often; of the loss that is told it is no part
+                loss = loss + extra_loss(self.model, logits, settings) / settings.micro_batches
+            loss.backward()
         return total
 
     @torch.no_grad()
@@ -172,7 +226,7 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """What `load` goes on from."""
-        own = {"losses": self.losses, "seconds": self.seconds}
+        own = {"losses": self.losses, "seconds": self.seconds, "times": self.times, "peak": self.most_memory()}
         with qs.checkpoints.Manager(folder, keep_last=1) as manager:
             manager.save(self.step, self.model, self.optimizer, extra=own)
 
@@ -182,6 +236,7 @@ class Training:
             found = manager.restore(self.model, self.optimizer) if manager.steps() else None
         if found is not None:
             self.step, self.losses, self.seconds = found.step, found.extra["losses"], found.extra["seconds"]
+            self.times, self.peak = found.extra.get("times", []), found.extra.get("peak", 0.0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -193,7 +248,7 @@ def _padded(vocabulary: int) -> int:
     return -(-vocabulary // 128) * 128
 
 
-def _groups(model: LanguageModel, settings: TrainSettings) -> Iterator[dict[str, Any]]:
+def _groups(model: nn.Module, settings: TrainSettings) -> Iterator[dict[str, Any]]:
     matrices = [each for each in model.parameters() if each.ndim == 2]
     yield {"params": matrices, "weight_decay": settings.weight_decay}
     yield {"params": [each for each in model.parameters() if each.ndim != 2], "weight_decay": 0.0}
@@ -201,7 +256,8 @@ def _groups(model: LanguageModel, settings: TrainSettings) -> Iterator[dict[str,
 
 def bytes_kept(training: Training) -> float:
     """Bytes of weights and optimizer states a parameter of the layers' matrices."""
-    weights = [(module, name) for module in training.model.layers.modules() if isinstance(module, QuantizedModule)
+    kinds = (QuantizedModule, nn.Linear)
+    weights = [(module, name) for module in training.model.layers.modules() if isinstance(module, kinds)
                for name, each in module.named_parameters(recurse=False) if each.ndim == 2]  # fmt: skip
     count = stored = 0
     for module, name in weights:
@@ -218,7 +274,9 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
     """The result of one arm; None if time ended it, saved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     training = Training(ARMS[name], seed, asked.corpus, asked.settings, device)
-    folder = asked.work / f"{name}-{seed}".replace(" ", "-")
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    folder = work_folder(asked.work, name, seed, asked.settings)
     training.load(folder)
     if device == "cuda" and not asked.eager:
         training.capture()
@@ -227,14 +285,16 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
         training.save(folder)
         print(f"{name}:{seed} stopped at step {training.step}", flush=True)
         return None
+    peak = {"peak_gib": round(training.most_memory(), 2)} if device == "cuda" else {}
     return {
         "arm": name,
         "seed": seed,
-        "corpus": corpus_hash(asked.corpus),
+        **what_is_trained(asked.corpus, asked.settings),
         "heldout": round(training.evaluate(), 5),
         "bytes": round(bytes_kept(training), 3),
-        "tokens": training.step * asked.settings.global_batch * asked.settings.seq_length,
+        **peak,
         "seconds": round(training.seconds, 1),
+        "tokens_per_s": round(training.tokens_per_second()),
         "losses": training.losses,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__,
@@ -247,10 +307,49 @@ def corpus_hash(corpus: Path) -> str:
     return str(json.loads((corpus / "corpus.json").read_text())["train"]["sha256"])[:8]
 
 
-def finished(results: Path, corpus: str) -> set[tuple[str, int]]:
-    """Arms and seeds that have a line on this corpus."""
+def what_is_trained(corpus: Path, settings: TrainSettings) -> dict[str, Any]:
+    """What arms have in common whose losses are compared: the tokens, and how they come."""
+    return {
+        "model": MIXTURE if settings.experts else DENSE,
+        "corpus": corpus_hash(corpus),
+        "tokens": settings.steps * settings.global_batch * settings.seq_length,
+        "batch": settings.global_batch,
+    }
+
+
+def of_record(record: dict[str, Any]) -> dict[str, Any]:
+    """The same of a line of results; those of before there was a choice are of the dense model and batches of 64."""
+    return {"model": DENSE, "batch": SMALL.global_batch, **record}
+
+
+def finished(results: Path, trained: dict[str, Any]) -> set[tuple[str, int]]:
+    """Arms and seeds that have a line of these tokens."""
     lines = results.read_text().splitlines() if results.exists() else []
-    return {(each["arm"], each["seed"]) for each in map(json.loads, lines) if each["corpus"] == corpus}
+    records = [of_record(json.loads(line)) for line in lines]
+    alike = [each for each in records if all(each[key] == value for key, value in trained.items())]
+    return {(each["arm"], each["seed"]) for each in alike}
+
+
+def work_folder(work: Path, name: str, seed: int, settings: TrainSettings) -> Path:
+    """Where an arm that was stopped is saved; of another model, batch or number of steps elsewhere."""
+    folder = f"{name}-{seed}".replace(" ", "-")
+    if (settings.experts, settings.steps, settings.global_batch) != (0, SMALL.steps, SMALL.global_batch):
+        folder += f"-{MIXTURE if settings.experts else DENSE}-{settings.steps}x{settings.global_batch}"
+    return work / folder
+
+
+def chosen_settings(model: str, steps: int, batch: int) -> TrainSettings:
+    """Of a model, with a schedule that ends at `steps` and batches of so many sequences.
+
+    Raises:
+        ValueError: a batch cannot be taken in parts of equal size.
+    """
+    parts = -(-batch // PART)
+    if batch % parts:
+        raise ValueError(f"--batch {batch} cannot be taken in {parts} equal parts of at most {PART} sequences")
+    schedule = {"steps": steps, "decay_steps": steps, "warmup": steps // WARMUP_SHARE}
+    sizes = {"kv_heads": 0, **SIZES[model]} if model == MIXTURE else {}
+    return replace(SMALL, **sizes, **schedule, global_batch=batch, micro_batches=parts).resolved()
 
 
 def main() -> None:
@@ -261,12 +360,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop, saved, after so many")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs of the layers")
     parser.add_argument("--work", type=Path, default=Path("convergence-work"))
+    parser.add_argument("--model", choices=(DENSE, MIXTURE), default=DENSE)
+    parser.add_argument("--steps", type=int, default=SMALL.steps, help="at which the schedule ends")
+    parser.add_argument("--batch", type=int, default=SMALL.global_batch, help="sequences of a step")
     asked = parser.parse_args()
-    asked.settings = SMALL
+    asked.settings = chosen_settings(asked.model, asked.steps, asked.batch)
     until = time.monotonic() + 60 * asked.minutes
     for each in asked.arms.split(","):
         name, _, seed = each.rpartition(":")
-        if (name, int(seed)) in finished(asked.results, corpus_hash(asked.corpus)) or time.monotonic() > until:
+        done = finished(asked.results, what_is_trained(asked.corpus, asked.settings))
+        if (name, int(seed)) in done or time.monotonic() > until:
             continue
         result = run(name, int(seed), asked, until)
         if result is not None:

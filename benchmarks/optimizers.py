@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from quantshard import recipe as recipes
 from quantshard.cli.demo import SETTINGS
 from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.presets import PRESETS
 from quantshard.trainer.data import Corpus, Windows, collect
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models import model as models
@@ -79,6 +80,7 @@ OPTIONS = {
     "FP8 moments": Option(moments(torch.uint8)),
     "fp16 moments": Option(moments(torch.float16)),
     "bf16 moments": Option(moments(torch.bfloat16)),
+    **{name: Option(fused(preset=name)) for name in PRESETS},
     "remainders": Option(fused(store_param_remainders=True)),
     CONTROL: Option(lambda groups, s: MasterWeights(torch.optim.AdamW, groups, **_adam(s))),
     "torch AdamW": Option(lambda groups, s: torch.optim.AdamW(groups, **_adam(s))),
@@ -97,7 +99,7 @@ PLAN: dict[str, tuple[str, ...]] = {
     "block": FEW,
     "nvfp4": FEW,
 }
-SEEDS = {("mxfp8", name): (0, 1, 2) for name in (REFERENCE, CONTROL)}
+SEEDS = {("mxfp8", name): (0, 1, 2) for name in (REFERENCE, CONTROL, *PRESETS)}
 """Of weights and data order; all others have seed 0 alone."""
 
 

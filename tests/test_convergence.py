@@ -4,17 +4,24 @@ import json
 import math
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import convergence
-from benchmarks.convergence import ARMS, Training
+from benchmarks import convergence, convergence_table
+from benchmarks.convergence import ARMS, DENSE, MIXTURE, Training
 from benchmarks.convergence_corpus import Document, is_held_out
+from benchmarks.convergence_peers import PLAIN, PlainModel
+from benchmarks.convergence_table import RESULTS, TrainedOn
+from quantshard import recipe
+from quantshard.trainer.models.model import LanguageModel
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
-BYTES = {"bf16": 14, "mxfp8": 13, "block lean": 5, "mxfp8 AdamW": 5}
+EXPERTS = replace(TINY, architecture="llama", experts=4, experts_per_token=2)
+BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 5, "block lean6": 6, "mxfp8 AdamW": 5, "torchao tensorwise": 14}
 """Of a parameter of a large matrix, without scales."""
 
 
@@ -27,28 +34,173 @@ def corpus(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", BYTES)
-def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name):
-    asked = Namespace(settings=TINY, corpus=corpus, work=corpus / "work")
+def resumed_and_whole(corpus, name, settings):
+    asked = Namespace(settings=settings, corpus=corpus, work=corpus / "work")
     whole = convergence.run(name, 0, asked, math.inf)
-    assert whole is not None and whole["tokens"] == 6 * 4 * 16
-    half = Training(ARMS[name], 0, corpus, TINY, "cpu")
+    half = Training(ARMS[name], 0, corpus, settings, "cpu")
     assert half.train(math.inf, last=3)
-    half.save(corpus / "work" / f"{name}-0".replace(" ", "-"))
-    resumed = convergence.run(name, 0, asked, math.inf)
-    assert resumed is not None and resumed["heldout"] == whole["heldout"]
+    half.save(convergence.work_folder(asked.work, name, 0, settings))
+    return convergence.run(name, 0, asked, math.inf), whole
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypatch):
+    monkeypatch.setattr(convergence, "EVERY", 1)
+    resumed, whole = resumed_and_whole(corpus, name, TINY)
+    assert resumed["losses"] == whole["losses"] and len(set(whole["losses"])) == 6
+    assert whole["tokens"] == 6 * 4 * 16 and (whole["model"], whole["batch"]) == (DENSE, 4)
+    assert whole["tokens_per_s"] > 0 and "peak_gib" not in whole
+    assert resumed["heldout"] == whole["heldout"]
     assert BYTES[name] <= resumed["bytes"] < BYTES[name] + 0.5  # scales of lines of 32
 
 
-def test_an_arm_of_another_corpus_is_run_again(corpus, tmp_path):
-    record = {"arm": "bf16", "seed": 1, "corpus": "01234567"}
+def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
+    resumed, whole = resumed_and_whole(corpus, "block lean8", EXPERTS)
+    assert whole["model"] == MIXTURE and resumed["heldout"] == whole["heldout"]
+    monkeypatch.setattr(convergence, "extra_loss", lambda model, logits, settings: 0.0)
+    without = convergence.run("block lean8", 1, Namespace(settings=EXPERTS, corpus=corpus, work=corpus / "a"), math.inf)
+    monkeypatch.undo()
+    balanced = convergence.run(
+        "block lean8", 1, Namespace(settings=EXPERTS, corpus=corpus, work=corpus / "b"), math.inf
+    )
+    assert without["heldout"] != balanced["heldout"], "the loss of balance trains nothing"
+
+
+def test_the_plain_model_is_ours_in_plain_layers():
+    torch.manual_seed(0)
+    ours = LanguageModel(replace(TINY, layers=2), recipe.resolve("bf16"), "cpu", vocabulary=128)
+    with torch.no_grad():
+        for param in ours.parameters():
+            param.add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())))
+    plain = PlainModel(ours, PLAIN, "cpu")
+    tokens = torch.randint(0, 128, (3, 16))
+    with torch.no_grad():
+        wanted, found = ours.float()(tokens), plain.float()(tokens)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert sum(each.numel() for each in plain.parameters()) == sum(each.numel() for each in ours.parameters())
+    with pytest.raises(ValueError, match="of GPT-2's kind"):
+        PlainModel(LanguageModel(EXPERTS, recipe.resolve("bf16"), "cpu", vocabulary=128), PLAIN, "cpu")
+
+
+def test_torchao_quantizes_the_layers_of_its_arm(corpus):
+    def losses(name):
+        training = Training(ARMS[name], 0, corpus, TINY, "cpu")
+        kinds = {type(each).__name__ for each in training.model.layers.modules() if hasattr(each, "in_features")}
+        training.train(math.inf)
+        return kinds, training.evaluate()
+
+    (ours, ours_loss), (plain, plain_loss) = losses("torchao tensorwise"), losses("plain bf16")
+    assert (ours, plain) == ({"Float8Linear"}, {"Linear"})
+    assert ours_loss != plain_loss and abs(ours_loss - plain_loss) < 0.1
+
+
+def test_rates_are_of_the_steps_of_all_sittings_but_for_the_first_of_each(corpus, monkeypatch):
+    monkeypatch.setattr(convergence, "EVERY", 1)
+    first = Training(ARMS["bf16"], 0, corpus, TINY, "cpu")
+    first.train(math.inf, last=4)
+    first.save(corpus / "saved")
+    second = Training(ARMS["bf16"], 0, corpus, TINY, "cpu")
+    second.load(corpus / "saved")
+    second.train(math.inf)
+    assert second.times[:3] == first.times and len(second.times) == 3 + 1
+    second.times = [0.5, 100.0, 0.5, 0.5]
+    assert second.tokens_per_second() == 4 * 16 * 1 / 0.5
+    second.times, second.seconds = [], 3.0
+    assert second.tokens_per_second() == pytest.approx(6 * 4 * 16 / 3)
+
+
+def test_steps_and_batches_are_chosen():
+    assert convergence.chosen_settings(DENSE, 1500, 64) == convergence.SMALL
+    short = convergence.chosen_settings(MIXTURE, 300, 96)
+    assert (short.steps, short.decay_steps, short.warmup, short.micro_batches) == (300, 300, 30, 3)
+    assert (short.experts, short.kv_heads, short.seq_length, short.architecture) == (16, 4, 512, "llama")
+    with pytest.raises(ValueError, match="--batch 65 cannot be taken in 3 equal parts"):
+        convergence.chosen_settings(DENSE, 10, 65)
+    folders = {
+        convergence.work_folder(Path("w"), "block lean8", 1, convergence.chosen_settings(*chosen))
+        for chosen in ((DENSE, 1500, 64), (DENSE, 300, 64), (DENSE, 1500, 32), (MIXTURE, 1500, 64))
+    }
+    assert len(folders) == 4 and Path("w/block-lean8-1") in folders
+
+
+def test_an_arm_of_other_tokens_is_run_again(corpus, tmp_path):
+    trained = convergence.what_is_trained(corpus, convergence.SMALL)
+    record = {"arm": "bf16", "seed": 1, "corpus": "01234567", "tokens": 1500 * 64 * 1024}
+    others = [{"corpus": "76543210"}, {"tokens": 64 * 1024}, {"model": MIXTURE}, {"batch": 32}]
     results = tmp_path / "results.jsonl"
-    results.write_text(json.dumps(record) + "\n" + json.dumps(record | {"seed": 2, "corpus": "76543210"}) + "\n")
-    assert convergence.finished(results, convergence.corpus_hash(corpus)) == {("bf16", 1)}
-    assert convergence.finished(tmp_path / "none", "01234567") == set()
+    lines = [record, *(record | other | {"seed": 2 + number} for number, other in enumerate(others))]
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert convergence.finished(results, trained) == {("bf16", 1)}
+    assert convergence.finished(tmp_path / "none", trained) == set()
 
 
 def test_what_is_held_out_is_told_by_the_contents_alone():
     documents = [Document(f"{number:064x}", "", "") for number in range(1000)]
     held = [document for document in documents if is_held_out(document)]
     assert len(held) == 5 and [each for each in documents[100:] if is_held_out(each)] == held[1:]
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+FIRST = {
+    "arm": "bf16", "seed": 0, "corpus": "c", "heldout": 2.0, "bytes": 14.0, "tokens": 1000, "seconds": 10.0,
+    "losses": [3.0, 2.5], "device": "some GPU",
+}  # fmt: skip
+
+
+def records(tmp_path, *changes):
+    file = tmp_path / "records.jsonl"
+    file.write_text("".join(json.dumps(FIRST | change) + "\n" for change in changes))
+    return convergence_table.read(file)
+
+
+def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
+    lean = {"arm": "current lean", "bytes": 5.09, "peak_gib": 7.25, "tokens_per_s": 2000}
+    groups = records(
+        tmp_path, {}, {"seed": 1, "heldout": 2.2}, lean | {"heldout": 2.01}, lean | {"seed": 1, "heldout": 2.2},
+        lean | {"seed": 2, "heldout": 9.0, "tokens": 2000}, {"arm": "block", "seed": 5},
+    )  # fmt: skip
+    dense, longer = (TrainedOn(DENSE, "c", tokens, 64) for tokens in (1000, 2000))
+    assert list(groups) == [dense, longer]
+    head, _, *lines = convergence_table.table(dense, groups[dense])
+    assert head == (
+        "**gpt2-small, 1,000 tokens of corpus c, 64 sequences a step**, on some GPU. From seed to seed bf16 differs by "
+        "up to 9.52 %."
+    )
+    assert lines[2:] == [
+        "| block | 2.0000 | - | 14.00 | - | 100 | 1 |",  # no seed of bf16's
+        "| bf16 | 2.1000 | 0 | 14.00 | - | 100 | 2 |",
+        "| current lean8 | 2.1050 | +0.25 (+0.00 to +0.50) | 5.09 | 7.2 | 2,000 | 2 |",
+    ]
+    alone = list(convergence_table.table(longer, groups[longer]))
+    assert "not known: it has 0." in alone[0] and alone[-1].startswith("| current lean8 | 9.0000 | - |")
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path):
+    for wrong in ("{", '{"arm": "bf16"}', "[1]"):
+        file = tmp_path / "records.jsonl"
+        file.write_text(json.dumps(FIRST) + "\n" + wrong + "\n")
+        with pytest.raises(ValueError, match=r"records.jsonl:2 is no record of convergence.py"):
+            convergence_table.read(file)
+
+
+@pytest.mark.slow
+def test_curves_are_the_same_picture_each_time(tmp_path):
+    groups = records(tmp_path, {"losses": [3.0 - 0.1 * at for at in range(12)]}, {"arm": "block"}, {"tokens": 5})
+    for name in ("a.svg", "b.svg"):
+        convergence_table.draw(tmp_path / name, groups)
+    picture = (tmp_path / "a.svg").read_text()
+    assert picture == (tmp_path / "b.svg").read_text() and "block" in picture and "million tokens" in picture
+
+
+def test_the_readme_has_the_bytes_of_the_formats_and_the_losses_that_were_recorded():
+    page = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    lines = list(convergence_table.costs(convergence_table.read(RESULTS)))
+    assert convergence_table.with_costs(page, lines) == page, (
+        "python -m benchmarks.convergence_table --readme README.md"
+    )
+    sizes = {row.what: row.size.together for row in convergence_table.cost_rows()}
+    assert sizes["BF16, `torch.optim.AdamW` with BF16 moments"] == 6
+    assert all(row.arm in ARMS for row in convergence_table.cost_rows())
+    with pytest.raises(ValueError, match="must have one table"):
+        convergence_table.with_costs("none", lines)

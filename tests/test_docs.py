@@ -16,6 +16,7 @@ from quantshard import limits, modules, recipe
 from quantshard.layouts.conversion import shapes
 from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules.contexts import unsupported
+from quantshard.presets import PRESETS, StateOptions
 from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
 
@@ -356,6 +357,29 @@ def test_every_page_is_in_the_index() -> None:
     assert set(re.findall(r"^ +- (?:[\w ]+: )?([\w-]+\.md)$", site, re.M)) | {"index.md"} == pages
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\(([\w-]+\.md)\)", index)) | {"index.md"} == pages
+
+
+def preset_rows() -> list[str]:
+    """Of docs/optimizers.md: options and bytes of each preset, the weight in one scale for a tensor."""
+    weight = recipe.resolve("current").weight
+    assert weight is not None
+    rows = []
+    for name, options in {
+        "none": StateOptions(),
+        **{f"`{name}`": PRESETS[name] for name in ("lean6", "lean8")},
+    }.items():
+        size = options.bytes_of(weight.format)
+        dtypes = (options.master_weight_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)
+        cells = [name, *(f"`{dtype}`" for dtype in dtypes), *(f"{each:.10g}" for each in (*size, size.together))]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def test_presets_are_told_with_the_bytes_of_their_formats() -> None:
+    page = (DOCS / "optimizers.md").read_text(encoding="utf-8")
+    table = page.partition("## Presets")[2].partition("\n\n- **")[0]
+    assert all(row in table.splitlines() for row in preset_rows()), "\n".join(preset_rows())
+    assert {f"`{name}`" for name in PRESETS} == set(re.findall(r"^\| (`\w+`) ", table, re.M))
 
 
 def test_the_readme_is_short() -> None:

@@ -31,7 +31,7 @@ FLOORS = (
     "formats",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe kernels",
-    "kernel_dispatch",
+    "kernel_dispatch presets",
     "collectives",
     "tensor",
     "gemm",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from torch import nn
 
@@ -16,10 +15,17 @@ from quantshard.cli.models import ModelSource
 from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import Report
+from quantshard.presets import PRESETS, StateOptions
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.models import huggingface
-from quantshard.trainer.settings.config import MOMENT_DTYPES
 from quantshard.trainer.settings.mesh import TP, MeshSpec
+from quantshard.trainer.settings.optimizer_states import (
+    MASTER_DTYPES,
+    MOMENT_DTYPES,
+    STATE_SETTINGS,
+    as_settings,
+    state_options,
+)
 
 _ALONE = "none"
 """A mesh without axes."""
@@ -80,8 +86,13 @@ def plan(
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="whose share is shown")] = 0,
     recipe_: Annotated[str | None, RECIPE] = None,
-    exp_avg_dtype: Annotated[str | None, typer.Option(help="Adam's first moment: float32 or fp8")] = None,
-    exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: float32 or fp8")] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}")
+    ] = None,
+    no_master_weights: Annotated[bool, typer.Option("--no-master-weights", help="no masters")] = False,
+    master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,
+    exp_avg_dtype: Annotated[str | None, typer.Option(help=f"Adam's first moment: {', '.join(MOMENT_DTYPES)}")] = None,
+    exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: as the first")] = None,
     ema: Annotated[
         bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
     ] = None,
@@ -117,6 +128,9 @@ def plan(
     asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
     step, missing = planned_step(found, axes, asked)
     settings = found.settings
+    moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype}
+    masters = {"master_weights": False if no_master_weights else True if master_dtype else None}
+    states = {**masters, "master_dtype": master_dtype, **moments}
     report = planning.plan(
         found.model,
         axes,
@@ -124,8 +138,7 @@ def plan(
         rank=rank,
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
-        exp_avg_dtype=_moment("--exp-avg-dtype", exp_avg_dtype, found.moments[0]),
-        exp_avg_sq_dtype=_moment("--exp-avg-sq-dtype", exp_avg_sq_dtype, found.moments[1]),
+        **_states(found.states, preset, states),
         step=step,
         memory=None if memory is None else int(memory * 2**30),
         ema=found.ema if ema is None else ema,
@@ -195,12 +208,20 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
     return cuts
 
 
-def _moment(option: str, name: str | None, default: torch.dtype) -> torch.dtype:
-    if name is None:
-        return default
-    if name not in MOMENT_DTYPES:
-        raise ConfigurationError(f"{option} {name}: choose one of {', '.join(MOMENT_DTYPES)}")
-    return MOMENT_DTYPES[name]
+def _states(own: StateOptions, preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """How masters and moments are kept, as arguments of `planning.plan`: by a preset, else as the model's run has it;
+    but for what is given.
+
+    Raises:
+        ConfigurationError: a word is none of its options, there is no such preset, or an option contradicts it.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name, value in asked.items():
+        known = MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES
+        if isinstance(value, str) and value not in known:
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: choose one of {', '.join(known)}")
+    found = state_options(preset or "", asked if preset else as_settings(own) | asked)
+    return {name: value for name, value in found.arguments.items() if name in STATE_SETTINGS.values()}
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from quantshard.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.layouts.table import cell_of_tag
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.numerics.states import AVERAGE
+from quantshard.presets import StateOptions
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
@@ -34,15 +35,15 @@ class ModelSource:
     """A model on the meta device, and what is known of how it is trained.
 
     `told`: what it is, and what of it was left out, in lines. `mesh`: that of its run, "" if none is known.
-    `optimizer`: the states that a checkpoint holds, None where there is none. `moments`: of Adam in its run; `ema`:
-    whether an average of the weights is kept. `settings`: its run's, None where it is of none.
+    `optimizer`: the states that a checkpoint holds, None where there is none. `states`: how its run keeps masters and
+    moments; `ema`: whether it keeps an average of the weights. `settings`: its run's, None where it is of none.
     """
 
     model: nn.Module
     told: tuple[str, ...]
     mesh: str = ""
     optimizer: torch.optim.Optimizer | None = None
-    moments: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    states: StateOptions = field(default_factory=StateOptions)
     settings: TrainSettings | None = None
     ema: bool = False
 
@@ -99,9 +100,7 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(
-        model, (told,), mesh, moments=settings.torch_moment_dtypes, settings=settings, ema=settings.ema > 0
-    )
+    return ModelSource(model, (told,), mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0)
 
 
 def of_checkpoint(path: str) -> ModelSource:

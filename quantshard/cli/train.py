@@ -23,6 +23,7 @@ from quantshard.trainer import launch, worker
 from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
+from quantshard.trainer.settings.optimizer_states import undecided
 from quantshard.trainer.settings.settings_file import given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
@@ -91,8 +92,9 @@ def train(
         inputs.existing(config, "a TOML file of settings")
     folder, own = RunDir(run), given_values(flags, None)
     is_there = auto_resume and (folder.is_begun() or launch.is_other_worker())  # then nothing else is asked for it
-    values = {**given_values({}, config), **own}
-    settings = TrainSettings(**(values if is_there else model_choice.chosen(own, given_values({}, config))))
+    in_file = undecided(given_values({}, config), own)
+    values = {**in_file, **own}
+    settings = TrainSettings(**(values if is_there else model_choice.chosen(own, in_file)))
     if not is_there:  # else the run's own settings are checked, with what is changed of them
         settings.check()
         check_used(own, settings)  # a file may be that of another run, and says all

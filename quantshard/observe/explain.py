@@ -13,6 +13,7 @@ slots that the all-gather is made of (`sharding.gather_slots`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from quantshard.formats import Role
 from quantshard.gemm import backend
 from quantshard.observe import costs, optimizer_members
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
+from quantshard.observe.parameter_bytes import SHORT_DTYPES
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
@@ -37,7 +39,6 @@ from quantshard.tensor.storage import QuantizedStorage
 _SCALE_SUFFIX = "_scale_inv"
 _REMAINDER_SUFFIX = "_low"
 """Suffix of the entry with the 16 bits that a BF16 parameter lacks of its float32 master."""
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 
 
 def explain(
@@ -102,6 +103,7 @@ def _row(
     forward, backward = _wire(storage, local, gathers)
     gemm = gemm_of(leaf, module, param, storage, chosen)
     mesh, placements = _placed(param)
+    sizes = states.sizes(param)
     shared = (
         SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
     )
@@ -122,7 +124,9 @@ def _row(
         gemm=gemm.path,
         gemm_reason=gemm.reason,
         optimizer=states.formats(param),
-        optimizer_bytes=states.bytes(param),
+        optimizer_bytes=sum(sizes.values()),
+        state_sizes=sizes,
+        elements=local.numel() if storage is None else math.prod(storage.shard.shape),
         mesh=mesh,
         placements=placements,
         local_rows=_local_rows(param, storage),
@@ -285,9 +289,13 @@ class _OptimizerStates:
             if not key.endswith(_SCALE_SUFFIX)
         }
 
-    def bytes(self, param: Tensor) -> int:
-        """Bytes of a parameter's state on this rank."""
-        return sum(map(_nbytes, self.tensors(param).values()))
+    def sizes(self, param: Tensor) -> dict[str, int]:
+        """State -> bytes on this rank, scales included."""
+        found: dict[str, int] = {}
+        for key, value in self.tensors(param).items():
+            state = key.removesuffix(_SCALE_SUFFIX).removesuffix(_REMAINDER_SUFFIX)
+            found[state] = found.get(state, 0) + _nbytes(value)
+        return found
 
     def note(self, param: Tensor) -> str:
         """Names the states that stay in float32 although those of other parameters have scales."""

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
+from quantshard.observe.parameter_bytes import ParameterBytes, ParameterPart
 from quantshard.observe.patterns import counted_name, pattern_groups
 from quantshard.observe.step_memory import KINDS, StepMemory
 
@@ -56,13 +57,14 @@ _SPARED = ("optimizer", "backward", "gathered forward", "in BF16", "sharding", "
 class Row:
     """One parameter. Bytes are those of this rank.
 
-    `format`: what is stored, as a checkpoint's `X_format` names it, or the dtype. `bf16_bytes`: the local elements in
-    BF16. `shared_scale_bytes`: the scales that other ranks keep too; `straddling_blocks`: the blocks here that other
-    ranks hold elements of. `forward_gather_bytes`, `backward_gather_bytes`: what this rank gives to the all-gathers of
-    one forward and one backward, padding included. `reduced_bytes`: its part of a step's amax reduction. `gemm`:
-    "native", "emulated" or "" for a parameter that is no operand of a matrix product. `optimizer`: state -> format.
-    `mesh`: mesh axis -> size, with one entry of `placements` each. `local_rows`: first and one past the last global row
-    held here. `fallbacks`: names in `limits.FALLBACKS`.
+    `elements`: how many are here. `format`: what is stored, as a checkpoint's `X_format` names it, or the dtype.
+    `bf16_bytes`: the local elements in BF16. `shared_scale_bytes`: the scales that other ranks keep too;
+    `straddling_blocks`: the blocks here that other ranks hold elements of. `forward_gather_bytes`,
+    `backward_gather_bytes`: what this rank gives to the all-gathers of one forward and one backward, padding included.
+    `reduced_bytes`: its part of a step's amax reduction. `gemm`: "native", "emulated" or "" for a parameter that is no
+    operand of a matrix product. `optimizer`: state -> format, and `state_sizes`: state -> bytes, which add up to
+    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` each. `local_rows`: first and one past
+    the last global row held here. `fallbacks`: names in `limits.FALLBACKS`.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Row:
     gemm_reason: str
     optimizer: dict[str, str]
     optimizer_bytes: int
+    state_sizes: dict[str, int]
+    elements: int
     mesh: dict[str, int]
     placements: tuple[str, ...]
     local_rows: tuple[int, int]
@@ -136,6 +140,8 @@ class Report:
     """Where the columns are to be had for which there is no room."""
     memory: StepMemory | None = None
     """What a training step takes at most, if `plan` was given one."""
+    parameter: ParameterBytes | None = None
+    """Bytes a parameter of weight, master and moments, and the preset that they are of; None without an optimizer."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
@@ -143,7 +149,7 @@ class Report:
         summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
-        return cls(tuple(rows), totals, tuple(_merged(attention)))
+        return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(map(_part, rows)))
 
     def summary(self, more: str = MORE) -> Report:
         """This report with one row for the parameters of a pattern that are alike, which has the sums of their bytes:
@@ -167,7 +173,9 @@ class Report:
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
         told = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
-        return {"rows": rows, "totals": totals, **memory, **told}
+        parameter = self.parameter
+        of_one = {} if parameter is None else {"parameter": asdict(parameter) | {"together": parameter.together}}
+        return {"rows": rows, "totals": totals, **of_one, **memory, **told}
 
     def to_json(self) -> str:
         """The rows and totals as JSON."""
@@ -182,6 +190,11 @@ class Report:
         yield _render(self)
 
 
+def _part(row: Row) -> ParameterPart:
+    is_quantized = row.format != row.dtype
+    return ParameterPart(row.elements, row.bytes, row.state_sizes, row.optimizer, is_quantized)
+
+
 def _summed_fields() -> list[str]:
     """The fields of a row that add up."""
     return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
@@ -189,7 +202,8 @@ def _summed_fields() -> list[str]:
 
 def _times(row: Row, pattern: str, count: int) -> Row:
     """A row that stands for many that are alike."""
-    sums: dict[str, Any] = {name: count * getattr(row, name) for name in _summed_fields()}
+    sums: dict[str, Any] = {name: count * getattr(row, name) for name in (*_summed_fields(), "elements")}
+    sums["state_sizes"] = {state: count * size for state, size in row.state_sizes.items()}
     return replace(row, name=counted_name(pattern, count), **sums)
 
 
@@ -250,6 +264,7 @@ def folded(name: str, width: int) -> str:
 def _render(report: Report) -> Group:
     parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED, report.more)]
     parts.append(_totals_table(report.totals))
+    parts += [] if report.parameter is None else [Text(str(report.parameter))]
     if report.memory is not None:
         parts += [_memory_table(report.memory), Text(printable(_peak_text(report.memory)), style="bold")]
     told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]

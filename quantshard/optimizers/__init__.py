@@ -6,8 +6,10 @@ from quantshard.optimizers.clipping import clip_grad_norm_
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.fused_adam import FusedAdam
 from quantshard.optimizers.master_weights import MasterWeights
+from quantshard.presets import PRESETS
 
 __all__ = [
+    "PRESETS",
     "ElementwiseOptimizer",
     "FusedAdam",
     "MasterWeights",

@@ -19,6 +19,7 @@ from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.state import floor_of
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
+from quantshard.presets import PRESET_ARGUMENTS, chosen_options
 
 
 class FusedAdam(ElementwiseOptimizer):
@@ -54,16 +55,19 @@ class FusedAdam(ElementwiseOptimizer):
             found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
             rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters. Run a step
             before one is captured, and replace no tensor after it.
-        master_weights: False keeps no masters: weights, quantized ones too, are read, updated and rounded
-            stochastically into their own format. Their scales are chosen as always, so what a scale clips is lost: an
-            element that has the largest code of its FP4 block grows only by steps of 3% or more, since that block's
-            scale is rounded to E4M3; under delayed scaling the largest of the tensor grows every second step.
-        master_weight_dtype: float32, float16 or bfloat16.
-        exp_avg_dtype, exp_avg_sq_dtype: float32, float16, bfloat16 or uint8.
+        preset: a name of `presets.PRESETS`, "lean8" or "lean6", for the next four options and store_param_remainders.
+            Bits and checkpoints are those of an optimizer whose options are spelled out. An option beside it must be
+            what the preset says.
+        master_weights: True by default. False keeps no masters: weights, quantized ones too, are read, updated and
+            rounded stochastically into their own format. Their scales are chosen as always, so what a scale clips is
+            lost: an element that has the largest code of its FP4 block grows only by steps of 3% or more, since that
+            block's scale is rounded to E4M3; under delayed scaling the largest of the tensor grows every second step.
+        master_weight_dtype: float32 (the default), float16 or bfloat16.
+        exp_avg_dtype, exp_avg_sq_dtype: float32 (the default), float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
-        store_param_remainders: bfloat16 parameters keep, instead of a float32 master, the 16 bits that they lack of
-            it: the same training, bit for bit, in half of the memory. Quantized and float16 weights have no such 16
-            bits, so they keep a float32 master.
+        store_param_remainders: False by default. If True, bfloat16 parameters keep, instead of a float32 master, the
+            16 bits that they lack of it: the same training, bit for bit, in half of the memory. Quantized and float16
+            weights have no such 16 bits, so they keep a float32 master.
         set_grad_none: deprecated; what `zero_grad` does if it is not told. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
         ema_decay: keep an exponential moving average of the trained values of each parameter (EMA), float32, as the
@@ -91,12 +95,13 @@ class FusedAdam(ElementwiseOptimizer):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         capturable: bool = False,
-        master_weights: bool = True,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        preset: str | None = None,
+        master_weights: bool | None = None,
+        master_weight_dtype: torch.dtype | None = None,
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
         use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
+        store_param_remainders: bool | None = None,
         set_grad_none: bool | None = None,
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
@@ -105,6 +110,14 @@ class FusedAdam(ElementwiseOptimizer):
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         if set_grad_none is not None:
             warnings.warn("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning, 2)
+        given = {
+            "master_weights": master_weights,
+            "master_weight_dtype": master_weight_dtype,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "store_param_remainders": store_param_remainders,
+        }
+        kept = chosen_options(type(self).__name__, preset, given)
         self._set_to_none = set_grad_none is None or set_grad_none
         super().__init__(
             params,
@@ -116,16 +129,30 @@ class FusedAdam(ElementwiseOptimizer):
                 "bias_correction": bias_correction,
                 "adam_w_mode": adam_w_mode,
             },
-            state_dtypes={EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype},
+            state_dtypes={EXP_AVG: kept.exp_avg_dtype, EXP_AVG_SQ: kept.exp_avg_sq_dtype},
             capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
+            master_weights=kept.master_weights,
+            master_weight_dtype=kept.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
+            store_param_remainders=kept.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )
         self._kernels = KernelStep()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `MasterOptimizer.add_param_group`.
+
+        Raises:
+            ConfigurationError: it asks for masters or moments of its own, which would do nothing.
+        """
+        for name in PRESET_ARGUMENTS if isinstance(param_group, Mapping) else ():
+            if name in param_group:
+                raise ConfigurationError(
+                    f"{type(self).__name__}: a group has {name} = {param_group[name]!r}, which is an option of the "
+                    f"whole optimizer; give {type(self).__name__}({name}=...), or build one optimizer for each"
+                )
+        super().add_param_group(param_group)
 
     # The formula -----------------------------------------------------------------------------------------------------
 

@@ -312,12 +312,22 @@ def floor_of(dtype: torch.dtype) -> float:
     return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
 
+def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
+    """The dtype that a state has which `dtype` is asked for: scaled states are for 2-D parameters; the few others stay
+    float32."""
+    return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
+
+
+def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a parameter is coarser than a master would be."""
+    return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
+
+
 def make_state(param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> OptimizerState:
-    """A zero state for a parameter. Scaled states are for 2-D parameters; the few others stay float32."""
+    """A zero state for a parameter, of its `stored_dtype`."""
+    dtype = stored_dtype(dtype, param.ndim)
     cell = STATE_CELLS[dtype]
-    if cell is not None and param.ndim == 2:
-        return QuantizedState(param, cell, keep_positive)
-    return FloatState(param, torch.float32 if cell is not None else dtype, keep_positive)
+    return FloatState(param, dtype, keep_positive) if cell is None else QuantizedState(param, cell, keep_positive)
 
 
 def make_weight(param: Tensor) -> OptimizerState:
@@ -330,11 +340,11 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> Optimize
 
     With `remainders`, that of a bfloat16 parameter is the 16 bits that the parameter lacks of a float32.
     """
-    if components.quantized_local(param) is None:
-        if torch.finfo(param.dtype).eps <= torch.finfo(dtype).eps:
-            return None
-        if remainders and param.dtype is torch.bfloat16:
-            return RemainderState(param)
+    is_quantized = components.quantized_local(param) is not None
+    if not needs_master(is_quantized, param.dtype, dtype):
+        return None
+    if remainders and not is_quantized and param.dtype is torch.bfloat16:
+        return RemainderState(param)
     return make_state(param, dtype)
 
 

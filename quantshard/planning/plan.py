@@ -17,14 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.observe.explain import SHORT_DTYPES, dtype_name, fallbacks_of, gemm_of
+from quantshard.observe.explain import dtype_name, fallbacks_of, gemm_of
+from quantshard.observe.parameter_bytes import SHORT_DTYPES
 from quantshard.observe.table import Report, Row
+from quantshard.optimizers.state import check_dtype, needs_master, stored_dtype
 from quantshard.planning.peak import ParameterShare, step_memory
 from quantshard.planning.rehearsal import TrainingStep
+from quantshard.presets import StateOptions, chosen_options
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -45,8 +47,11 @@ def plan(
     rank: int = 0,
     tensor_parallel: Mapping[str, int] | None = None,
     reshard_after_forward: bool | None = None,
-    exp_avg_dtype: torch.dtype = torch.float32,
-    exp_avg_sq_dtype: torch.dtype = torch.float32,
+    preset: str | None = None,
+    master_weights: bool | None = None,
+    master_weight_dtype: torch.dtype | None = None,
+    exp_avg_dtype: torch.dtype | None = None,
+    exp_avg_sq_dtype: torch.dtype | None = None,
     ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
@@ -68,7 +73,8 @@ def plan(
             row-parallel ones. Parameters that are not named are whole on every rank of "tp".
         reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
             what belongs to no layer.
-        exp_avg_dtype, exp_avg_sq_dtype: of Adam's moments, as `FusedAdam` takes them.
+        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: how masters and moments are kept,
+            as `FusedAdam` takes it.
         ema: whether it keeps an average of the weights (`ema_decay`).
         step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
             values. Not under tensor parallelism.
@@ -87,14 +93,20 @@ def plan(
         dict(tensor_parallel or {}),
         {id(module): layer for layer in layers for module in layer.modules()},
     )
-    moments = {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
-    _check_arguments(model, place, cut_by_tp, moments)
+    given = {
+        "master_weights": master_weights,
+        "master_weight_dtype": master_weight_dtype,
+        "exp_avg_dtype": exp_avg_dtype,
+        "exp_avg_sq_dtype": exp_avg_sq_dtype,
+    }
+    states = chosen_options("plan", preset, given)
+    _check_arguments(model, place, cut_by_tp, states)
     _check_step(step, place, memory)
     rows, shares, optimized = [], [], 0
     for name, leaf, module, param in _parameters(model):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, leaf, module, param, place, dim, again, _OptimizerSpec(moments, ema))
+        row, numel = _row(name, leaf, module, param, place, dim, again, _OptimizerSpec(states, ema))
         rows.append(row)
         shares.append(ParameterShare(inner.get(id(module)), param, row, again))
         optimized += numel
@@ -107,9 +119,9 @@ def plan(
 
 @dataclass(frozen=True)
 class _OptimizerSpec:
-    """How the optimizer keeps moments, and whether it keeps averages of weights."""
+    """How the optimizer keeps masters and moments, and whether it keeps averages of weights."""
 
-    moments: Mapping[str, torch.dtype]
+    states: StateOptions
     ema: bool
 
 
@@ -181,9 +193,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
                 yield f"{prefix}.{leaf}" if prefix else leaf, leaf, module, param
 
 
-def _check_arguments(
-    model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], moments: Mapping[str, torch.dtype]
-) -> None:
+def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], states: StateOptions) -> None:
     named = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in named.values()):
         raise ConfigurationError(
@@ -195,10 +205,8 @@ def _check_arguments(
                 f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
                 f"name ends so; the mesh is {place.mesh}"
             )
-    for moment, dtype in moments.items():
-        if dtype not in STATE_CELLS:
-            allowed = ", ".join(map(str, STATE_CELLS))
-            raise ConfigurationError(f"plan: {moment}_dtype={dtype}: use one of {allowed} (uint8: FP8)")
+    for state, dtype in states.dtypes.items():
+        check_dtype("plan", state, dtype)
 
 
 def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:
@@ -245,7 +253,7 @@ def _row(
     if place.mesh[place.shard_axis] > 1:
         bf16_forward = held * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
-    states, state_bytes, note = _optimizer(param, storage, shard, optimizer)
+    states, sizes, note = _optimizer(param, storage, shard, optimizer)
     gemm = gemm_of(leaf, module, param, storage)
     row = Row(
         name=name,
@@ -264,7 +272,9 @@ def _row(
         gemm=gemm.path,
         gemm_reason=gemm.reason,
         optimizer=states,
-        optimizer_bytes=state_bytes,
+        optimizer_bytes=sum(sizes.values()),
+        state_sizes=sizes,
+        elements=math.prod(shard.shape),
         mesh=mesh,
         placements=tuple(placements.values()),
         local_rows=shard.extents[0],
@@ -292,22 +302,22 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 
 def _optimizer(
     param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
-) -> tuple[dict[str, str], int, str]:
-    """State -> format, their bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
+) -> tuple[dict[str, str], dict[str, int], str]:
+    """State -> format, state -> bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
     if not param.requires_grad:
-        return {}, 0, ""
-    moments = optimizer.moments
-    kept = [name for name, dtype in moments.items() if STATE_CELLS[dtype] is not None and param.ndim != 2]
-    dtypes = {name: torch.float32 if name in kept else dtype for name, dtype in moments.items()}
-    if storage is not None or param.dtype is not torch.float32:
-        dtypes[MASTER] = torch.float32
+        return {}, {}, ""
+    asked = optimizer.states.dtypes
+    if MASTER in asked and not needs_master(storage is not None, param.dtype, asked[MASTER]):
+        del asked[MASTER]
+    dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in asked.items()}
+    kept = [state for state, dtype in dtypes.items() if dtype is not asked[state]]
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
-    size = 0
-    for dtype in dtypes.values():
+    sizes = {}
+    for state, dtype in dtypes.items():
         cell = STATE_CELLS[dtype]
         plain = math.prod(shard.shape) * dtype.itemsize
-        size += plain if cell is None else sum(costs.resident_bytes(cell.format, shard))
-    asked = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(moments[name])] for name in kept))
-    states = {name: SHORT_DTYPES[dtype_name(dtype)] for name, dtype in dtypes.items()}
-    return states, size, costs.float_states(kept, asked)
+        sizes[state] = plain if cell is None else sum(costs.resident_bytes(cell.format, shard))
+    told = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(asked[state])] for state in kept))
+    states = {state: SHORT_DTYPES[dtype_name(dtype)] for state, dtype in dtypes.items()}
+    return states, sizes, costs.float_states(kept, told)

@@ -341,7 +341,6 @@ class Trainer:
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
     """FusedAdam, with weight decay of matrices only, stacked ones of experts too."""
-    exp_avg_dtype, exp_avg_sq_dtype = settings.torch_moment_dtypes
     named = list(model.named_parameters())
     groups: list[dict[str, Any]] = [
         {"params": [(name, param) for name, param in named if param.ndim >= 2]},
@@ -353,12 +352,10 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        master_weights=True,
-        exp_avg_dtype=exp_avg_dtype,
-        exp_avg_sq_dtype=exp_avg_sq_dtype,
         ema_decay=settings.ema,
+        **settings.state_options.arguments,
     )
-    for _, param in named:  # the masters have them now
+    for _, param in named:  # the masters have them now, if there are any
         weight = components.quantized_local(param)
         if weight is not None:
             weight.clear_high_precision_init_val()

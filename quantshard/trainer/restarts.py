@@ -7,11 +7,13 @@ say what the run is, at the first start, and must not say anything else at a lat
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.optimizer_states import as_settings
 from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
@@ -33,6 +35,7 @@ def overrides(
     Raises:
         ConfigurationError: a setting differs that a run keeps.
     """
+    before = replace(before, **as_settings(before.state_options))  # an earlier release's run says less of them
     found: dict[str, Any] = {}
     for name in sorted(given):
         value, was = getattr(now, name), getattr(before, name)

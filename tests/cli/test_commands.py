@@ -44,6 +44,16 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--run", "r", "--data", "tetx"], 1, "(did you mean"),
         (["train", "--run", "r", "--init-from", "tetx"], 1, "nothing at tetx (did you mean text?); name a checkpoint"),
         (["train", "--run", "r", "--init-from", "."], 1, "--init-from . is no complete checkpoint"),
+        (
+            ["train", "--run", "r", "--preset", "lean"],
+            1,
+            "preset = 'lean': there is no such preset; did you mean 'lean8'?",
+        ),
+        (
+            ["train", "--run", "r", "--preset", "lean8", "--exp-avg-dtype", "float32"],
+            1,
+            "preset = 'lean8' has exp_avg_",
+        ),
         (["train", "--run", "r", "--schedule", "cosin"], 1, "choose one of: cosine, linear, wsd, constant"),
         (["train", "--run", "r", "stray"], 1, "unexpected argument 'stray'"),
         (["train", "--run", "r", "--steps", "many"], 2, "--steps"),

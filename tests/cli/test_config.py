@@ -5,8 +5,11 @@ from dataclasses import asdict, replace
 import pytest
 
 from quantshard.errors import ConfigurationError
+from quantshard.presets import PRESETS
+from quantshard.trainer.restarts import overrides
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.optimizer_states import as_settings, undecided
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
 
 
@@ -67,12 +70,54 @@ def test_resolved_fills_in_what_follows():
         ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, linear, wsd, constant"),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
+        (
+            {"preset": "laen6"},
+            "preset = 'laen6': there is no such preset; did you mean 'lean6'? there are lean8, lean6",
+        ),
+        (
+            {"preset": "lean8", "exp_avg_sq_dtype": "bfloat16"},
+            "preset = 'lean8' has exp_avg_sq_dtype = 'fp8', but exp_avg_sq_dtype = 'bfloat16' is given",
+        ),
+        (
+            {"preset": "lean6", "master_weights": False},
+            "preset = 'lean6' has master_weights = True, but master_weights =",
+        ),
+        ({"master_dtype": "fp8"}, "master_dtype = 'fp8': choose one of: auto, float32, float16, bfloat16"),
     ],
 )
 def test_refused_in_one_line(change, says):
     with pytest.raises(ConfigurationError) as caught:
         replace(TrainSettings(), **change).check()
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(TrainSettings().resolved(), {}))
+    in_file = given_values({}, file)
+    assert in_file["exp_avg_dtype"] == "float32" and undecided(in_file, {"lr": 1.0}) == in_file
+    settings = TrainSettings(**undecided(in_file, {"preset": "lean8"}) | {"preset": "lean8"}).resolved()
+    assert as_settings(settings.state_options) == {
+        "master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
+    }  # fmt: skip
+    assert (settings.master_dtype, settings.exp_avg_dtype) == ("float16", "fp8") and settings.resolved() == settings
+    settings.check()
+    with pytest.raises(ConfigurationError, match=r"preset = 'lean8' .*master_dtype = 'float32' is given"):
+        TrainSettings(**in_file | {"preset": "lean8"}).check()
+
+
+def test_a_run_of_an_earlier_release_goes_on_though_it_says_less_of_masters():
+    now = TrainSettings(master_dtype="float32", exp_avg_dtype="fp8").resolved()
+    before = TrainSettings(exp_avg_dtype="fp8")
+    overrides("run", before, now, ["master_dtype", "exp_avg_dtype"], 1)
+    with pytest.raises(ConfigurationError, match=r"started with master_dtype = 'float32', .* 'float16' is given"):
+        overrides("run", before, replace(now, master_dtype="float16"), ["master_dtype"], 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_spelled_out_are_the_preset(name):
+    spelled = as_settings(PRESETS[name])
+    assert TrainSettings(**spelled).state_options == TrainSettings(preset=name).state_options == PRESETS[name]
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,8 @@ def test_summary_adds_up(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:
     assert len(summary.rows) < len(report.rows) and summary.totals == report.totals
     for name in ("code_bytes", "scale_bytes", "bf16_bytes", "optimizer_bytes"):
         assert sum(getattr(row, name) for row in summary.rows) == getattr(report.totals, name)
+    for figures in (lambda row: row.elements, lambda row: sum(row.state_sizes.values())):
+        assert sum(map(figures, summary.rows)) == sum(map(figures, report.rows))
     one = replace(report, rows=report.rows[:1])
     assert asdict(one.summary().rows[0]) == asdict(one.rows[0])
 
@@ -226,7 +228,15 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
         (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
-        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, fp8"),
+        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, float16"),
+        (
+            ["plan", "config.json", "--preset", "laen6"],
+            "preset = 'laen6': there is no such preset; did you mean 'lean6'?",
+        ),
+        (
+            ["plan", "config.json", "--preset", "lean8", "--master-dtype", "float32"],
+            "preset = 'lean8' has master_dtype = 'float16', but master_dtype = 'float32' is given",
+        ),
         (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
         (["plan", "config.json", "--batch", "2"], "the memory of a step is not counted: give --batch and --seq-length"),

@@ -370,6 +370,10 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
         (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
         (["--experts-per-token", "4"], "experts_per_token = 4 would do nothing, since it needs experts"),
+        (
+            ["--no-master-weights", "--master-dtype", "float16"],
+            "would do nothing, since it needs master_weights = true",
+        ),
         (["--keep-every", "7"], "keep_every = 7 would do nothing, since it needs keep_last"),
         (["--sequence-parallel", "on"], "sequence_parallel = 'on' would do nothing, since it needs a mesh with tp"),
         (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),

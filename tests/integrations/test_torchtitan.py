@@ -21,13 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
+from quantshard import Linear, explain, quantized_model_init
 from quantshard.checkpoints import high_precision_state_dict
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_snippets import snippets
 from tests.integrations import perceptron, titan_configs
-from tests.integrations.titan_configs import integration, trainer_of
+from tests.integrations.titan_configs import integration, param_group, trainer_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import torchtitan_parallelize
@@ -223,6 +224,24 @@ def refused(folder: Path) -> dict[str, str]:
     found["stock optimizer"] = said(lambda: titan_configs.train(trainer))
     trainer.close()
     return found
+
+
+def test_a_preset_of_the_optimizer() -> None:
+    """Of the whole optimizer, in the config's options of its constructor; a group's own would do nothing."""
+    with quantized_model_init(recipe="block"):
+        layer = Linear(128, 128, bias=False)
+
+    def built(whole: Any, **options: Any) -> Any:
+        group = param_group(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3, **options})
+        config = integration.TitanOptimizers.Config(
+            param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": whole}
+        )
+        return config.build(model_parts=[layer])
+
+    [optimizer] = built({"preset": "lean8"}).optimizers
+    told = explain(layer, optimizer).parameter
+    assert told is not None and told.preset == "lean8"
+    assert "a group has preset = 'lean8', which is an option of the whole" in said(lambda: built({}, preset="lean8"))
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)

@@ -25,6 +25,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
+from quantshard.presets import PRESETS
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 
@@ -267,6 +268,23 @@ def test_the_trainer_as_it_is_with_our_optimizer(folder: Path, tmp_path: Path) -
         trainer = LossTrainer(model, given, train_dataset=data(), optimizer_cls_and_kwargs=qt.adam(given))
         trainer.train()
         assert trainer.losses == wanted and model.model.layers[0].gradient_checkpointing == bool(options)
+
+
+def test_a_preset_of_our_optimizer(folder: Path, tmp_path: Path) -> None:
+    """As its options spelled out: the same losses and states."""
+    found = []
+    for options in ({"preset": "lean6"}, PRESETS["lean6"].arguments, {}):
+        given = arguments(tmp_path)
+        trainer = QuantizedLossTrainer(
+            load(folder, "block"), given, train_dataset=data(), optimizer_cls_and_kwargs=qt.adam(given, **options)
+        )
+        trainer.train()
+        found.append((trainer.losses, bits(trainer.model, trainer.optimizer.optimizer)))
+    assert found[0] == found[1] and found[0][1] != found[2][1]
+    with pytest.raises(ConfigurationError, match=r"preset='lean6', exp_avg_dtype=torch.float32\): the preset has"):
+        given = arguments(tmp_path)
+        wrong = qt.adam(given, preset="lean6", exp_avg_dtype=torch.float32)
+        LossTrainer(load(folder, "block"), given, train_dataset=data(), optimizer_cls_and_kwargs=wrong).train()
 
 
 def test_optimizers_that_are_refused(folder: Path, tmp_path: Path) -> None:

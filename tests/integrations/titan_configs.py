@@ -29,7 +29,7 @@ with (
     from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.components.lora import LoRAConverter
     from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig, default_adamw
     from torchtitan.components.tokenizer import BaseTokenizer
     from torchtitan.components.validate import Validator
     from torchtitan.config import ConfigManager, ParallelismConfig, TrainingConfig
@@ -45,6 +45,7 @@ with (
     from quantshard.integrations import torchtitan as integration
 
 
+param_group = ParamGroupConfig
 WORDS, SEQUENCE, WIDTH, HEADS, LAYERS = 64, 16, 64, 4, 2
 
 

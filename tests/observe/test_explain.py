@@ -201,6 +201,34 @@ def test_states_of_every_format_are_told(options, formats, bytes_per_element):
     )
 
 
+def test_bytes_a_parameter_and_the_preset(monkeypatch):
+    """Of quantized weights alone, where there are some; an average is told, and no part of a preset."""
+    monkeypatch.setenv("COLUMNS", "240")
+    with qs.quantized_model_init(recipe="mxfp8"):
+        model = nn.ModuleDict({"up": qs.Linear(256, 64, params_dtype=torch.bfloat16), "norm": nn.LayerNorm(300)})
+    assert explain(model).parameter is None
+    report = explain(model, qs.optimizers.FusedAdam(model.parameters(), preset="lean8", ema_decay=0.9))
+    told = report.parameter
+    assert (told.preset, told.weights, told.is_quantized) == ("lean8", 1, True)
+    assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 2 + 4 / 128, 2 * (1 + 4 / 128))
+    assert told.average == 4 and told.together == told.weight + told.master + told.moments + 4
+    line = "bytes a parameter of 1 quantized weights: weight 1.00 + master 2.03 + moments 2.06 + average 4.00 = 9.09"
+    assert f"{line} (preset lean8)" in str(report)
+    assert json.loads(report.to_json())["parameter"]["together"] == told.together
+    default = explain(model, qs.optimizers.FusedAdam(model.parameters()))
+    assert default.parameter.preset == "" and "= 13.00\n" in str(default)
+    plain = explain(nn.Linear(8, 4, dtype=torch.bfloat16))
+    assert plain.parameter is None
+
+
+def test_bytes_a_parameter_of_plain_weights_are_of_no_preset():
+    model = nn.Linear(256, 4, bias=False, dtype=torch.bfloat16)
+    told = explain(model, qs.optimizers.FusedAdam(model.parameters(), preset="lean8")).parameter
+    assert (told.preset, told.weight, told.master, told.is_quantized) == ("", 2, 2 + 4 / 128, False)
+    told = explain(model, torch.optim.AdamW(model.parameters())).parameter
+    assert told is None  # before a step, which makes its states
+
+
 def test_a_remainder_and_its_parameter_are_a_master():
     model = nn.Linear(16, 8, dtype=torch.bfloat16)
     report = explain(model, qs.optimizers.FusedAdam(model.parameters(), store_param_remainders=True))

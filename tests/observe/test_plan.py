@@ -60,7 +60,7 @@ def single(recipe: str, rows: int, cols: int) -> qs.Linear:
 
 
 def without_optimizer(rows: tuple[Row, ...]) -> list[Row]:
-    return [replace(row, optimizer={}, optimizer_bytes=0) for row in rows]
+    return [replace(row, optimizer={}, optimizer_bytes=0, state_sizes={}) for row in rows]
 
 
 # ----------------------------------------------------------------------------------------- beside storages that are cut
@@ -175,21 +175,28 @@ def test_plan_is_what_explain_reads_from_the_sharded_model(recipe, mesh):
 @by_turns(
     2,
     recipe=["nvfp4", "bf16"],
-    moments=[(torch.float32, torch.float32), (torch.uint8, torch.float32), (torch.uint8, torch.uint8)],
+    options=[
+        {},
+        {"exp_avg_dtype": torch.uint8},
+        {"preset": "lean8"},
+        {"preset": "lean6"},
+        {"master_weight_dtype": torch.bfloat16},
+        {"master_weights": False, "exp_avg_sq_dtype": torch.uint8},
+    ],
     ema=[False, True],
 )
-def test_optimizer_state_is_what_fused_adam_allocates(recipe, moments, ema):
+def test_optimizer_state_is_what_fused_adam_allocates(recipe, options, ema):
     mesh = {"dp_replicate": 2, "dp_shard": 4}
-    dtypes = dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), moments, strict=True))
     for rank in (0, 3, 5):
         model = Model(recipe, "cpu")
         model.norm.requires_grad_(False)
-        planned = qs.plan(model, mesh, layers=model.layers(), rank=rank, ema=ema, **dtypes)
+        planned = qs.plan(model, mesh, layers=model.layers(), rank=rank, ema=ema, **options)
         with fake_rank(mesh, rank) as devices:
             wrap(model, devices, model.layers())
             trained = [param for param in model.parameters() if param.requires_grad]
-            found = qs.explain(model, qs.optimizers.FusedAdam(trained, ema_decay=0.9 * ema, **dtypes))
+            found = qs.explain(model, qs.optimizers.FusedAdam(trained, ema_decay=0.9 * ema, **options))
         assert planned == found
+        assert recipe == "bf16" or found.parameter.preset == options.get("preset", "")
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -159,10 +159,10 @@ def planned(case: Case, capability: tuple[int, int]) -> dict[str, int]:
         norm_dtype=torch.float64,
         capability=capability,
     )
-    exp_avg, exp_avg_sq = settings.torch_moment_dtypes
+    states = settings.state_options
     report = qs.plan(
         model, case.mesh.present, layers=model.layers, reshard_after_forward=settings.reshard_after_forward,
-        exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq, step=step,
+        exp_avg_dtype=states.exp_avg_dtype, exp_avg_sq_dtype=states.exp_avg_sq_dtype, step=step,
     )  # fmt: skip
     assert report.memory is not None
     return {each.phase: each.total for each in report.memory.phases}

@@ -16,13 +16,13 @@ import torch
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
+from quantshard.presets import StateOptions
+from quantshard.trainer.settings import optimizer_states
 from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.optimizer_states import AUTO, MASTER_DTYPES, MOMENT_DTYPES
 from quantshard.trainer.settings.recipes import LayerRecipes
 from quantshard.trainer.settings.schema import SettingType, check_value, shown_value
 from quantshard.trainer.settings.sizes import SIZES
-
-MOMENT_DTYPES = {"float32": torch.float32, "fp8": torch.uint8}
-"""How Adam's moments may be stored, by the words of settings and options."""
 
 CHOICES = {
     "architecture": ("llama", "gpt"),
@@ -30,8 +30,9 @@ CHOICES = {
     "recompute": ("none", "activation", "layer"),
     "params_dtype": ("bfloat16", "float32"),
     "reduce_dtype": ("bfloat16", "float32"),
-    "exp_avg_dtype": tuple(MOMENT_DTYPES),
-    "exp_avg_sq_dtype": tuple(MOMENT_DTYPES),
+    "master_dtype": (AUTO, *MASTER_DTYPES),
+    "exp_avg_dtype": (AUTO, *MOMENT_DTYPES),
+    "exp_avg_sq_dtype": (AUTO, *MOMENT_DTYPES),
     "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
     "data_format": ("auto", "text"),
@@ -147,8 +148,13 @@ class TrainSettings:
         "mxfp8", "Precision", f"{', '.join(recipe.NAMES)}; or by layer: layers.0=bf16,*=mxfp8", 1, 4096
     )
     params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
-    exp_avg_dtype: str = _setting("float32", "Precision", "Adam's first moment: float32 or fp8")
-    exp_avg_sq_dtype: str = _setting("float32", "Precision", "Adam's second moment: float32 or fp8")
+    preset: str = _setting("", "Precision", optimizer_states.HELP, 0, 200)
+    master_weights: bool = _setting(
+        True, "Precision", "high-precision copies of the weights, which the optimizer trains"
+    )
+    master_dtype: str = _setting(AUTO, "Precision", f"of these copies: {', '.join(MASTER_DTYPES)}; auto: float32")
+    exp_avg_dtype: str = _setting(AUTO, "Precision", f"Adam's first moment: {', '.join(MOMENT_DTYPES)}; auto: float32")
+    exp_avg_sq_dtype: str = _setting(AUTO, "Precision", "Adam's second moment: as the first")
 
     save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, STEPS)
     keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, STEPS)
@@ -237,9 +243,14 @@ class TrainSettings:
         return _DTYPES[self.reduce_dtype]
 
     @property
-    def torch_moment_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """`exp_avg_dtype` and `exp_avg_sq_dtype` as `FusedAdam` takes them."""
-        return MOMENT_DTYPES[self.exp_avg_dtype], MOMENT_DTYPES[self.exp_avg_sq_dtype]
+    def state_options(self) -> StateOptions:
+        """How the optimizer keeps masters and moments.
+
+        Raises:
+            ConfigurationError: there is no such preset, or another setting contradicts it.
+        """
+        given = {name: getattr(self, name) for name in optimizer_states.STATE_SETTINGS}
+        return optimizer_states.state_options(self.preset, given)
 
     def resolved(self) -> TrainSettings:
         """These settings with what follows from others filled in, and with absolute paths."""
@@ -261,6 +272,7 @@ class TrainSettings:
             init_from=_absolute(self.init_from),
             checkpoints=_absolute(self.checkpoints),
             model=self.model if self.is_by_sizes else _absolute(self.model),
+            **optimizer_states.as_settings(self.state_options),
         )
 
     def check(self, where: str = "") -> None:
@@ -278,6 +290,7 @@ class TrainSettings:
         for name, kind in KINDS.items():
             check_value(name, getattr(self, name), kind)
         LayerRecipes.parse(self.recipe)
+        _ = self.state_options
         if self.head_size % 2 or (not self.head_dim and self.hidden % self.heads):
             raise ConfigurationError(
                 f"hidden = {self.hidden} over heads = {self.heads}: each head must get the same even number of "

@@ -20,6 +20,7 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "decay_share": (lambda settings: settings.schedule == "wsd", "schedule = 'wsd'"),
     "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
+    "master_dtype": (lambda settings: settings.master_weights, "master_weights = true"),
     "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
 """By setting: whether it is used, and what it needs."""

@@ -1,0 +1,254 @@
+"""The table and the curves of what `convergence.py` recorded, and the README's table of bytes and losses.
+
+    python benchmarks/convergence_table.py [RESULTS.jsonl] [--plot CURVES.svg] [--readme README.md]
+
+Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
+difference is from the arm bf16 of the same seed, whose tokens came in the same order; of several seeds the mean, with
+the least and the most. What bf16 itself differs by from seed to seed stands above the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.convergence import DENSE, EVERY, of_record
+from quantshard.presets import PRESETS, StateBytes, StateOptions
+from quantshard.recipe import resolve
+
+RESULTS = Path(__file__).parent / "convergence.jsonl"
+REFERENCE = "bf16"
+NAMES = {"lean": "lean8"}
+"""Last words of arms' names from before presets had names, and what they are now."""
+
+SMOOTH = 5
+"""Recorded losses that a point of the curves is the mean of."""
+
+NOT_RUN = "not yet run"
+
+Record = dict[str, Any]
+
+
+class TrainedOn(NamedTuple):
+    """What arms must have in common to be compared; `batch` in sequences."""
+
+    model: str
+    corpus: str
+    tokens: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.tokens:,} tokens of corpus {self.corpus}, {self.batch} sequences a step"
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm's records by seed, of one `TrainedOn`."""
+
+    name: str
+    records: dict[int, Record]
+
+    def mean(self, key: str) -> float | None:
+        """Over the seeds that recorded it; None if none did."""
+        found = [float(record[key]) for record in self.records.values() if key in record]
+        return statistics.fmean(found) if found else None
+
+    def differences(self, reference: ArmResult | None) -> list[float]:
+        """Of held-out losses, in percent, for each seed that both have."""
+        shared = sorted(self.records.keys() & reference.records.keys()) if reference is not None else []
+        pairs = [(self.records[seed]["heldout"], reference.records[seed]["heldout"]) for seed in shared if reference]
+        return [100 * (own / other - 1) for own, other in pairs]
+
+    @property
+    def devices(self) -> list[str]:
+        """Where it ran."""
+        return sorted({record["device"] for record in self.records.values()})
+
+
+def read(file: Path) -> dict[TrainedOn, dict[str, ArmResult]]:
+    """The arms of each kind of tokens, in the order in which they were recorded; of one seed the last record counts.
+
+    Raises:
+        ValueError: a line is no record; the message has its number.
+    """
+    found: dict[TrainedOn, dict[str, ArmResult]] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            record = of_record(json.loads(line))
+            trained = TrainedOn(*(record[key] for key in TrainedOn._fields))
+            first, _, last = record["arm"].rpartition(" ")
+            name = f"{first} {NAMES.get(last, last)}" if first else last
+            arms = found.setdefault(trained, {})
+            arms.setdefault(name, ArmResult(name, {})).records[int(record["seed"])] = _with_rate(record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}:{number} is no record of convergence.py: {error!r}") from error
+    return found
+
+
+def _with_rate(record: Record) -> Record:
+    """A record from before rates were in it: that of the whole time, compiling included."""
+    return {"tokens_per_s": record["tokens"] / max(record["seconds"], 1e-9), **record}
+
+
+# The table
+
+
+def table(trained: TrainedOn, arms: dict[str, ArmResult]) -> Iterator[str]:
+    """Lines of Markdown, the lowest loss first."""
+    reference = arms.get(REFERENCE)
+    devices = sorted({device for arm in arms.values() for device in arm.devices})
+    yield f"**{trained}**, on {', '.join(devices)}. {_spread(reference)}"
+    yield ""
+    yield "| arm | held-out loss | difference from BF16, % | bytes a parameter | peak GiB | tokens/s | seeds |"
+    yield "|---" * 7 + "|"
+    for arm in sorted(arms.values(), key=lambda arm: arm.mean("heldout") or 0.0):
+        rate = arm.mean("tokens_per_s")
+        cells = [
+            arm.name,
+            _number(arm.mean("heldout"), ".4f"),
+            "0" if arm.name == REFERENCE else _difference(arm.differences(reference)),
+            _number(arm.mean("bytes"), ".2f"),
+            _number(arm.mean("peak_gib"), ".1f"),
+            "-" if rate is None else f"{rate:,.0f}",
+            str(len(arm.records)),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _spread(reference: ArmResult | None) -> str:
+    losses = [record["heldout"] for record in reference.records.values()] if reference is not None else []
+    if len(losses) < 2:
+        return f"The spread of {REFERENCE} over seeds is not known: it has {len(losses)}."
+    spread = 100 * (max(losses) - min(losses)) / statistics.fmean(losses)
+    return f"From seed to seed {REFERENCE} differs by up to {spread:.2f} %."
+
+
+def _difference(found: Sequence[float]) -> str:
+    if not found:
+        return "-"
+    spread = f" ({min(found):+.2f} to {max(found):+.2f})" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):+.2f}{spread}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+# The curves
+
+
+def draw(file: Path, groups: dict[TrainedOn, dict[str, ArmResult]]) -> None:
+    """Losses by tokens, a panel for each kind of tokens: the seeds of an arm in one color."""
+    import matplotlib  # here, since it takes long to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for panel, (trained, arms) in zip(panels, groups.items(), strict=True):
+        for number, arm in enumerate(arms.values()):
+            style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+            for position, record in enumerate(arm.records.values()):
+                step = trained.tokens * EVERY * SMOOTH / max(1, len(record["losses"]) * EVERY) / 1e6
+                losses = list(_means(record["losses"]))
+                millions = [step * (at + 0.5) for at in range(len(losses))]
+                panel.plot(millions, losses, linewidth=0.8, label="_" * (position > 0) + arm.name, **style)
+        panel.set(title=str(trained), xlabel="million tokens", ylabel="training loss (nats a token)", yscale="log")
+        panel.legend(fontsize="small", ncols=3)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "convergence"}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def _means(losses: Sequence[float]) -> Iterator[float]:
+    """Of `SMOOTH` in a row; what is left at the end is left out, unless it is all."""
+    size = min(SMOOTH, len(losses))
+    return (statistics.fmean(losses[at : at + size]) for at in range(0, len(losses) - size + 1, max(1, size)))
+
+
+# The README
+
+_HEADING = "| setting | weight | master | moments | kept | gradient | all | held-out loss |"
+_BF16 = torch.bfloat16.itemsize
+
+
+class CostRow(NamedTuple):
+    """A row of the README's table: what it is, its arm, and bytes of weight, master and moments."""
+
+    what: str
+    arm: str
+    size: StateBytes
+
+
+def cost_rows() -> Iterator[CostRow]:
+    """BF16, the default, and the presets, by the bytes of their formats."""
+    fp8, fp4 = (_weight(name) for name in ("current", "nvfp4"))
+    default, no_masters = StateOptions(), StateOptions(False, torch.float32, torch.uint8, torch.uint8)
+    wide = default.bytes_of(fp8)
+    yield CostRow("BF16, float32 master and moments", REFERENCE, wide._replace(weight=_BF16))
+    yield CostRow("BF16, `torch.optim.AdamW` with BF16 moments", "bf16 AdamW", StateBytes(_BF16, 0, 2 * _BF16))
+    yield CostRow("`FusedAdam(...)` over FP8 weights (`current`)", "current", wide)
+    yield CostRow("the same over `nvfp4`", "nvfp4", default.bytes_of(fp4))
+    for name in sorted(PRESETS):
+        yield CostRow(f'`FusedAdam(..., preset="{name}")`, `current`', f"current {name}", PRESETS[name].bytes_of(fp8))
+    yield CostRow("FP8 moments, `master_weights=False`, `current`", "current no masters", no_masters.bytes_of(fp8))
+
+
+def _weight(recipe: str) -> Any:
+    cell = resolve(recipe).weight
+    assert cell is not None
+    return cell.format
+
+
+def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
+    """Lines of the README's table; losses are of the dense model, of the tokens for which there are most arms."""
+    dense = [(len(arms), trained.tokens, arms) for trained, arms in groups.items() if trained.model == DENSE]
+    arms = max(dense, key=lambda each: each[:2])[2] if dense else {}
+    yield _HEADING
+    yield "|---" * 8 + "|"
+    for row in cost_rows():
+        sizes = (*row.size, row.size.together, float(_BF16), row.size.together + _BF16)
+        loss = _number(arms[row.arm].mean("heldout"), ".3f") if row.arm in arms else NOT_RUN
+        yield f"| {row.what} | {' | '.join(_bytes(size) for size in sizes)} | {loss} |"
+
+
+def _bytes(size: float) -> str:
+    return f"{size:.2f}".rstrip("0").rstrip(".")
+
+
+def with_costs(text: str, lines: Iterable[str]) -> str:
+    """The README's text with this table in the place of the one that it has.
+
+    Raises:
+        ValueError: it has none, or several.
+    """
+    if text.count(f"{_HEADING}\n") != 1:
+        raise ValueError(f"the page must have one table that begins with {_HEADING}")
+    head, _, rest = text.partition(f"{_HEADING}\n")
+    after = dropwhile(lambda line: line.startswith("|"), rest.splitlines())
+    return "\n".join([*head.splitlines(), *lines, *after]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--plot", type=Path, help="curves, as .svg or .png")
+    parser.add_argument("--readme", type=Path, help="page whose table of bytes and losses is made anew")
+    asked = parser.parse_args()
+    groups = read(asked.results)
+    for trained, arms in groups.items():
+        print("\n".join(table(trained, arms)), end="\n\n")
+    if asked.plot:
+        draw(asked.plot, groups)
+    if asked.readme:
+        asked.readme.write_text(with_costs(asked.readme.read_text(), costs(groups)))
+
+
+if __name__ == "__main__":
+    main()

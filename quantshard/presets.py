@@ -1,0 +1,125 @@
+"""Presets of `FusedAdam`: the names of how it keeps masters and moments, and what that takes of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from quantshard.errors import ConfigurationError
+from quantshard.formats import Format
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.states import MASTER
+from quantshard.recipe import STATE_CELLS
+
+
+class StateBytes(NamedTuple):
+    """Bytes for one element of a large matrix, scales included."""
+
+    weight: float
+    master: float
+    moments: float
+
+    @property
+    def together(self) -> float:
+        """Of weight, master and both moments."""
+        return self.weight + self.master + self.moments
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How `FusedAdam` keeps masters and moments; the names are those of its arguments, the defaults its own."""
+
+    master_weights: bool = True
+    master_weight_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """As arguments of `FusedAdam`."""
+        return {name: getattr(self, name) for name in OPTION_NAMES}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """State -> dtype, of a quantized weight."""
+        moments = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
+        return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
+
+    def bytes_of(self, weight: Format) -> StateBytes:
+        """Of a weight in this format."""
+        sizes = {state: _state_bytes(dtype) for state, dtype in self.dtypes.items()}
+        return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
+
+
+OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions))
+"""The options that a preset decides."""
+
+PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
+"""The arguments of `FusedAdam` that say how masters and moments are kept."""
+
+PRESETS: Final = {
+    "lean8": StateOptions(
+        master_weight_dtype=torch.float16, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8
+    ),
+    "lean6": StateOptions(
+        master_weight_dtype=torch.float16, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.bfloat16
+    ),
+}  # fmt: skip
+"""Every preset by its name; docs/optimizers.md argues for each.
+
+lean8: masters of 16 bits, both moments of 8. lean6: a byte more, for a second moment in BF16, each value of which has
+an exponent of its own: under a scale that 128 share, the second moment reaches as far down as the squares of gradients
+do, so it is the first of the states that a large neighbour spoils.
+"""
+
+
+def check_preset(where: str, name: Any) -> StateOptions:
+    """The options of a preset.
+
+    Raises:
+        ConfigurationError: there is none of this name; the message begins with `where`.
+    """
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    near = get_close_matches(name[:80], PRESETS, 1) if isinstance(name, str) else []
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(f"{where}: there is no such preset; {hint}there are {', '.join(PRESETS)}")
+
+
+def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
+    """The options that a preset and explicit ones choose together; without a preset, the others are the defaults.
+
+    Args:
+        where: whose arguments these are.
+        preset: a name of `PRESETS`, or None.
+        given: option -> value, of `OPTION_NAMES`; None is not given.
+
+    Raises:
+        ConfigurationError: there is no such preset, or an option contradicts it.
+    """
+    explicit = {name: value for name, value in given.items() if value is not None}
+    if preset is None:
+        return StateOptions(**explicit)
+    options = check_preset(f"{where}(preset={preset!r})", preset)
+    for name, value in explicit.items():
+        if value != getattr(options, name):
+            raise ConfigurationError(
+                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; leave "
+                "one of the two out"
+            )
+    return options
+
+
+def preset_of(dtypes: Mapping[str, torch.dtype]) -> str:
+    """The name of the preset by which a quantized weight has exactly these states; "" if there is none."""
+    return next((name for name, options in PRESETS.items() if options.dtypes == dtypes), "")
+
+
+def _state_bytes(dtype: torch.dtype) -> float:
+    cell = STATE_CELLS[dtype]
+    return float(dtype.itemsize) if cell is None else cell.format.bytes_per_element

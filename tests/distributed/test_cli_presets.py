@@ -1,0 +1,64 @@
+"""`quantshard train --preset`: the run of its options spelled out; resumed, planned, explained, kept. Two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.trainer.run_dir import RunDir
+from tests.distributed.commands import quantshard
+from tests.distributed.test_cli import losses, one_line
+
+pytestmark = pytest.mark.distributed
+
+SIZES = "--hidden 64 --heads 2 --layers 1 --ffn 96 --seq-length 16 --global-batch 6 --eval-sequences 4 --warmup 1"
+SPELLED = ("--master-dtype", "float16", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "bfloat16")
+AS_LEAN6 = {"exp_avg": "FP8", "exp_avg_sq": "bf16", "master_param": "fp16"}
+
+
+def command(run: Path, text: Path, *more: object) -> list[object]:
+    options = ("--recipe", "block", "--nproc-per-node", 2, "--save-every", 2, "--eval-every", 2, *SIZES.split())
+    return ["train", "--run", run, "--data", text, *options, "--decay-steps", 4, *more]
+
+
+def train(run: Path, text: Path, *more: object) -> None:
+    told = quantshard(*command(run, text, *more))
+    assert told.returncode == 0 and not told.stderr, told.stderr
+
+
+def test_a_run_by_a_preset(tmp_path: Path) -> None:
+    text, runs = tmp_path / "text.txt", {name: tmp_path / name for name in ("named", "spelled", "resumed", "without")}
+    text.write_text(Path(__file__).read_text())
+    train(runs["named"], text, "--preset", "lean6", "--steps", 4)
+    train(runs["spelled"], text, *SPELLED, "--steps", 4)
+    train(runs["resumed"], text, "--preset", "lean6", "--steps", 2, "--auto-resume")
+    train(runs["without"], text, "--no-master-weights", "--steps", 2)
+    told = quantshard("resume", runs["resumed"], "--steps", 4)
+    assert told.returncode == 0, told.stderr
+
+    # The same run, whichever way it is asked for and stopped
+    last = {name: run / "checkpoints" / "step-000004" for name, run in runs.items()}
+    for other in ("spelled", "resumed"):
+        assert compare(last["named"], last[other]).equal and losses(runs["named"]) == losses(runs[other])
+
+    # Kept, and shown
+    kept = RunDir(runs["resumed"]).read_config()[0]
+    assert (kept.preset, kept.master_dtype, kept.exp_avg_dtype, kept.exp_avg_sq_dtype) == (
+        "lean6", "float16", "fp8", "bfloat16",
+    )  # fmt: skip
+    commands = [("explain", last["named"]), ("plan", runs["named"]), ("plan", runs["without"], "--preset", "lean6")]
+    for arguments in commands:
+        shown = json.loads(quantshard(*arguments, "--json").stdout)
+        [row] = [each for each in shown["rows"] if each["name"] == "layers.0.self_attention.proj.weight"]
+        assert row["optimizer"] == AS_LEAN6 and shown["parameter"]["preset"] == "lean6"
+    without = json.loads(quantshard("plan", runs["without"], "--json").stdout)["parameter"]
+    assert without["master"] == 0 and without["moments"] == 8 and not without["preset"]
+
+    # Another one is refused where a run is there
+    again = command(runs["resumed"], text, "--steps", 4, "--auto-resume")
+    one_line(quantshard(*again, "--preset", "lean8"), "was started with preset = 'lean6', .* preset = 'lean8' is given")
+    one_line(quantshard(*again, "--exp-avg-sq-dtype", "fp8"), "exp_avg_sq_dtype = 'bfloat16', .* 'fp8' is given")
+    assert quantshard(*again, "--preset", "lean6").returncode == 0

@@ -1,0 +1,120 @@
+"""Presets of FusedAdam: each is its options spelled out, and takes the bytes that it says."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import quantshard as qs
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
+from quantshard.presets import OPTION_NAMES, PRESETS, StateOptions, chosen_options, preset_of
+from quantshard.recipe import resolve
+from tests.optimizers.test_states import build, set_grads, values
+from tests.tensor.test_tensor import RECIPES, same
+
+FP16, BF16, FP8 = torch.float16, torch.bfloat16, torch.uint8
+SPELLED = {
+    "lean8": {"master_weight_dtype": FP16, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+    "lean6": {"master_weight_dtype": FP16, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": BF16},
+}
+every_preset = pytest.mark.parametrize("preset", PRESETS)
+
+
+def stepped(params, optimizer, steps):
+    for step in steps:
+        set_grads(params, step)
+        optimizer.step()
+    return {key: values(param) for key, param in params.items()}, copy.deepcopy(optimizer.state_dict())
+
+
+def equal(one, other):
+    (values_, state), (others, state_) = one, other
+    assert all(same(values_[key], others[key]) for key in values_)
+    assert state["param_groups"] == state_["param_groups"]
+    assert state["state"].keys() == state_["state"].keys()
+    for index, entries in state["state"].items():
+        assert entries.keys() == state_["state"][index].keys()
+        assert all(same(tensor, state_["state"][index][key]) for key, tensor in entries.items())
+
+
+@every_preset
+def test_a_preset_is_its_options_spelled_out(preset):
+    """The same bits and entries; and a checkpoint of one goes on as the other, as if it had never stopped."""
+    cell = RECIPES["mxfp8"].weight
+    named, spelled = build(cell, preset=preset), build(cell, **SPELLED[preset])
+    equal(stepped(*named, range(2)), stepped(*spelled, range(2)))
+    params, optimizer = build(cell, **SPELLED[preset])
+    with torch.no_grad():
+        for key, param in params.items():
+            param.copy_(named[0][key])
+    optimizer.load_state_dict(copy.deepcopy(named[1].state_dict()))
+    equal(stepped(params, optimizer, range(2, 4)), stepped(*named, range(2, 4)))
+
+
+@every_preset
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+def test_the_bytes_are_those_that_are_allocated(preset, recipe):
+    with qs.quantized_model_init(recipe=recipe):
+        layer = qs.Linear(256, 256, bias=False)
+    optimizer = FusedAdam(layer.parameters(), preset=preset)
+    elements = 256 * 256
+    told = PRESETS[preset].bytes_of(resolve(recipe).weight.format)
+    held = optimizer.state[layer.weight]
+    of_master = sum(each.nbytes for key, each in held.items() if key.startswith("master"))
+    of_moments = sum(each.nbytes for key, each in held.items() if key.startswith("exp_avg"))
+    of_weight = sum(each.nbytes for each in layer.weight.quantized_storage.components.values())
+    assert (of_master, of_moments) == (told.master * elements, told.moments * elements)
+    assert of_weight == pytest.approx(told.weight * elements, abs=4)  # the scale of a whole tensor
+
+
+def test_the_bytes_by_hand():
+    """Codes of 1 or 2 bytes, and a scale of 4 for 128 elements."""
+    scale = 4 / 128
+    weight = resolve("current").weight.format
+    assert PRESETS["lean8"].bytes_of(weight) == pytest.approx((1, 2 + scale, 2 * (1 + scale)))
+    assert PRESETS["lean6"].bytes_of(weight) == pytest.approx((1, 2 + scale, 1 + scale + 2))
+    assert PRESETS["lean8"].bytes_of(weight).together == pytest.approx(5.09375)
+    assert PRESETS["lean6"].bytes_of(weight).together == pytest.approx(6.0625)
+    assert StateOptions(master_weights=False).bytes_of(weight) == pytest.approx((1, 0, 8))
+
+
+@every_preset
+@pytest.mark.parametrize("option", OPTION_NAMES)
+def test_an_option_that_contradicts_is_refused_and_one_that_agrees_is_not(preset, option):
+    own = getattr(PRESETS[preset], option)
+    other = (not own) if isinstance(own, bool) else torch.float32
+    param = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ConfigurationError, match=rf"preset='{preset}', {option}={other}\): .*has {option}={own}"):
+        FusedAdam([param], preset=preset, **{option: other})
+    FusedAdam([param], preset=preset, **{option: own})
+
+
+def test_an_unknown_preset_names_the_known():
+    with pytest.raises(ConfigurationError, match=r"did you mean 'lean8'.*lean8, lean6"):
+        FusedAdam([nn.Parameter(torch.ones(2, 2))], preset="lean_8")
+    for other in (8, "", "x" * 10**5):
+        with pytest.raises(ConfigurationError, match="no such preset; there are lean8, lean6"):
+            chosen_options("FusedAdam", other, {})
+
+
+def test_a_preset_is_known_by_its_states():
+    assert [preset_of(options.dtypes) for options in PRESETS.values()] == list(PRESETS)
+    assert preset_of(StateOptions().dtypes) == preset_of({}) == ""
+    without = StateOptions(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
+    assert preset_of(without.dtypes) == ""
+
+
+def test_a_group_has_no_preset_of_its_own():
+    """It would be kept in the group, and do nothing."""
+    param = nn.Parameter(torch.ones(2, 2))
+    for option in ({"preset": "lean8"}, {"exp_avg_dtype": FP8}):
+        with pytest.raises(ConfigurationError, match=f"a group has {next(iter(option))} = .* of the whole optimizer"):
+            FusedAdam([{"params": [param], **option}])
+
+
+@every_preset
+def test_presets_keep_a_master(preset):
+    """The train command relies on it: a switch cannot say that it was not given."""
+    assert PRESETS[preset].master_weights and not PRESETS[preset].store_param_remainders
