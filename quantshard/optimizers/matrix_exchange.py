@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 import torch
@@ -60,9 +60,36 @@ class MatrixLayout:
         short, long = sorted(self.shape)
         return short * short * (2 * long + short)
 
+    @cached_property
     def ordered(self) -> list[Rectangle]:
         """The pieces in the order in which they arrive: the last group goes slowest."""
         return [self.pieces[at] for at in sorted(self.pieces, key=lambda at: at[::-1])]
+
+    @cached_property
+    def is_stacked(self) -> bool:
+        """Whether the pieces, in this order, are the matrix's rows one after the other, as of FSDP2's alone."""
+        ends = [0, *(bottom for (_, bottom), _ in self.ordered)]
+        return all(
+            _area(piece) == 0 or piece == ((end, piece[0][1]), (0, self.shape[1]))
+            for end, piece in zip(ends[:-1], self.ordered, strict=True)
+        )
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """The matrix of its pieces, that follow each other; contiguous."""
+        if self.is_stacked:
+            return flat.view(self.shape)
+        matrix = flat.new_empty(self.shape)
+        parts = flat.split([*map(_area, self.ordered)])
+        for ((top, bottom), (left, right)), part in zip(self.ordered, parts, strict=True):
+            matrix[top:bottom, left:right] = part.view(bottom - top, right - left)
+        return matrix
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """The reverse."""
+        if self.is_stacked:
+            return whole.reshape(-1)
+        parts = [whole[top:bottom, left:right].reshape(-1) for (top, bottom), (left, right) in self.ordered]
+        return torch.cat(parts)
 
 
 @lru_cache(maxsize=1024)
@@ -191,21 +218,14 @@ class MatrixExchange:
         for exchange in self._exchanges:
             held = exchange.forth(held)
         for number in list(held):
-            yield number, self._assembled(self._layouts[number], held.pop(number))
-
-    @staticmethod
-    def _assembled(layout: MatrixLayout, flat: Tensor) -> Tensor:
-        whole, pieces = flat.new_empty(layout.shape), layout.ordered()
-        for ((top, bottom), (left, right)), part in zip(pieces, flat.split([*map(_area, pieces)]), strict=True):
-            whole[top:bottom, left:right] = part.view(bottom - top, right - left)
-        return whole
+            yield number, self._layouts[number].whole(held.pop(number))
 
     def scatter(self, wholes: dict[int, Tensor]) -> list[Tensor]:
         """This rank's part of every matrix, of the `wholes` that their owners have made. A collective call.
 
         `wholes` is empty afterwards, so that their memory is free.
         """
-        held = {number: self._cut(self._layouts[number], wholes.pop(number)) for number in list(wholes)}
+        held = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
         for exchange in reversed(self._exchanges):
             held = exchange.back(held)
         parts = []
@@ -213,11 +233,6 @@ class MatrixExchange:
             (top, bottom), (left, right) = layout.pieces[self._here]
             parts.append(held[number].view(bottom - top, right - left))
         return parts
-
-    @staticmethod
-    def _cut(layout: MatrixLayout, whole: Tensor) -> Tensor:
-        pieces = layout.ordered()
-        return torch.cat([whole[top:bottom, left:right].reshape(-1) for (top, bottom), (left, right) in pieces])
 
 
 def _owners(layouts: Sequence[MatrixLayout], sizes: Sequence[int]) -> list[Coordinate]:
