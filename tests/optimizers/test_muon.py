@@ -234,3 +234,32 @@ def test_a_head_that_is_not_known_is_asked_for():
         muon_groups(Decoder())
     with pytest.raises(ConfigurationError, match=r"head='lm_head'\): no module or parameter has that name; .*experts"):
         muon_groups(Decoder(), head="lm_head")
+
+
+def test_parameters_that_take_others_places_or_are_unfrozen_have_their_groups_states():
+    model, optimizer = build()
+    twin, _ = build()
+    groups = zip(optimizer.param_groups, [["0.weight"], ["1.weight"], ["0.bias", "1.bias"]], strict=True)
+    for group, names in groups:
+        assert group["param_names"] == names
+        group["params"][:] = [dict(twin.named_parameters())[name] for name in names]
+    for step in range(2):  # as one that was built over the twin
+        set_gradients(twin, step)
+        optimizer.step()
+        set_gradients(model, step)
+        if step == 0:
+            built_later = Muon(muon_groups(model, head="1", adamw={"lr": 1e-3}), lr=0.02)
+        built_later.step()
+    assert bits(twin, optimizer) == bits(model, built_later)
+
+    frozen, _ = build()
+    frozen.requires_grad_(False)
+    optimizer = Muon(muon_groups(frozen, head="1", adamw={"lr": 1e-3}), lr=0.02)
+    assert not optimizer.state
+    for param in (frozen[0].weight, frozen[1].weight):
+        param.requires_grad_(True)
+        optimizer.initialize_state(param)
+    assert [[*state] for state in optimizer.state.values()] == [
+        ["momentum_buffer", "master_param"],
+        ["exp_avg", "exp_avg_sq", "master_param"],
+    ]
