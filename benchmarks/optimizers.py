@@ -25,8 +25,9 @@ from torch.nn.functional import cross_entropy
 
 from quantshard import recipe as recipes
 from quantshard.cli.demo import SETTINGS
-from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon
 from quantshard.presets import PRESETS
+from quantshard.tensor import components
 from quantshard.trainer.data import Corpus, Windows, collect
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models import model as models
@@ -47,6 +48,9 @@ BLOCK = 10
 REFERENCE, CONTROL, SGD_MASTERS = "fp32 masters", "MasterWeights(AdamW)", "MasterWeights(SGD)"
 """The control is the mathematics of the reference in another order of rounding, so what they differ by is noise."""
 SGD_LR, MOMENTUM = 0.1, 0.9
+LION, MUON = "Lion", "Muon"
+LION_LR, LION_DECAY = 3e-4, 0.3
+"""The best of 1e-4, 3e-4 and 1e-3 for fp32 masters and moment, with a decay that times the rate is AdamW's."""
 
 Make = Callable[[list[dict[str, Any]], TrainSettings], torch.optim.Optimizer]
 
@@ -72,6 +76,31 @@ def moments(dtype: torch.dtype) -> Make:
     return fused(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
 
 
+def lion(dtype: torch.dtype) -> Make:
+    return lambda groups, s: Lion(_decaying(groups, LION_DECAY), s.lr, (s.beta1, 0.99), exp_avg_dtype=dtype)
+
+
+def muon(dtype: torch.dtype) -> Make:
+    """Quantized weights by Muon, at AdamW's rate and decay, all else by AdamW."""
+
+    def make(groups: list[dict[str, Any]], s: TrainSettings) -> Muon:
+        matrices, others = groups
+        quantized = [param for param in matrices["params"] if components.quantized_local(param) is not None]
+        rest = [param for param in matrices["params"] if components.quantized_local(param) is None]
+        adamw = {"algorithm": "adamw", **_adam(s)}
+        divided = [{"params": quantized}, {**adamw, "params": rest}, {**adamw, **others}]
+        return Muon(
+            divided, s.lr, s.weight_decay, adjust_lr_fn="match_rms_adamw",
+            momentum_buffer_dtype=dtype, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype,
+        )  # fmt: skip
+
+    return make
+
+
+def _decaying(groups: list[dict[str, Any]], decay: float) -> list[dict[str, Any]]:
+    return [{"weight_decay": decay, **group} for group in groups]
+
+
 OPTIONS = {
     REFERENCE: Option(fused()),
     "bf16 masters": Option(fused(master_weight_dtype=torch.bfloat16)),
@@ -87,6 +116,10 @@ OPTIONS = {
     SGD_MASTERS: Option(
         lambda groups, s: MasterWeights(torch.optim.SGD, groups, lr=s.lr, momentum=MOMENTUM), SGD_LR, SGD_MASTERS
     ),
+    LION: Option(lion(torch.float32), LION_LR),
+    "Lion, FP8 moment": Option(lion(torch.uint8), LION_LR, LION),
+    MUON: Option(muon(torch.float32)),
+    "Muon, FP8 states": Option(muon(torch.uint8), None, MUON),
     "torch SGD": Option(lambda groups, s: torch.optim.SGD(groups, lr=s.lr, momentum=MOMENTUM), SGD_LR, SGD_MASTERS),
 }
 

@@ -41,8 +41,8 @@ from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
 from quantshard.terminal import outputs
 from quantshard.terminal.screen import Screen, say
-from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.settings_file import TABLES, from_mapping, read_settings_file

@@ -18,6 +18,7 @@ from quantshard.observe.table import Report
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.models import huggingface
+from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import TP, MeshSpec
 from quantshard.trainer.settings.optimizer_states import (
     MASTER_DTYPES,
@@ -145,7 +146,14 @@ def plan(
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    _show(found, (*found.told, *missing, where, *refused), report, wide, json_)
+    _show(found, (*found.told, *missing, where, *refused, *_miscounted(settings)), report, wide, json_)
+
+
+def _miscounted(settings: TrainSettings | None) -> tuple[str, ...]:
+    """That a run has another optimizer than the one whose states are counted."""
+    if settings is None or settings.optimizer == "adamw":
+        return ()
+    return (f"optimizer = {settings.optimizer!r} of this run keeps fewer moments; states are counted as AdamW's",)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:

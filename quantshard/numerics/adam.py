@@ -47,7 +47,7 @@ class Hyperparameters:
     @cached_property
     def corrections(self) -> tuple[Tensor, Tensor]:
         """1 / (1 - beta**step) for both betas, or ones: float32 scalars on the device of `step`."""
-        powers = (power(_float32(beta), self.step) for beta in (self.beta1, self.beta2))
+        powers = (power(float32(beta), self.step) for beta in (self.beta1, self.beta2))
         device = self.step.device if isinstance(self.step, Tensor) else "cpu"
         first, second = (torch.as_tensor(1.0 - p, dtype=torch.float64, device=device) for p in powers)
         ones = torch.ones_like(first)
@@ -71,12 +71,12 @@ def largest_ratio(beta1: float, beta2: float) -> float:
     so that an update, m c1 / (sqrt(v c2) + eps), stays below C c1 / sqrt(c2). (Section 2.1 of Kingma and Ba, 2015, has
     it for a gradient that is zero in all steps but one.)
     """
-    beta1, beta2 = _float32(beta1), _float32(beta2)
+    beta1, beta2 = float32(beta1), float32(beta2)
     if beta1 == 0:
-        return _float32(1 / math.sqrt(1 - beta2))
+        return float32(1 / math.sqrt(1 - beta2))
     if beta1 * beta1 >= beta2:
         return math.inf
-    return _float32((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
+    return float32((1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2)))
 
 
 class AdamUpdate(NamedTuple):
@@ -112,7 +112,7 @@ def adam(
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
         grad = grad + h.weight_decay * master
-    beta1, beta2 = _float32(h.beta1), _float32(h.beta2)
+    beta1, beta2 = float32(h.beta1), float32(h.beta2)
     if bounded:
         limit = h.largest_ratio * numerics.sqrt(exp_avg_sq)
         exp_avg = torch.where(exp_avg > limit, limit, exp_avg)
@@ -121,7 +121,7 @@ def adam(
     exp_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * grad * grad
     correction1, correction2 = (correction.to(master.device) for correction in h.corrections)
     update = (exp_avg * correction1) / (numerics.sqrt(exp_avg_sq * correction2) + h.eps)
-    if _float32(h.eps) < SMALL_EPS:
+    if float32(h.eps) < SMALL_EPS:
         update = torch.where(exp_avg_sq == 0, 0.0, update)
     if h.decoupled and h.weight_decay != 0:
         update = update + h.weight_decay * master
@@ -145,6 +145,7 @@ def power(base: float, exponent: int | Tensor) -> float | Tensor:
     return result
 
 
-def _float32(value: float) -> float:
+def float32(value: float) -> float:
+    """The nearest float32, as kernels have it of a Python number."""
     (rounded,) = struct.unpack("f", struct.pack("f", value))
     return float(rounded)

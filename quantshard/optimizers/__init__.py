@@ -5,15 +5,21 @@ from quantshard.optimizers.averaging import averaged_weights
 from quantshard.optimizers.clipping import clip_grad_norm_
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.fused_adam import FusedAdam
+from quantshard.optimizers.lion import Lion
 from quantshard.optimizers.master_weights import MasterWeights
+from quantshard.optimizers.matrix_groups import muon_groups
+from quantshard.optimizers.muon import Muon
 from quantshard.presets import PRESETS
 
 __all__ = [
     "PRESETS",
     "ElementwiseOptimizer",
     "FusedAdam",
+    "Lion",
     "MasterWeights",
+    "Muon",
     "StateSpec",
     "averaged_weights",
     "clip_grad_norm_",
+    "muon_groups",
 ]

@@ -1,6 +1,6 @@
 """Optimizers whose update is a formula for each element: everything but the formula.
 
-`FusedAdam` is one of them, `tests/optimizers/test_lion.py` another, in a few lines.
+`FusedAdam` and `Lion` are such; docs/optimizers.md has another, in a few lines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     all ranks if a gradient is not finite, so that nothing changes and `skipped_steps` counts; and state dicts that are
     loaded on another number of ranks. States are allocated here, so that a new process can load them, and are DTensors
     exactly where parameters are. Since a formula sees one element at a time, one with norms of whole tensors (LAMB) or
-    matrix products (Muon) is for `MasterWeights`.
+    matrix products is for `MasterWeights`.
 
     Args:
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
@@ -169,8 +169,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     def _begin(self, groups: list[GroupSettings]) -> Iterator[ParameterStep]:
         """The parameters with a state, checked to be as this optimizer left them."""
-        seed, formula = self._seed, UpdateFormula(self._name, self.states, self.update)
+        seed = self._seed
         for of_group, group in zip(groups, self.param_groups, strict=True):
+            formula = self._formula(group)
             for param in group["params"]:
                 grad = self._grad_of(param)
                 if param not in self._states:
@@ -186,6 +187,10 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 yield ParameterStep(
                     param, grad, states, self._weights[param], of_group, formula, seed, self._streams[param]
                 )
+
+    def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
+        """What a group's parameters are stepped by."""
+        return UpdateFormula(self._name, self.group_states(group), self.update)
 
     def _told(self, number: int, group: dict[str, Any]) -> GroupSettings:
         where = f"{self._name}: group {number} has been given numbers that make no step: group"

@@ -27,7 +27,6 @@ from quantshard.numerics.states import WEIGHT
 from quantshard.optimizers.guards import LARGEST_GRADIENT
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.step import ParameterStep
-from quantshard.tensor import components
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
@@ -204,8 +203,7 @@ def _parameter(item: ParameterStep, bounded: bool) -> AdamParameter | None:
 
 def _rectangle(param: Tensor) -> MatrixRegion | None:
     """Which part of a global matrix the local elements are; None for a piece that is none. See `StateDraw.words`."""
-    quantized = components.quantized_local(param)
-    place = TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized.quantized_storage.shard)
+    place = TensorRegion.of_local(param)
     whole, origin, shape = place.global_shape, place.origin, place.shape
     if len(shape) < 2:
         return MatrixRegion((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))

@@ -111,6 +111,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         read = group if reads_rate else {key: value for key, value in group.items() if key != "lr"}
         options.check_any(where, read, signed=False)
 
+    def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+        """The states of a group's parameters: all of `states`, where a subclass does not choose among them."""
+        return self.states
+
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,7 +172,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 group.pop(SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
         for swap in swaps:
             if swap.new.requires_grad:
-                self._initialize(swap.new)
+                self._initialize(swap.new, self.param_groups[swap.group])
         for name in ("_states", "_weights", "_names", "_streams"):
             setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
         self._check_parameters()
@@ -183,7 +187,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             )  # a stream for each, the master and the weight
             self._names[param] = name
             if param.requires_grad:
-                self._initialize(param)
+                self._initialize(param, group)
         if self._seed is not None:
             group[SEED] = self._seed
         if self._capturable:
@@ -208,10 +212,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         self._follow()
         self._check_known(param)
-        self._initialize(param, store_param_remainders)
+        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        self._initialize(param, group, store_param_remainders)
 
     @torch.no_grad()
-    def _initialize(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+    def _initialize(self, param: Tensor, group: Mapping[str, Any], store_param_remainders: bool | None = None) -> None:
         name = self._names[param]
         remainders = self._remainders if store_param_remainders is None else store_param_remainders
         if remainders:
@@ -223,7 +228,10 @@ class MasterOptimizer(torch.optim.Optimizer):
                 f"{private_torch.local_tensor(param)!r}, and a step reads the number of its random draw on the host, "
                 "so a captured one would repeat it; use masters, or capturable=False"
             )
-        states = {spec.role: make_state(param, self._dtypes[spec.role], spec.keep_positive) for spec in self.states}
+        states = {
+            spec.role: make_state(param, self._dtypes[spec.role], spec.keep_positive)
+            for spec in self.group_states(group)
+        }
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
             assign(master, guards.initial_master(param))

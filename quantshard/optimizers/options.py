@@ -14,8 +14,12 @@ from torch import Tensor
 
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import largest_ratio
+from quantshard.numerics.muon import RATE_FACTORS
 from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers.guards import LARGEST_RATE
+
+_SMALLEST_EPS = 2.0**-126
+"""Of Muon, whose matrices are bfloat16: the smallest that all GPUs tell from 0."""
 
 LARGEST_DECAY = 1e9
 """Of weight decay added to the gradient, whose square must be finite."""
@@ -37,20 +41,61 @@ def check_adam(where: str, group: Mapping[str, Any], ratio_matters: bool = False
             "exp_avg_dtype is so much coarser than exp_avg_sq_dtype that it needs one; choose a larger beta2, or the "
             "same dtype"
         )
-    for name in ("lr", "eps", "weight_decay") if reads_rate else ("eps", "weight_decay"):
+    _check_number(where, "eps", group["eps"])
+    check_rate_and_decay(where, group, group["adam_w_mode"], reads_rate)
+
+
+def check_lion(where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
+    """Check the numbers of a group of Lion's; arguments and errors as of `check_adam`."""
+    betas(where, group["betas"], "with 1 no gradient would count")
+    check_rate_and_decay(where, group, True, reads_rate)
+
+
+def check_muon(where: str, group: Mapping[str, Any]) -> None:
+    """Check the numbers of a group of Muon's; arguments and errors as of `check_adam`."""
+    check_rate_and_decay(where, group, True)
+    for name in ("momentum", "eps"):
+        _check_number(where, name, group[name])
+    if float(group["momentum"]) >= 1:
+        raise ConfigurationError(f"{where}(momentum={group['momentum']}): with 1 or more no gradient would count")
+    if float(group["eps"]) < _SMALLEST_EPS:
+        raise ConfigurationError(
+            f"{where}(eps={group['eps']}): use {_SMALLEST_EPS:g} or more, or a matrix of zeros would become NaN"
+        )
+    coefficients, steps, adjusts = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
+    try:
+        a, b, c = map(float, coefficients)
+        is_finite = all(map(math.isfinite, (a, b, c)))
+    except (TypeError, ValueError):
+        is_finite = False
+    if not is_finite:
+        raise ConfigurationError(f"{where}(ns_coefficients={coefficients}): give three finite numbers, a, b and c")
+    if not isinstance(steps, int) or not 0 < steps < 100:
+        raise ConfigurationError(f"{where}(ns_steps={steps}): it must be a whole number from 1 to 99; 5 is usual")
+    if adjusts is not None and adjusts not in RATE_FACTORS:
+        raise ConfigurationError(f"{where}(adjust_lr_fn={adjusts!r}): use one of {', '.join(RATE_FACTORS)}, or None")
+
+
+def check_rate_and_decay(where: str, group: Mapping[str, Any], decoupled: bool, reads_rate: bool = True) -> None:
+    """Check the learning rate and the weight decay of a group; `decoupled`: the decay is of the weight itself.
+
+    Raises:
+        ConfigurationError: one makes no step, or they would make weights infinite.
+    """
+    for name in ("lr", "weight_decay") if reads_rate else ("weight_decay",):
         _check_number(where, name, group[name])
     lr, decay = float(group["lr"]) if reads_rate else 0.0, float(group["weight_decay"])
     if decay > LARGEST_DECAY:
         raise ConfigurationError(f"{where}(weight_decay={decay}): more than {LARGEST_DECAY:g} overflows float32")
-    if group["adam_w_mode"] and lr * decay > 2:
+    if decoupled and lr * decay > 2:
         raise ConfigurationError(
             f"{where}(lr={lr}, weight_decay={decay}): a step would multiply weights by 1 - lr * weight_decay = "
             f"{1 - lr * decay:g}, until they are infinite; lower one of them"
         )
 
 
-def betas(where: str, given: Any) -> tuple[float, float]:
-    """Adam's betas as numbers.
+def betas(where: str, given: Any, with_one: str = "with 1 the bias correction divides by zero") -> tuple[float, float]:
+    """Two betas as numbers; `with_one`: what would be wrong with 1.
 
     Raises:
         ConfigurationError: they are not two numbers, 0 or more and in float32 less than 1.
@@ -64,8 +109,7 @@ def betas(where: str, given: Any) -> tuple[float, float]:
     for beta in (beta1, beta2):
         if not 0 <= beta < 1 - 2.0**-25:  # what rounds to 1 in float32
             raise ConfigurationError(
-                f"{where}(betas={(beta1, beta2)}): each must be 0 or more and, in float32, less than 1; with 1 the "
-                "bias correction divides by zero"
+                f"{where}(betas={(beta1, beta2)}): each must be 0 or more and, in float32, less than 1; {with_one}"
             )
     return beta1, beta2
 

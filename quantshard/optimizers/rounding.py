@@ -17,6 +17,7 @@ from torch import Tensor
 from quantshard import numerics, private_torch
 from quantshard.formats import FP16
 from quantshard.sharding import Shard
+from quantshard.tensor import components
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class TensorRegion:
         """The place of the local part of a plain parameter."""
         shape = tuple(private_torch.local_tensor(param).shape)
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
+
+    @staticmethod
+    def of_local(param: Tensor) -> TensorRegion:
+        """The place of the local part of any parameter, quantized or not."""
+        quantized = components.quantized_local(param)
+        return TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized.quantized_storage.shard)
 
     @staticmethod
     def of_shard(shard: Shard) -> TensorRegion:

@@ -130,12 +130,7 @@ class FloatState(OptimizerState):
     @cached_property
     def place(self) -> TensorRegion:
         """Which part of the global tensor it is."""
-        quantized = components.quantized_local(self.owner)
-        return (
-            TensorRegion.of(self.owner)
-            if quantized is None
-            else TensorRegion.of_shard(quantized.quantized_storage.shard)
-        )
+        return TensorRegion.of_local(self.owner)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name: self.tensor}

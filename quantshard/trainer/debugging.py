@@ -32,9 +32,9 @@ from quantshard.terminal import inputs
 from quantshard.trainer import data
 from quantshard.trainer.data import Corpus
 from quantshard.trainer.data.preparation import Preparation
-from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.run_dir import RunDir, run_of_checkpoint
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.recipes import LayerRecipes

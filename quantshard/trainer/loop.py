@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
-from quantshard.optimizers import FusedAdam, averaged_weights
-from quantshard.tensor import components
+from quantshard.optimizers import averaged_weights
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.models import flops, initialization
 from quantshard.trainer.models import model as models
@@ -37,6 +36,7 @@ from quantshard.trainer.monitoring.profiling import StepProfile
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.monitoring.statistics import RunStatistics
 from quantshard.trainer.monitoring.trackers import Tracker
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
 from quantshard.trainer.settings.config import TrainSettings
@@ -337,29 +337,6 @@ class Trainer:
             text = settings.sample_prompt + tokenizer.decode(tokens)
             self.run.append(self.run.samples, {"step": step, "text": text})
             self.progress.note(f"--- generated after {step} steps ---\n{text}\n---")
-
-
-def make_optimizer(model: nn.Module, settings: TrainSettings) -> FusedAdam:
-    """FusedAdam, with weight decay of matrices only, stacked ones of experts too."""
-    named = list(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [(name, param) for name, param in named if param.ndim >= 2]},
-        {"params": [(name, param) for name, param in named if param.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = FusedAdam(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        ema_decay=settings.ema,
-        **settings.state_options.arguments,
-    )
-    for _, param in named:  # the masters have them now, if there are any
-        weight = components.quantized_local(param)
-        if weight is not None:
-            weight.clear_high_precision_init_val()
-    return optimizer
 
 
 def memory_bytes(device: torch.device) -> int:

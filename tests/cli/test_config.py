@@ -11,6 +11,7 @@ from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.optimizer_states import as_settings, undecided
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
+from quantshard.trainer.settings.unused_settings import check_used
 
 
 def merge(flags, config):
@@ -67,6 +68,7 @@ def test_resolved_fills_in_what_follows():
         ({"beta2": 1.0}, "beta2 = 1.0"),
         ({"warmup": -1}, "warmup = -1"),
         ({"weight_decay": float("nan")}, "weight_decay = nan"),
+        ({"optimizer": "sgd"}, "optimizer = 'sgd': choose one of: adamw, lion, muon"),
         ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, linear, wsd, constant"),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
@@ -153,3 +155,25 @@ def test_ranks_must_fit():
         replace(settings, micro_batches=2).check_ranks(2)
     with pytest.raises(ConfigurationError, match="dp_replicate = 2 must divide the 3"):
         replace(settings, dp_replicate=2).check_ranks(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"eps": 1e-6, "optimizer": "lion"},
+            "eps = 1e-06 would do nothing, since it needs another optimizer than 'lion'",
+        ),
+        ({"exp_avg_sq_dtype": "fp8", "optimizer": "lion"}, "exp_avg_sq_dtype = 'fp8' would do nothing"),
+        ({"momentum": 0.9}, "momentum = 0.9 would do nothing, since it needs optimizer = 'muon'"),
+        ({"momentum": 0.9, "eps": 1e-6, "exp_avg_sq_dtype": "fp8", "optimizer": "muon"}, ""),
+    ],
+)
+def test_settings_of_another_optimizer_are_refused(given, says):
+    settings = replace(TrainSettings(), **given)
+    if not says:
+        check_used(given, settings)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        check_used(given, settings)
+    assert says in str(caught.value)

@@ -128,6 +128,11 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     )
     other = json_of("explain", run / "config.toml", "--recipe", "block")
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('optimizer = "adamw"', 'optimizer = "muon"'))
+    assert json_of("plan", run)["source"][-1] == (
+        "optimizer = 'muon' of this run keeps fewer moments; states are counted as AdamW's"
+    )
 
 
 def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.trainer.data import VOCABULARY
-from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel, generate
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.schedule import learning_rate
 from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
@@ -40,6 +40,25 @@ def test_one_dtype_and_quantized_layers(architecture, tied):
     assert (model.head is None) == tied and (model.positions is None) == (architecture == "llama")
     logits = model(torch.randint(VOCABULARY, (2, 32)))
     assert logits.shape == (2, 32, VOCABULARY) and logits.dtype == torch.float32
+
+
+def test_the_optimizer_of_a_run_is_told_by_its_settings():
+    """Muon has the layers' matrices at AdamW's rate, and no embedding, head or vector."""
+    settings = replace(SMALL, beta2=0.9, momentum=0.8, exp_avg_dtype="fp8", ema=0.5, weight_decay=0.3)
+    for architecture, hidden in (("llama", 7), ("gpt", 4)):
+        model = build(replace(settings, architecture=architecture))
+        optimizer = make_optimizer(model, replace(settings, optimizer="muon"))
+        matrices, others, _ = optimizer.param_groups
+        assert all(name.startswith("layers.") for name in matrices["param_names"]) and len(matrices["params"]) >= hidden
+        assert {name.split(".")[0] for name in others["param_names"]} >= {"embedding", "head"}
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
+        assert (matrices["momentum"], matrices["adjust_lr_fn"]) == (0.8, "match_rms_adamw")
+        assert others["betas"] == (0.9, 0.9) and {group["lr"] for group in optimizer.param_groups} == {settings.lr}
+        assert optimizer.state[matrices["params"][0]]["momentum_buffer"].dtype is torch.uint8
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*model.parameters()])
+    optimizer = make_optimizer(build(), replace(settings, optimizer="lion"))
+    assert type(optimizer).__name__ == "Lion" and optimizer.param_groups[0]["betas"] == (0.9, 0.9)
+    assert "ema_param" in optimizer.state[optimizer.param_groups[0]["params"][0]]
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "delayed", "bf16"])

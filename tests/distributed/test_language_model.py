@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from quantshard import checkpoints
-from quantshard.optimizers import FusedAdam
-from quantshard.trainer.loop import make_optimizer
+from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.trainer.models import model as models
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive
 from tests.distributed.models import bits
@@ -31,13 +31,13 @@ RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
 """Each with one of the architectures, in turns."""
 
 
-def build(settings: TrainSettings) -> tuple[models.LanguageModel, FusedAdam]:
+def build(settings: TrainSettings) -> tuple[models.LanguageModel, ElementwiseOptimizer]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
     model = models.build(models.ModelSpec(settings.resolved()), mesh)
     return model, make_optimizer(model, settings.resolved())
 
 
-def train(model: models.LanguageModel, optimizer: FusedAdam, steps: range) -> list[float]:
+def train(model: models.LanguageModel, optimizer: ElementwiseOptimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
         tokens = torch.randint(0, 257, (6, 25), generator=torch.Generator().manual_seed(step))
@@ -67,6 +67,16 @@ def second_run(settings: TrainSettings, path: str, steps: int) -> tuple[dict[str
     model, optimizer = build(replace(settings, seed=99))
     checkpoints.load(path, model, optimizer)
     return bits(model, optimizer), train(model, optimizer, range(1, 1 + steps))
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_other_optimizers_have_the_same_bits_resharded_and_resumed(optimizer: str, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, layers=1, optimizer=optimizer, lr=1e-3, exp_avg_dtype="fp8", recipe="block")
+    path = str(tmp_path / "c")
+    births, ran = zip(*run_ranks(3, first_run, settings, path), strict=True)
+    assert [*births] == run_ranks(1, born, settings) * 3 and births[0] != ran[0][0]
+    assert run_ranks(3, second_run, settings, path, 2) == [*ran]
+    assert all(loaded == ran[0][0] for loaded, _ in run_ranks(1, second_run, settings, path, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An optimizer of one's own on `ElementwiseOptimizer` is sharded, saved and loaded on other ranks, bit for bit."""
+"""Lion, and so any optimizer on `ElementwiseOptimizer`, is sharded, saved and loaded on other ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
+from quantshard.optimizers import Lion
 from tests.distributed.models import bits, set_gradients
 from tests.distributed.pool import run_ranks
-from tests.optimizers.test_lion import SETTINGS, Lion
+from tests.optimizers.test_lion import SETTINGS
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,7 @@ def trained(folder: str, steps: range, loads: bool) -> list[tuple[dict[str, str]
             model = nn.Sequential(*(qs.Linear(a, b, params_dtype=torch.bfloat16) for a, b in ((96, 150), (150, 67))))
         for module in [*model, model]:
             fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        optimizer = Lion(model.named_parameters(), SETTINGS, state_dtypes={"exp_avg": dtype})
+        optimizer = Lion(model.named_parameters(), **SETTINGS, exp_avg_dtype=dtype)
         for step in () if loads else range(steps.start):
             set_gradients(model, step)
             optimizer.step()

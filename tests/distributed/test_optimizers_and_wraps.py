@@ -26,7 +26,7 @@ from torch.distributed._composable import checkpoint
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import quantshard as qs
-from quantshard.optimizers import FusedAdam, MasterWeights
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES, bits, set_gradients
 from tests.distributed.pool import run_ranks
@@ -92,6 +92,21 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     **STOCK,
 }
 
+
+def muon(named: Named) -> Optimizer:
+    matrices = [pair for pair in named if pair[1].ndim == 2]
+    others = {"params": [pair for pair in named if pair[1].ndim != 2], "algorithm": "adamw", "lr": 1e-2}
+    return Muon([{"params": matrices}, others], **DECAY, momentum_buffer_dtype=torch.uint8)
+
+
+OTHER_UPDATES: dict[str, Callable[[Named], Optimizer]] = {
+    "Muon": muon,
+    "Lion": partial(Lion, **DECAY, exp_avg_dtype=torch.uint8),
+}
+"""Tried with every wrap, in a test of their own."""
+
+EVERY = {**OPTIMIZERS, **OTHER_UPDATES}
+
 # Wraps
 
 
@@ -128,6 +143,10 @@ WRAPS = {
 RECIPE_OF = {(optimizer, wrap): recipe for optimizer, wrap, recipe in in_turns(OPTIMIZERS, WRAPS, [*RECIPES])}
 """In turns. There are more optimizers and more wraps than recipes, so each of both meets every recipe."""
 
+RECIPE_OF |= {
+    (optimizer, wrap): [*RECIPES][(i + j) % len(RECIPES)]
+    for (i, optimizer), (j, wrap) in itertools.product(enumerate(OTHER_UPDATES), enumerate(WRAPS))
+}
 
 TURNS = ("x1", "x2", "x3", "2x2", "DDP", "mixed", "recompute")
 """Wraps that `make test` tries with half of the optimizers each: with every recipe all the same."""
@@ -168,7 +187,7 @@ def step(model: Net, optimizer: Optimizer, recipe: str, number: int) -> None:
 
 
 def with_fixed_gradients(model: Net, optimizer: str, recipe: str) -> Found:
-    its_optimizer = OPTIMIZERS[optimizer](list(model.named_parameters()))
+    its_optimizer = EVERY[optimizer](list(model.named_parameters()))
     for number in range(STEPS):
         step(model, its_optimizer, recipe, number)
     return bits(model, its_optimizer)
@@ -178,7 +197,7 @@ def resumed(optimizer: str, recipe: str) -> Found:
     state: Any = None
     for number in range(STEPS):
         model = build(recipe, dtype_of(optimizer), seed=7 + number)
-        its_optimizer = OPTIMIZERS[optimizer](list(model.named_parameters()))
+        its_optimizer = EVERY[optimizer](list(model.named_parameters()))
         if state is not None:
             model.load_state_dict(state[0])
             its_optimizer.load_state_dict(state[1])
@@ -193,7 +212,7 @@ def alone(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Found]:
 
 
 def want_and_got(optimizer: str, name: str, recipe: str, fixed: Found) -> tuple[Found, Found]:
-    wrap, make, dtype = WRAPS[name], OPTIMIZERS[optimizer], dtype_of(optimizer)
+    wrap, make, dtype = WRAPS[name], EVERY[optimizer], dtype_of(optimizer)
     if name == "resumed":
         return fixed, resumed(optimizer, recipe)
     if not wrap.like:
@@ -265,3 +284,15 @@ def test_table(chosen: list[tuple[str, str]], show: Callable[[str], None]) -> No
     lines = ["".join(entry.ljust(width) for entry in row).rstrip() for row in rows]
     show("\n".join(lines))
     assert not any(differ.values()), {pair: found for pair, found in differ.items() if found}
+
+
+@pytest.mark.parametrize(
+    "names", [["offload", "2x2"], pytest.param([*WRAPS], marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_other_updates(names: list[str]) -> None:
+    """The same of optimizers whose updates are not Adam's."""
+    pairs = {(optimizer, RECIPE_OF[optimizer, name]) for optimizer in OTHER_UPDATES for name in names}
+    [fixed] = run_ranks(1, alone, sorted(pairs))
+    for name in names:
+        for found in run_ranks(WRAPS[name].ranks, compare, name, [*OTHER_UPDATES], fixed):
+            assert not any(found.values()), f"{name}: {found}"

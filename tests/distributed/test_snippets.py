@@ -65,7 +65,7 @@ def test_every_page_with_code_has_a_test() -> None:
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 7, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -129,15 +129,33 @@ def test_transformer_engines_names() -> None:
 
 
 def test_an_optimizer_of_ones_own() -> None:
-    """It trains a quantized weight; `tests/optimizers/test_lion.py` has its bits."""
+    """It trains a quantized weight; `tests/optimizers/test_elementwise.py` has its bits."""
     with quantshard.quantized_model_init(recipe="block"):
         model = quantshard.Linear(150, 70, params_dtype=torch.bfloat16)
     before = model.weight.detach().dequantize()
     names: dict[str, Any] = vars(optimizers) | {"torch": torch, "model": model}
-    exec(snippet_with("docs/optimizers.md", "class Lion"), names)
+    exec(snippet_with("docs/optimizers.md", "class Momentum"), names)
     model(torch.ones(3, 150, dtype=torch.bfloat16, device=default_device())).float().square().mean().backward()
     names["optimizer"].step()
     assert not torch.equal(before, model.weight.detach().dequantize())
+
+
+@pytest.mark.parametrize("words", ["Muon(groups", "import Lion"])
+def test_other_optimizers(words: str) -> None:
+    with quantshard.quantized_model_init(recipe="mxfp8"):
+        model = nn.Module()
+        model.layer = quantshard.Linear(64, 96, params_dtype=torch.bfloat16)
+    model.lm_head = nn.Linear(96, 7, dtype=torch.bfloat16, device=default_device())
+    weights, names = bits(model), {"model": model, "torch": torch}
+    exec(snippet_with("docs/optimizers.md", words), names)
+    before = [state["master_param"].clone() for state in names["optimizer"].state.values()]
+    model.lm_head(model.layer(torch.randn(5, 64, dtype=torch.bfloat16, device=default_device()))).sum().backward()
+    names["optimizer"].step()
+    states = [next(iter(names["optimizer"].state[param])) for param in model.parameters()]
+    assert states == ["momentum_buffer" if "Muon" in words else "exp_avg", *["exp_avg"] * 3]
+    masters = [state["master_param"] for state in names["optimizer"].state.values()]
+    assert not any(torch.equal(master, old) for master, old in zip(masters, before, strict=True))
+    assert bits(model) != weights
 
 
 def test_an_average_of_the_weights() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quantshard import Linear, checkpoints, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.optimizers import FusedAdam, MasterWeights, averaged_weights
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, averaged_weights
 from tests.distributed.models import RECIPES, bits, set_gradients
-from tests.optimizers.test_lion import SETTINGS, Lion
+from tests.optimizers.test_lion import SETTINGS
 from tests.tensor.test_tensor import contents, differing, same
 
 DECAY, STEPS = 0.9, 6
@@ -22,7 +22,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "FusedAdam": lambda params, **ema: FusedAdam(params, lr=1e-2, **ema),
     "remainders": lambda params, **ema: FusedAdam(params, lr=1e-2, store_param_remainders=True, **ema),
     "capturable": lambda params, **ema: FusedAdam(params, lr=1e-2, capturable=True, **ema),
-    "Lion": lambda params, **ema: Lion(params, SETTINGS, **ema),
+    "Lion": lambda params, **ema: Lion(params, **SETTINGS, **ema),
     "MasterWeights": lambda params, **ema: MasterWeights(torch.optim.SGD, params, lr=1e-2, **ema),
 }
 every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)

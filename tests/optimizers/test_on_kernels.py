@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.kernels.optimizer import plan as adam_plan
-from quantshard.optimizers import FusedAdam, kernel_step
+from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -183,6 +183,30 @@ def test_counts_on_the_device(masters: str) -> None:
 def test_averages_of_the_weights(recipe: str, masters: str, moments: str, capturable: bool) -> None:
     """A skipped step leaves them, and one without a gradient moves them."""
     check(recipe, masters, moments, ema_decay=0.9, capturable=capturable)
+
+
+def test_muons_groups_of_adamw() -> None:
+    """Kernels step these, also where a matrix lies between them; the matrices are PyTorch's."""
+    results = []
+    for devices in ((), (DEVICE,)):
+        params, _ = build("block")
+        named = list(params.items())
+        adamw: dict[str, Any] = {"algorithm": "adamw", "lr": 0.01}
+        groups = [{"params": named[4:7], **adamw}, {"params": named[:4]}, {"params": named[7:], **adamw, "eps": 1e-4}]
+        dtypes = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+        optimizer = Muon(groups, lr=0.02, momentum_buffer_dtype=torch.bfloat16, **dtypes)  # type: ignore[arg-type]
+        with kernels_on(*devices):
+            for step in range(3):
+                set_grads(params, step)
+                if step == 1:
+                    params["fp32"].grad[1, 1] = float("nan")  # type: ignore[index]
+                if step == 2:
+                    params["vector"].grad = params["fp16"].grad = None
+                optimizer.step()
+        results.append(everything(params, optimizer))
+        assert optimizer.skipped_steps == 1
+        assert [planned.places for planned in optimizer._kernels._planned] == [[0, 1, 2, 3]] * len(devices)
+    assert not differing(*results)
 
 
 def test_histories_change() -> None:

@@ -24,8 +24,8 @@ from quantshard import recipe
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.trainer.loop import make_optimizer
 from quantshard.trainer.models import model as models
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import MeshSpec
 

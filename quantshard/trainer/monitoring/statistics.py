@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
 from quantshard.trainer.settings.config import TrainSettings
 
@@ -27,7 +27,7 @@ class RunStatistics:
         self,
         settings: TrainSettings,
         model: nn.Module,
-        optimizer: FusedAdam,
+        optimizer: ElementwiseOptimizer,
         record: Callable[[Mapping[str, Any]], None],
         note: Callable[[str, int], None],
         done: int,

@@ -26,6 +26,7 @@ from quantshard.trainer.settings.sizes import SIZES
 
 CHOICES = {
     "architecture": ("llama", "gpt"),
+    "optimizer": ("adamw", "lion", "muon"),
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "recompute": ("none", "activation", "layer"),
     "params_dtype": ("bfloat16", "float32"),
@@ -120,6 +121,9 @@ class TrainSettings:
         0,
         SIZE,
     )
+    optimizer: str = _setting(
+        "adamw", "Training", "adamw; lion; or muon, of hidden matrices, at AdamW's rate, and AdamW of the rest"
+    )
     lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
     schedule: str = _setting("cosine", "Training", "cosine, linear, wsd or constant, after the warmup")
     warmup: int = _setting(20, "Training", "steps in which lr is reached", 0, STEPS)
@@ -128,9 +132,10 @@ class TrainSettings:
     )
     decay_share: float = _setting(0.2, "Training", "share of decay_steps, at their end, in which wsd falls", 0, 1)
     lr_floor: float = _setting(0.1, "Training", "share of lr at which the schedule ends", 0, 1)
-    beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment", 0, 1, less=True)
-    beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment", 0, 1, less=True)
+    beta1: float = _setting(0.9, "Training", "Adam's decay of the first moment; Lion's of its update", 0, 1, less=True)
+    beta2: float = _setting(0.95, "Training", "Adam's decay of the second moment; Lion's of its first", 0, 1, less=True)
     eps: float = _setting(1e-8, "Training", "Adam's epsilon", 0, 1e6, more=True)
+    momentum: float = _setting(0.95, "Training", "Muon's decay of its momentum", 0, 1, less=True)
     weight_decay: float = _setting(0.1, "Training", "decoupled weight decay of matrices", 0, 1e6)
     balance_loss: float = _setting(
         0.01, "Training", "weight of the loss that spreads tokens over experts, where there are any", 0, 1e6
@@ -153,7 +158,9 @@ class TrainSettings:
         True, "Precision", "high-precision copies of the weights, which the optimizer trains"
     )
     master_dtype: str = _setting(AUTO, "Precision", f"of these copies: {', '.join(MASTER_DTYPES)}; auto: float32")
-    exp_avg_dtype: str = _setting(AUTO, "Precision", f"Adam's first moment: {', '.join(MOMENT_DTYPES)}; auto: float32")
+    exp_avg_dtype: str = _setting(
+        AUTO, "Precision", f"first moment of Adam, Lion or Muon: {', '.join(MOMENT_DTYPES)}; auto: float32"
+    )
     exp_avg_sq_dtype: str = _setting(AUTO, "Precision", "Adam's second moment: as the first")
 
     save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, STEPS)

@@ -1,0 +1,48 @@
+"""The mathematics of Lion, once: a pure function of gradient, master and one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quantshard.numerics.adam import EXP_AVG, float32
+from quantshard.numerics.states import StateSpec
+
+STATES = (StateSpec(EXP_AVG),)
+
+
+@dataclass(frozen=True)
+class LionSettings:
+    """The numbers of one step. `lr` may be a float32 scalar tensor, and then no value is read back from its device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+
+
+class LionUpdate(NamedTuple):
+    """What one step makes of a parameter: float32, of its shape."""
+
+    master: Tensor
+    exp_avg: Tensor
+
+
+def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) -> LionUpdate:
+    """One step of Lion in float32; the arguments are not changed.
+
+        w = w - lr (sign(b1 m + (1 - b1) g) + wd w)
+        m = b2 m + (1 - b2) g
+
+    Algorithm 2 of Chen et al., 2023 (arXiv:2302.06675); weight decay is decoupled. The b are float32, in 1 - b too, as
+    in `adam`. The sign of 0 is 0. Each operation is rounded correctly by itself, so every device and every shard gets
+    the same bits.
+    """
+    grad = grad.float()
+    beta1, beta2 = float32(settings.beta1), float32(settings.beta2)
+    update = (beta1 * exp_avg + (1.0 - beta1) * grad).sign()
+    if settings.weight_decay != 0:
+        update = update + settings.weight_decay * master
+    return LionUpdate(master - settings.lr * update, beta2 * exp_avg + (1.0 - beta2) * grad)

@@ -1,0 +1,140 @@
+"""The groups of `Muon`: what each must have, and a model's parameters divided into those of Muon's and of AdamW's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import parameter_registry
+
+ALGORITHM, MUON, ADAMW = "algorithm", "muon", "adamw"
+"""The entry of a group that says how it is stepped, and its words."""
+
+ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
+"""What groups of AdamW's have where they do not say otherwise, besides lr."""
+
+MUON_ENTRIES = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+ADAMW_ENTRIES = ("betas", "bias_correction", "adam_w_mode")
+"""Entries that mean nothing to the other."""
+
+
+def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A group that is to be added as number `number`, with what AdamW's have by default, where it is one of these.
+
+    Raises:
+        ConfigurationError: its algorithm is none; an entry means nothing to it; a parameter of Muon's is no matrix; or
+            a group of AdamW's has no lr, where `defaults` has one that does not suit it.
+    """
+    group = parameter_registry.checked_group("Muon", number, given)
+    algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
+    if algorithm not in (MUON, ADAMW):
+        raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")
+    if unused := [name for name in (ADAMW_ENTRIES if algorithm == MUON else MUON_ENTRIES) if name in group]:
+        raise ConfigurationError(
+            f"Muon: group {number} has {', '.join(unused)}, which would do nothing, since its {ALGORITHM} is "
+            f"{algorithm!r}; leave it out"
+        )
+    if algorithm == MUON:
+        _check_matrices(number, group["params"])
+        return group
+    if "lr" not in group and defaults["adjust_lr_fn"] != "match_rms_adamw":
+        raise ConfigurationError(
+            f"Muon: group {number}, of {ADAMW!r}, has no lr of its own; Muon's, {defaults['lr']}, suits AdamW only "
+            "with adjust_lr_fn='match_rms_adamw'. Give one, as muon_groups(model, adamw={'lr': 3e-4}) does"
+        )
+    return {**ADAMW_SETTINGS, **group}
+
+
+def _check_matrices(number: int, params: Iterable[Any]) -> None:
+    pairs = (entry if isinstance(entry, tuple) else (f"number {at}", entry) for at, entry in enumerate(params))
+    wrong = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
+    if wrong:
+        raise ConfigurationError(
+            f"Muon: group {number} has parameters that are no matrices: {', '.join(wrong[:8])}"
+            + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            + f". Give these, embeddings and the output head to AdamW, in a group with {ALGORITHM!r}: {ADAMW!r}, as "
+            "optimizers.muon_groups(model, adamw={'lr': 3e-4}) does"
+        )
+
+
+def muon_groups(
+    model: nn.Module,
+    *,
+    head: str | Iterable[str] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """A model's parameters in the groups of `Muon`, with names: the matrices of hidden layers, and what AdamW does.
+
+    AdamW's are: embeddings (weights of `nn.Embedding`, and what is tied to one), the output head, and whatever is not
+    2-D: norms, biases, stacked experts. Its vectors are a group by themselves, without weight decay.
+
+        optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
+
+    Args:
+        model: built, and sharded if it will be.
+        head: names or patterns (as `*.gate.weight`) of modules or parameters that are AdamW's too: the layer that gives
+            the logits, and others if you wish. () says that there is none. By default it is found where the model has
+            `get_output_embeddings`, as those of transformers do, or where it is tied to an embedding.
+        adamw: entries of the groups of AdamW's: lr, betas, eps, weight_decay (of what has two dims or more).
+
+    Raises:
+        ConfigurationError: the head is not known, or a name fits nothing.
+    """
+    named = list(model.named_parameters())
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kept = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
+    groups = {
+        MUON: [(name, param) for name, param in named if param.ndim == 2 and id(param) not in kept],
+        "others": [(name, param) for name, param in named if param.ndim > 2 or (param.ndim == 2 and id(param) in kept)],
+        "vectors": [(name, param) for name, param in named if param.ndim < 2],
+    }
+    settings = {ALGORITHM: ADAMW, **(adamw or {})}
+    found: list[dict[str, Any]] = [
+        {"params": groups[MUON], ALGORITHM: MUON},
+        {"params": groups["others"], **settings},
+        {"params": groups["vectors"], **settings, "weight_decay": 0.0},
+    ]
+    return [group for group in found if group["params"]]
+
+
+def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
+    """The parameters, by id, of the layer that gives the logits."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(output, nn.Module):
+        return {id(param) for param in output.parameters(recurse=False)}
+    if len(embedded) > 0 and _is_tied(model, embedded):
+        return set()
+    linear = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    raise ConfigurationError(
+        "muon_groups(model): which layer gives the logits is not known, and it should be AdamW's; name it, as "
+        f"head={linear[-1] if linear else 'lm_head'!r}, or give head=() if there is none"
+    )
+
+
+def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
+    """Whether a layer that is no embedding uses an embedding's weight."""
+    others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    return any(id(param) in embedded for module in others for param in module.parameters(recurse=False))
+
+
+def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
+    found = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        fits = [id(param) for name, param in named if any(fnmatchcase(each, pattern) for each in _prefixes(name))]
+        if not fits:
+            raise ConfigurationError(
+                f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
+                f"{', '.join(name for name, _ in named[:5])}, ..."
+            )
+        found.update(fits)
+    return found
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """A parameter's name and those of the modules that it is in."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))

@@ -1,0 +1,256 @@
+"""Muon over quantized weights: matrices move by their orthogonalized momentum, all other parameters by AdamW.
+
+A step agrees on the gradients first, in one collective. Then, bucket by bucket: every rank brings the momentum of its
+parts up to date and sends what is to be orthogonalized, in bfloat16, to the owners of the matrices; owners do so and
+send the parts back (`matrix_exchange`); and each rank updates its parts, as in any step (`step.ParameterStep`). What a
+rank holds for it at a time is bounded by `BUCKET_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import private_torch
+from quantshard.collectives.flat_max import FlatMax
+from quantshard.numerics import adam, muon
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters
+from quantshard.numerics.muon import MOMENTUM_BUFFER, MuonSettings
+from quantshard.numerics.states import StateSpec
+from quantshard.optimizers import guards, matrix_groups, options
+from quantshard.optimizers.adam_optimizer import AdamOptimizer
+from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
+from quantshard.optimizers.matrix_groups import ALGORITHM, MUON
+from quantshard.optimizers.rounding import TensorRegion
+from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
+
+BUCKET_BYTES = 1 << 27
+"""Of the bfloat16 parts that a rank sends at once, and of about as much as it receives (`matrix_exchange.buckets`)."""
+
+_NO_ADAM = Hyperparameters(1, 0.0, 0.0, 0.0, 1.0, 0.0, decoupled=True, bias_correction=False)
+"""What kernels are told of groups that are not Adam's, of which they have no parameter."""
+
+
+class Muon(AdamOptimizer):
+    """Muon (Jordan et al., 2024) for models with quantized weights, with AdamW for what is no matrix of a hidden layer.
+
+        optimizer = Muon(muon_groups(model, adamw={"lr": 3e-4}), lr=0.02)
+
+    It takes the arguments of `torch.optim.Muon` and does what that does to float32 matrices, from the masters. The
+    momentum of a whole matrix is orthogonalized, so the bits are the same under FSDP2, HSDP and tensor parallelism, on
+    any number of ranks, for uneven and empty shards too. Each rank does so for its share of the matrices of a step:
+    parts go to their owner and back in one all-to-all per mesh axis and bucket, bfloat16 both ways. For that a rank
+    holds, at some time in a step, up to about 7 times 128 MiB more, or 7 times its largest whole matrix in bfloat16 if
+    that is larger. Replicas (HSDP, DDP) each do it for themselves.
+
+    A group says by its entry `algorithm` how it is stepped: "muon", the default, or "adamw", with `betas`, `eps` and
+    `weight_decay` as of `FusedAdam` (`ADAMW_SETTINGS`) and an lr of its own. It is one optimizer: a step is taken or
+    skipped for all groups, and one state dict has all states: for matrices master and momentum, 8 bytes a parameter in
+    float32. Masters, states of fewer bits, stochastic rounding, skipped steps and loading are those of `FusedAdam`, and
+    so are the kernels that step groups of AdamW's on GPUs.
+
+    Orthogonalized matrices have the same bits on the same hardware, software and number of CPU threads.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups, as of `FusedAdam`; `muon_groups` makes groups of a model.
+            Those of groups of Muon's are matrices [rows, columns], of linear layers; give embeddings and output heads
+            to AdamW.
+        lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
+        weight_decay: decoupled.
+        momentum, nesterov: of the mean of gradients; see `numerics.muon.momentum`.
+        ns_coefficients, eps, ns_steps: of the iteration; see `numerics.muon.orthogonalized`.
+        adjust_lr_fn: how a matrix's shape changes the learning rate: "original" (None too), or "match_rms_adamw", with
+            which lr and weight decay are those that suit AdamW, and groups of AdamW's may take this lr.
+        momentum_buffer_dtype: how momentum is stored: float32, float16, bfloat16 or uint8 (FP8).
+        exp_avg_dtype, exp_avg_sq_dtype: of groups of AdamW's.
+        master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders, max_skipped_in_a_row,
+            ema_decay: as of `FusedAdam`.
+
+    Raises:
+        ConfigurationError: an argument does not fit, or a parameter of Muon's is no matrix; the message says which.
+        RankMismatchError: ranks have different random keys for one weight, or different seeds.
+    """
+
+    states = (*muon.STATES, *adam.STATES)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = muon.COEFFICIENTS,
+        eps: float = muon.EPS,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        momentum_buffer_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        max_skipped_in_a_row: int = 10,
+        ema_decay: float = 0.0,
+    ) -> None:
+        self._directions: dict[Tensor, Tensor] = {}
+        self._exchanges: list[tuple[list[int], MatrixExchange]] = []
+        self._exchanged: list[Tensor] = []
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+                ALGORITHM: MUON,
+            },
+            state_dtypes={
+                MOMENTUM_BUFFER: momentum_buffer_dtype,
+                EXP_AVG: exp_avg_dtype,
+                EXP_AVG_SQ: exp_avg_sq_dtype,
+            },
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders,
+            max_skipped_in_a_row=max_skipped_in_a_row,
+            ema_decay=ema_decay,
+        )
+
+    # Groups ----------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, of Muon's or AdamW's; see `FusedAdam.add_param_group`.
+
+        Raises:
+            ConfigurationError: besides, a parameter of Muon's is no matrix, or a group of AdamW's has no lr.
+        """
+        number = len(self.param_groups)
+        super().add_param_group(matrix_groups.completed(self.defaults, number, param_group))
+
+    def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+        """Momentum, or the moments of Adam."""
+        return muon.STATES if group[ALGORITHM] == MUON else adam.STATES
+
+    def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
+        if group[ALGORITHM] == MUON:
+            return UpdateFormula(self._name, muon.STATES, self._muon_update)
+        return super()._formula(group)
+
+    def settings(self, group: dict[str, Any]) -> Any:
+        """The numbers of a group in this step, of Muon or of Adam."""
+        if group[ALGORITHM] != MUON:
+            return super().settings(group)
+        a, b, c = map(float, group["ns_coefficients"])
+        return MuonSettings(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            nesterov=group["nesterov"],
+            weight_decay=float(group["weight_decay"]),
+            ns_coefficients=(a, b, c),
+            ns_steps=group["ns_steps"],
+            eps=float(group["eps"]),
+            adjust_lr_fn=group["adjust_lr_fn"] or "original",
+        )
+
+    def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
+        """Check that the numbers of a group make a step; see `options.check_muon` and `options.check_adam`.
+
+        Raises:
+            ConfigurationError: they make none, or would make weights infinite.
+        """
+        if group[ALGORITHM] == MUON:
+            options.check_muon(where, group)
+        else:
+            super().check_group(where, group, reads_rate)
+
+    # Step ------------------------------------------------------------------------------------------------------------
+
+    def _muon_update(
+        self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: MuonSettings
+    ) -> Update:
+        """See `numerics.muon`; what was orthogonalized is at hand."""
+        buffer, _ = muon.momentum(grad, states[MOMENTUM_BUFFER], settings)
+        new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
+        return new, {MOMENTUM_BUFFER: buffer}
+
+    def _measured(
+        self, work: list[ParameterStep], groups: list[GroupSettings]
+    ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+        flags = self._flags(work, FlatMax())
+        bad = flags.bad()
+        if bad:
+            return flags, []  # which the caller finds too, and says
+        matrices = [item for item in work if isinstance(item.group.settings, MuonSettings)]
+        self._step_matrices([item for item in matrices if item.grad is not None])
+        others = [item for item in work if not isinstance(item.group.settings, MuonSettings)]
+        left = self._measured_by_adam(others, groups, bad)
+        return flags, [*left, *(item for item in matrices if item.grad is None)]
+
+    def _measured_by_adam(
+        self, work: list[ParameterStep], groups: list[GroupSettings], bad: Tensor
+    ) -> list[ParameterStep]:
+        """What is left to be finished of groups of AdamW's: it is measured."""
+        told = [_NO_ADAM if isinstance(of.settings, MuonSettings) else of.settings for of in groups]
+        if self._kernels.take(work, told, self._seed, self._is_bounded):
+            return self._kernels.update(bad)
+        _measure(work)
+        return work
+
+    def _step_matrices(self, work: list[ParameterStep]) -> None:
+        """Orthogonalize and write, bucket by bucket. A collective call where they are sharded."""
+        for numbers, exchange in self._exchanges_of([item.param for item in work]):
+            bucket = [work[number] for number in numbers]
+            directions = self._orthogonalized(bucket, exchange)
+            self._directions = dict(zip((item.param for item in bucket), directions, strict=True))
+            _measure(bucket)
+            for item in bucket:
+                item.finish()
+        self._directions = {}
+
+    @staticmethod
+    def _orthogonalized(bucket: list[ParameterStep], exchange: MatrixExchange) -> list[Tensor]:
+        """Of each parameter this rank's part of its orthogonalized momentum, bfloat16. A collective call."""
+        whole = exchange.gather(_to_orthogonalize(item) for item in bucket)
+        owned = {number: muon.orthogonalized(matrix, bucket[number].group.settings) for number, matrix in whole}
+        return [
+            part.to(private_torch.local_tensor(item.param).device)
+            for item, part in zip(bucket, exchange.scatter(owned), strict=True)
+        ]
+
+    def _exchanges_of(self, params: list[Tensor]) -> Sequence[tuple[list[int], MatrixExchange]]:
+        """The buckets of some parameters, by their numbers; those of the step before, where they are the same."""
+        if [*map(id, params)] != [*map(id, self._exchanged)]:
+            layouts = [MatrixLayout.of(param) for param in params]
+            found = [(numbers, [layouts[number] for number in numbers]) for numbers in buckets(layouts, BUCKET_BYTES)]
+            self._exchanges = [(numbers, MatrixExchange(chosen)) for numbers, chosen in found]
+            for numbers, exchange in self._exchanges:
+                for place, number in enumerate(numbers):
+                    exchange.check_part(place, TensorRegion.of_local(params[number]))
+            self._exchanged = params
+        return self._exchanges
+
+
+def _measure(work: Iterable[ParameterStep]) -> None:
+    """One collective, where ranks share blocks of what they write."""
+    reduction = FlatMax()
+    for item in work:
+        item.measure(reduction)
+    reduction.reduce()
+
+
+def _to_orthogonalize(item: ParameterStep) -> Tensor:
+    """This rank's part of what is orthogonalized, bfloat16: rounded before it is sent, as it would be after."""
+    assert item.grad is not None
+    buffer = item.targets[MOMENTUM_BUFFER].read()
+    return muon.momentum(item.grad, buffer, item.group.settings).update.to(torch.bfloat16)
