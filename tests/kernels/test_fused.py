@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import quantshard as qs
-from quantshard import private_torch
+from quantshard import kernel_dispatch, private_torch
 from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
@@ -47,6 +47,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "gated mlp": lambda **o: qs.LayerNormMLP(
         SIZE, FFN, bias=False, normalization="RMSNorm", activation="swiglu", **o
     ),
+    "gated mlp, stored": lambda **o: MODULES["gated mlp"](activation_storage="fp8", **o),
 }  # fmt: skip
 
 
@@ -248,6 +249,27 @@ def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]
     assert not differing(one, other) and not differing(one, run(False))
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stored_codes_are_those_of_the_oracle(recomputes: bool, both: Callable[..., tuple[Any, Any]]) -> None:
+    """Forwards have the bits of what is stored as it is; the activation that is made again of codes saturates at the
+    amax of the forward."""
+    chosen = RECIPES["current"]
+
+    def run(name: str = "gated mlp, stored") -> dict[str, Tensor]:
+        module = build(name, chosen, True)
+        module.recompute_activation = recomputes  # type: ignore[assignment]
+        return trained(module, chosen, True, torch.bfloat16, steps=1)
+
+    one, other = both(run)
+    assert not differing(one, other)
+    if not ON_GPU:
+        with kernel_dispatch.kernels_only_on("cuda"):
+            oracle = run()
+        assert {*differing(one, oracle)} <= {"dx0", "dresidual0"}, "but for the normalization's backward"
+    expected = {name for name in one if name[0] == "y"} | ({"dfc2_weight0"} if not recomputes else set())
+    assert expected == one.keys() - set(differing(one, run("gated mlp")))
+
+
 def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
     """Backward lets go of what forward has kept, but not with retain_graph=True."""
     module = build("gated mlp", RECIPES["block"], True)
@@ -261,16 +283,19 @@ def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
         y.backward()
 
 
-def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
-    """The outputs of fc1, and the codes that fc2 has kept, before the GEMMs of fc1, which need the memory."""
-    module = build("gated mlp", RECIPES["current"], True)
+@pytest.mark.parametrize("name", ["gated mlp", "gated mlp, stored"])
+def test_backward_lets_go_of_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
+    """The outputs of fc1, or their codes, and the codes that fc2 has kept, before the GEMMs of fc1, which need the
+    memory."""
+    module = build(name, RECIPES["current"], True)
     kept: dict[str, StorageWeakRef] = {}
     there: list[list[str]] = []
     take, gradients = private_torch.take_saved, functional.LinearBackward.gradients
 
     def watched(ctx: Any) -> tuple[Any, ...]:
         saved = take(ctx)
-        _, inner, _, (_, *codes) = fused._split(saved, fused._FRONT_SAVED, 2, ctx.inner)
+        _, inner, _, (_, *codes) = fused._split(saved, *ctx.sizes)
+        inner = [inner[0], inner[len(inner) // 2]]
         named = zip(("gate", "up", "codes"), (*inner, *codes), strict=False)  # the scale shares its memory with others
         kept.update((name, StorageWeakRef(tensor.untyped_storage())) for name, tensor in named)
         return saved
