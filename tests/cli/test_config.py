@@ -21,6 +21,12 @@ def test_defaults_are_consistent():
     assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
 
 
+def test_layers_that_are_not_recomputed_may_keep_codes():
+    chosen = replace(TrainSettings(), activation_storage="fp8")
+    for change in ({}, {"recompute": "activation"}, {"recompute": "layer", "recompute_every": 2}):
+        replace(chosen, **change).check()
+
+
 def test_flags_go_before_file_before_defaults(tmp_path):
     file = tmp_path / "some.toml"
     file.write_text("hidden = 96\nlr = 1\n")
@@ -67,6 +73,10 @@ def test_resolved_fills_in_what_follows():
         ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, linear, wsd, constant"),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
+        ({"activation_storage": "bf16"}, "activation_storage = 'bf16': choose one of: high_precision, fp8"),
+        ({"activation_storage": "fp8", "recompute": "layer"}, "no layer keeps activations until its backward"),
+        ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
+        ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),
     ],
 )
 def test_refused_in_one_line(change, says):
