@@ -19,6 +19,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,10 +61,11 @@ Parameters = list[dict[str, Any]]
 
 
 class Arm(NamedTuple):
-    """How weights and GEMMs are quantized, and how the optimizer is made."""
+    """How weights and GEMMs are quantized, how the optimizer is made, and what MLPs keep of activations."""
 
     recipe: str
     optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    activation_storage: str = "high_precision"
 
 
 def fused(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
@@ -85,6 +87,7 @@ ARMS = {
     **{name: Arm(name, fused()) for name in ("current", "delayed", "block", "rowwise", "mxfp8", "nvfp4")},
     **{f"{name} AdamW": Arm(name, plain) for name in ("block", "mxfp8")},
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
+    "current fp8-activations": Arm("current", fused(), "fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
 }
 """Lean: 5 bytes a parameter where a weight takes one: master of 16 bits, moments of 8."""
@@ -115,6 +118,7 @@ class Training:
         self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
         torch.manual_seed(seed)
         vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
+        settings = replace(settings, activation_storage=arm.activation_storage)
         self.model = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
         self.optimizer = arm.optimizer(list(_groups(self.model, settings)))
         self.loss = torch.compile(token_loss) if device == "cuda" else token_loss

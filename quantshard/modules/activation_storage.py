@@ -53,32 +53,28 @@ def check_storage(owner: str, name: object) -> None:
 
 
 class ActivationStorage(NamedTuple):
-    """One of `ACTIVATION_CELLS`; `split`: how features are cut over ranks, if they are."""
+    """One of `STORAGES`. `cell`: how inputs are quantized; None if they are kept as they are. `split`: how features are
+    cut over ranks, if they are."""
 
-    name: str = HIGH_PRECISION
+    name: str
+    cell: Cell | None
     split: OperandSplit | None = None
-
-    @property
-    def cell(self) -> Cell | None:
-        """How inputs are quantized; None if they are kept as they are."""
-        return ACTIVATION_CELLS[self.name]
 
     def for_backward(self, *tensors: Any) -> ActivationStorage:
         """This one if a backward comes that an activation between these tensors, or None, is part of; else nothing is
         quantized."""
         differentiates = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-        return self if differentiates else ActivationStorage()
+        return self if differentiates else AS_IS
 
     def keep(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """What is kept of some inputs [..., features] of one shape and dtype: they themselves; or for each the codes
-        uint8 [tokens, features], scales float32 [tokens, features / 128, rounded up] and poison float32 [1, 1].
+        """What is kept of some inputs [..., features] of one shape and dtype: they themselves, None too; or of each codes
+        uint8 [tokens, features], scales float32 [tokens, features / 128, rounded up] and a poison float32 [1, 1].
 
         A collective call where ranks share blocks.
         """
-        given = [x for x in inputs if x is not None]
         if self.cell is None:
-            return given
-        rows = [private_torch.plain(x.detach()).reshape(-1, x.shape[-1]) for x in given]
+            return [*inputs]  # type: ignore[list-item]
+        rows = [private_torch.plain(x.detach()).reshape(-1, x.shape[-1]) for x in inputs if x is not None]
         if private_torch.is_traced(*rows):
             assert self.split is None, "tensor parallelism is not compiled"
             found: list[Tensor] = torch.ops.quantshard.store_activation(rows, self.name)
@@ -142,6 +138,11 @@ class ActivationStorage(NamedTuple):
         return operands.operand_shard(shape, cell, self._across(cell, shape[1]))
 
 
+STORAGES: Final = {name: ActivationStorage(name, cell) for name, cell in ACTIVATION_CELLS.items()}
+"""By the value of `activation_storage`."""
+AS_IS: Final = STORAGES[HIGH_PRECISION]
+
+
 def _by_kernels(cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
     """By one kernel for all that lie alike in memory."""
     if any(x.stride() != rows[0].stride() for x in rows):
@@ -163,11 +164,11 @@ torch.library.define("quantshard::stored_activation", "(Tensor[] kept, str stora
 
 @workspace.separate_allocations()
 def _store(inputs: list[Tensor], storage: str) -> list[Tensor]:
-    return ActivationStorage(storage).keep(inputs)
+    return STORAGES[storage].keep(inputs)
 
 
 def _stored(kept: list[Tensor], storage: str, dtype: torch.dtype) -> list[Tensor]:
-    return ActivationStorage(storage).values(list(kept), dtype)
+    return STORAGES[storage].values(list(kept), dtype)
 
 
 torch.library.impl("quantshard::store_activation", "default")(_store)
@@ -176,7 +177,7 @@ torch.library.impl("quantshard::stored_activation", "default")(_stored)
 
 @torch.library.register_fake("quantshard::store_activation")
 def _(inputs: list[Tensor], storage: str) -> list[Tensor]:
-    return [part for x in inputs for part in ActivationStorage(storage).empty(x)]
+    return [part for x in inputs for part in STORAGES[storage].empty(x)]
 
 
 @torch.library.register_fake("quantshard::stored_activation")

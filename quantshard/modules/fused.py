@@ -22,7 +22,7 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
 from quantshard.kernels import workspace
-from quantshard.modules.activation_storage import ActivationStorage
+from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
 from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
@@ -128,13 +128,14 @@ def mlp(
     activation: str,
     fc2: PreparedLinear | TracedLinear,
     recomputes: bool = False,
-    storage: ActivationStorage = ActivationStorage(),  # noqa: B008 (immutable)
+    storage: ActivationStorage = AS_IS,
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a normalization, two linear layers and an activation between them.
 
     `recomputes`: backward makes what wgrads read of normalized rows and activation. `storage`: of the latter's inputs.
     """
-    storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
+    if storage is not AS_IS:
+        storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
     if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
         remakes = [
             front.normalization is not None and _remakes_in_graph(fc1.setting, recomputes, True),
@@ -336,19 +337,14 @@ class _NormLinearFunction(torch.autograd.Function):
 
 
 def _run_mlp(
-    front: NormInput,
-    fc1: PreparedLinear,
-    activation: str,
-    fc2: PreparedLinear,
-    keeps: Sequence[bool],
-    storage: ActivationStorage,
-) -> tuple[Tensor, NormBackward, list[Tensor], list[WgradOperand]]:
-    """The output, and what backward needs: of the inputs of the activation what `storage` keeps."""
+    front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
+) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
+    """The output, and what backward needs."""
     entered, source = _entered(front, fc1.call.recipe)
     inner, kept1 = functional.forward_gemms(source, None, *fc1, keeps[0])
     between = ActivationInputs(*inner)
     (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
-    return out, entered, storage.keep(between), [kept1, kept2]
+    return out, entered, between, [kept1, kept2]
 
 
 def _mlp_gradients(
@@ -391,10 +387,11 @@ class _MLPFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         normalization, fc1, activation, fc2, keeps, storage = others  # those of `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
-        out, entered, inner, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps], storage)
+        out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
-        ctx.fc2, saved2 = fc2.saved(kept[1], inner[0].shape, x.dtype, keeps[1].rereads)
+        ctx.fc2, saved2 = fc2.saved(kept[1], between.gate.shape, x.dtype, keeps[1].rereads)
+        inner = storage.keep(between)
         ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
         ctx.save_for_backward(*entered, *inner, *saved1, *saved2)
         return out, None if residual is None else entered.z
@@ -483,15 +480,15 @@ def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], o
 
 def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     (fc1, fc2), structure = ready, asked.layers.structure
-    keeps, storage = [layer.keeps for layer in structure.layers], ActivationStorage(structure.activation_storage)
-    out, entered, inner, kept = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps, storage)
-    return _results(asked, [out], entered, kept, inner)
+    keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
+    out, entered, between, kept = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
+    return _results(asked, [out], entered, kept, storage.keep(between))
 
 
 def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, inner = _entered_again(asked, others)
     structure = asked.layers.structure
-    between = StoredInputs(inner, ActivationStorage(structure.activation_storage), layers[0].saved.dtype)
+    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].saved.dtype)
     dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantshard import kernels
 from quantshard.gemm import operands
-from quantshard.modules.activation_storage import ActivationStorage
+from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
 from quantshard.recipe import TensorRole
@@ -52,8 +52,9 @@ class StoredInputs:
 
     def read(self) -> ActivationInputs:
         """The inputs."""
-        self.tensors[:] = self.storage.values(self.tensors, self.dtype)
-        self.storage = ActivationStorage()
+        if self.storage.cell is not None:
+            self.tensors[:] = self.storage.values(self.tensors, self.dtype)
+            self.storage = AS_IS
         return ActivationInputs(*self.tensors)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import fused
-from quantshard.modules.activation_storage import HIGH_PRECISION, ActivationStorage, check_storage
+from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
 from quantshard.modules.base import inputs
 from quantshard.modules.base.module import InitMethod, QuantizedModule
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
@@ -84,8 +84,9 @@ def activate_stored(
 ) -> tuple[Tensor, RecomputedInput]:
     """The same, where backward reads what `storage` keeps of the inputs; and how it computes the result again of
     that."""
-    storage = storage.for_backward(x, up)
-    if storage.cell is None:
+    if storage is not AS_IS:
+        storage = storage.for_backward(x, up)
+    if storage is AS_IS:
         return activate(x, activation, up), RecomputedInput(partial(_activate_kept, activation), (x, up))
     kept = storage.keep((x, up))
     again = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(kept))
@@ -303,7 +304,7 @@ class LayerNormMLP(QuantizedModule):
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
         fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
-            storage = ActivationStorage(self.activation_storage)
+            storage = STORAGES[self.activation_storage]
             out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
         else:
             normed, total = front.normalized()
@@ -326,10 +327,10 @@ class LayerNormMLP(QuantizedModule):
             _refuse_codes_in_graph(type(self).__name__)
 
     def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
-        split = None
-        if self._fc1.mode is not None and self.tp_size > 1:
-            split = self.tensor_parallel_of(self._fc1.mode).split(1)
-        return activate_stored(first, self.activation, up, ActivationStorage(self.activation_storage, split))
+        storage = STORAGES[self.activation_storage]
+        if storage is not AS_IS and self._fc1.mode is not None and self.tp_size > 1:
+            storage = storage._replace(split=self.tensor_parallel_of(self._fc1.mode).split(1))
+        return activate_stored(first, self.activation, up, storage)
 
     def extra_repr(self) -> str:
         return (

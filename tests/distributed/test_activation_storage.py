@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.gemm.operands import OperandSplit
-from quantshard.modules.activation_storage import ActivationStorage
+from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.layernorm_mlp import activate_stored
 from quantshard.optimizers import FusedAdam
 from tests.distributed import tensor_parallel
@@ -33,7 +33,7 @@ def whole(seed: int, features: int) -> Tensor:
 
 def stored(inputs: list[Tensor], dy: Tensor, split: OperandSplit | None) -> list[Tensor]:
     """Codes, result and gradients of a gated activation."""
-    storage = ActivationStorage("fp8", split)
+    storage = STORAGES["fp8"]._replace(split=split)
     gate, up = (x.clone().requires_grad_() for x in inputs)
     codes = storage.keep([gate, up])[::3]
     y, _ = activate_stored(gate, "sreglu", up, storage)  # of products alone: exp differs at the ends of SIMD loops

@@ -14,12 +14,12 @@ from torch import Tensor
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules.activation_storage import ActivationStorage
+from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate, activate_stored, is_gated
 from quantshard.recipe import ACTIVATION_CELLS
 from tests.modules.test_mlp import bytes_kept
 
-FP8 = ActivationStorage("fp8")
+FP8 = STORAGES["fp8"]
 TOKENS, FEATURES = 7, 300
 """Two blocks of 128 and one of 44."""
 
@@ -72,7 +72,7 @@ def test_codes_by_definition(dtype: torch.dtype) -> None:
         assert values.dtype is dtype and torch.equal(values.float(), wanted[2]), "no second rounding"
         off = (values.double() - x.double()).abs()
         assert (off <= room(x)).all() and off.max() > 0
-    assert [x is y for x, y in zip(xs, ActivationStorage().keep(xs), strict=True)] == [True, True]
+    assert [x is y for x, y in zip(xs, AS_IS.keep(xs), strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -102,10 +102,10 @@ def test_gradients_are_those_of_the_codes(activation: str) -> None:
         y, _ = activate_stored(values[0], activation, values[1] if len(values) > 1 else None, storage)
         return y.detach(), torch.autograd.grad(y, values, dy)
 
-    (plain, exact), (stored, found) = run(xs, ActivationStorage()), run(xs, FP8)
+    (plain, exact), (stored, found) = run(xs, AS_IS), run(xs, FP8)
     decoded = [by_definition(x.detach())[2].requires_grad_() for x in xs]
     assert torch.equal(plain, stored) and torch.equal(plain, activate(xs[0], activation, *xs[1:]))
-    assert all(torch.equal(a, b) for a, b in zip(found, run(decoded, ActivationStorage())[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, run(decoded, AS_IS)[1], strict=True))
     assert activation == "relu" or not any(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
 
     function = {"reglu": "relu", "sreglu": "srelu", "geglu": "gelu", "swiglu": "silu", "qgeglu": "qgelu"}

@@ -29,7 +29,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
-from quantshard.modules.activation_storage import ActivationStorage
+from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
@@ -120,7 +120,7 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1]).shape[0]
     statistics = {"": 0, "RMSNorm": 1, "LayerNorm": 2}[structure.normalization]
     found += [x.new_empty((rows,), dtype=torch.float32) for _ in range(statistics)]
-    storage = ActivationStorage(structure.activation_storage)
+    storage = STORAGES[structure.activation_storage]
     for features in chain.from_iterable(inner):
         found += storage.empty(x.new_empty((rows, features)))
     return found
