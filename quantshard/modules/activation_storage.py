@@ -67,8 +67,8 @@ class ActivationStorage(NamedTuple):
         return self if differentiates else AS_IS
 
     def keep(self, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-        """What is kept of some inputs [..., features] of one shape and dtype: they themselves, None too; or of each codes
-        uint8 [tokens, features], scales float32 [tokens, features / 128, rounded up] and a poison float32 [1, 1].
+        """What is kept of some inputs [..., features] of one shape and dtype: these, None too; or of each the codes
+        uint8 [tokens, features], scales float32 [tokens, features / 128, rounded up] and poison float32 [1, 1].
 
         A collective call where ranks share blocks.
         """
