@@ -41,11 +41,12 @@ def after_steps(name: str, mesh: DeviceMesh | None = None) -> dict[str, str]:
     return bits(trained.model, trained.optimizer)
 
 
-@pytest.mark.parametrize("way", ["graphed", "captured-step", "recomputed"])
+@pytest.mark.parametrize("way", ["graphed", "captured-step", "recomputed", "graphed-fp8-activations"])
 def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are run again here."""
     monkeypatch.setattr(training_arms, "recorded", lambda step: step)
-    eager, found = (after_steps(name) for name in ("ours-delayed-lean", f"ours-delayed-lean-{way}"))
+    stored = "-fp8-activations" * way.endswith("-fp8-activations")
+    eager, found = (after_steps(f"ours-delayed-lean{end}") for end in (stored, f"-{way}"))
     assert eager.keys() <= found.keys() and all(found[name] == eager[name] for name in eager)
 
 

@@ -20,9 +20,11 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules import fused
+from quantshard.modules import fused, fused_activation
+from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
+from quantshard.modules.layernorm_mlp import activate
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.covering import exhaustive
@@ -151,15 +153,17 @@ class Converted(nn.Module):
 def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     """Without a normalization, of layers with histories of their own."""
 
-    def run() -> dict[str, Tensor]:
+    def run(storage: str = "high_precision") -> dict[str, Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(Converted()).bfloat16()
         qs.convert(model, RECIPES[recipe], autocast=False)
-        gated_mlp.fuse(model[0])
+        gated_mlp.fuse(model[0], storage)
         return trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16)
 
     one, other = both(run)
     assert not differing(one, other) and len(one) > 10
+    changed = differing(one, run("fp8"))
+    assert "y0.0" not in changed and "d0.gate_proj.weight0" in changed and "d0.down_proj.weight0" not in changed
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"][: 2 if ON_GPU else 1])
@@ -305,6 +309,13 @@ def test_backward_lets_go_of_what_it_has_read(name: str, monkeypatch: pytest.Mon
         there.append([name for name, storage in kept.items() if not storage.expired()])
         return gradients(*args)
 
+    def read(inputs: Any) -> Any:
+        found = real(inputs)
+        kept.update((f"{field}, read", StorageWeakRef(x.untyped_storage())) for field, x in found._asdict().items())
+        return found
+
+    real = fused_activation.StoredInputs.read
+    monkeypatch.setattr(fused_activation.StoredInputs, "read", read)
     monkeypatch.setattr(private_torch, "take_saved", watched)
     monkeypatch.setattr(functional.LinearBackward, "gradients", counted)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
@@ -418,3 +429,28 @@ def test_an_input_that_is_rounded_stochastically_is_drawn_once(both: Callable[..
     chosen = TableRecipe("rounded inputs", table)
     one, other = both(lambda: trained(build("gated mlp", chosen, True), chosen, False, torch.bfloat16, steps=1))
     assert not differing(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_keep_what_the_oracle_keeps(dtype: torch.dtype, kernels_on_cpu: None) -> None:
+    """Codes, scales and poisons of an activation's inputs, also of rows that lie apart, and what backward reads; a
+    slope at NaN is NaN."""
+    x = torch.randn(5, 2 * 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 4, 600)
+    x[2, 3], x[3, :300] = float("inf"), 0.0
+    gate, up = x.to(DEVICE, dtype).chunk(2, dim=1)
+    for inputs in ([gate, up], [gate.contiguous(), up], [up[:0], up[:0]]):
+        kept = STORAGES["fp8"].keep(inputs)
+        values = STORAGES["fp8"].values([*kept], dtype)
+        with kernel_dispatch.kernels_only_on():
+            wanted = STORAGES["fp8"].keep(inputs)
+            read = STORAGES["fp8"].values([*wanted], dtype)
+        finite = slice(None) if len(inputs[0]) == 0 else slice(3, None)  # of the other all is NaN, whatever codes say
+        for found, expected in zip(kept[finite], wanted[finite], strict=True):
+            assert torch.equal(found, expected) and found.shape == expected.shape
+        for found, expected in zip(values, read, strict=True):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert values[0].shape == (0, 300)
+    gate = torch.tensor([[float("nan"), 1.0, -1.0]], device=DEVICE, dtype=dtype).requires_grad_()
+    activate(gate, "relu").sum().backward()
+    assert gate.grad is not None and gate.grad.isnan().tolist() == [[True, False, False]]
