@@ -64,20 +64,22 @@ class Shape:
 
 class Variant(NamedTuple):
     """`name` is made of the others. `recomputes`: with recompute_activation=True. `graphed`: in CUDA graphs, by
-    make_graphed_callables, or, where it is compiled too, by mode="reduce-overhead"."""
+    make_graphed_callables, or, where it is compiled too, by mode="reduce-overhead". `stores`: with
+    activation_storage="fp8"."""
 
     family: str
     recipe: str
     compiled: bool
     recomputes: bool = False
     graphed: bool = False
+    stores: bool = False
 
     @property
     def name(self) -> str:
         if self.family == "bf16":
             return "bf16-compiled" if self.compiled else "bf16-eager"
         more = ("-compiled" if self.family == "ours" and self.compiled else "") + "-recomputed" * self.recomputes
-        more += "-graphed" * self.graphed
+        more += "-graphed" * self.graphed + "-fp8-activations" * self.stores
         return f"{self.family}-{self.recipe}{more}"
 
     @property
@@ -88,12 +90,13 @@ class Variant(NamedTuple):
         return 0.9 if self.recipe == "nvfp4" else 0.3
 
 
-def variants(compile_ours: bool, recompute_ours: bool, graph_ours: bool) -> list[Variant]:
+def variants(compile_ours: bool, recompute_ours: bool, graph_ours: bool, store_ours: bool = False) -> list[Variant]:
     plain = [Variant("bf16", "bf16", compiled) for compiled in (False, True)]
     torchao = [Variant("torchao", recipe, True) for recipe in ("tensorwise", "rowwise")]
     ways = [(False, False, False)] + [(True, False, False)] * compile_ours + [(False, True, False)] * recompute_ours
     ways += [(False, False, True)] * graph_ours + [(True, False, True)] * (compile_ours and graph_ours)
-    return plain + torchao + [Variant("ours", recipe, *way) for recipe in RECIPES for way in ways]
+    ours = [Variant("ours", recipe, *way) for recipe in RECIPES for way in ways]
+    return plain + torchao + ours + [each._replace(stores=True) for each in ours if store_ours]
 
 
 # The models
@@ -145,7 +148,9 @@ class Plain(nn.Module):
 
 
 class Ours(nn.Module):
-    def __init__(self, shape: Shape, recipe: str, attention: str | None, recomputes: bool = False) -> None:
+    def __init__(
+        self, shape: Shape, recipe: str, attention: str | None, recomputes: bool = False, stores: bool = False
+    ) -> None:
         super().__init__()
         with qs.quantized_model_init(recipe=recipe):
             self.layers = nn.ModuleList(
@@ -154,6 +159,7 @@ class Ours(nn.Module):
                     params_dtype=torch.bfloat16, bias=False, normalization="RMSNorm", activation="swiglu",
                     fuse_qkv_params=True, qkv_weight_interleaved=False, attn_input_format="bshd",
                     attention_backend=attention or "auto", recompute_activation=recomputes, device=shape.device,
+                    activation_storage="fp8" if stores else "high_precision",
                 )
                 for _ in range(shape.layers)
             )  # fmt: skip
@@ -221,7 +227,7 @@ class Subject:
         self.variant, self.shape = variant, shape
         self.model: nn.Module = Plain(shape, attention)
         if variant.family == "ours":
-            self.model = Ours(shape, variant.recipe, attention, variant.recomputes)
+            self.model = Ours(shape, variant.recipe, attention, variant.recomputes, variant.stores)
         fill(self.model, shape)
         if variant.family == "torchao":
             to_float8(self.model, variant.recipe, shape)
@@ -412,6 +418,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile-ours", action="store_true", help="ours under torch.compile too")
     parser.add_argument("--graph-ours", action="store_true", help="ours in CUDA graphs too, compiled or not")
     parser.add_argument("--recompute-ours", action="store_true", help="ours with recompute_activation=True too")
+    parser.add_argument("--store-ours", action="store_true", help='ours with activation_storage="fp8" too')
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--same-attention", default="", help="that of the second table; 'none' for no such table")
     for field in dataclasses.fields(Shape)[:-1]:
@@ -429,14 +436,14 @@ def main(given: list[str] | None = None) -> int:
     shape = Shape(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)})
     where = torch.cuda.get_device_name() if shape.device == "cuda" else "CPU"
     print(f"## {where}, torch {torch.__version__}, torchao {torchao()}, {datetime.date.today()}\n\n{shape}\n")
-    known = {variant.name: variant for variant in variants(True, True, True)}
+    known = {variant.name: variant for variant in variants(True, True, True, True)}
     if options.profile:
         print("\n".join(profiled(Subject(known[options.profile], shape, None, options.compiler))))
         return 0
     patterns = (options.only or "*").split(",")
     asked = [
         v
-        for v in variants(options.compile_ours, options.recompute_ours, options.graph_ours)
+        for v in variants(options.compile_ours, options.recompute_ours, options.graph_ours, options.store_ours)
         if any(fnmatch.fnmatch(v.name, p) for p in patterns)
     ]
     same = options.same_attention or ("cudnn" if shape.device == "cuda" else "math")

@@ -78,11 +78,13 @@ Parameters = list[dict[str, Any]]
 
 
 class Arm(NamedTuple):
-    """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model."""
+    """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model.
+    `activation_storage`: what MLPs keep of activations."""
 
     recipe: str
     optimizer: Callable[[Parameters], torch.optim.Optimizer]
     peer: str = ""
+    activation_storage: str = "high_precision"
 
 
 def fused(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
@@ -109,6 +111,7 @@ ARMS = {
         for preset in PRESETS
     },
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
+    "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
     **{f"{name} no masters": Arm(name, fused(master_weights=False, **FP8_MOMENTS)) for name in ("current", "mxfp8")},
     "plain bf16": Arm("bf16", fused(), PLAIN),
@@ -145,6 +148,7 @@ class Training:
         self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
         torch.manual_seed(seed)
         vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
+        settings = replace(settings, activation_storage=arm.activation_storage)
         ours = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
         self.model: LanguageModel | PlainModel = PlainModel(ours, arm.peer, device) if arm.peer else ours
         del ours

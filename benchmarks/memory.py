@@ -7,7 +7,8 @@
 Needs no GPU and no memory: modules run on the meta device as on a GPU of the compute capability
 (`quantshard.planning`), which says what products are emulated. Sizes are bytes for a token, of the storages of
 tensors, without weights, their gradients, and the input of the first layer. Layers are those of block_step.py, and
-taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True.
+taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True, "stored" with
+activation_storage="fp8".
 
 With --against, instead: the peaks that RESULTS.md has of GPUs, beside what `quantshard.plan` says of the same steps.
 """
@@ -19,6 +20,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -65,10 +67,14 @@ def running(timeline: GpuTimeline, recipe: str, capability: tuple[int, int]) -> 
 
 @mock.patch.object(operands, "LARGE", 0)
 def kept(
-    recipe: str, recomputes: bool = False, shape: Shape = SMALL, capability: tuple[int, int] = HOPPER
+    recipe: str,
+    recomputes: bool = False,
+    stores: bool = False,
+    shape: Shape = SMALL,
+    capability: tuple[int, int] = HOPPER,
 ) -> list[Kept]:
     """What the second of two layers keeps, in the order in which it is saved, but for scalars and the angles."""
-    model, x, _ = _made(recipe, recomputes, dataclasses.replace(shape, layers=2))
+    model, x, _ = _made(recipe, recomputes, stores, dataclasses.replace(shape, layers=2))
     found: dict[int, Kept] = {}
     held: list[Any] = []  # so that no id is another's
 
@@ -99,9 +105,15 @@ def _saving_step() -> str:
 
 
 @mock.patch.object(operands, "LARGE", 0)
-def peak(recipe: str, recomputes: bool = False, shape: Shape = SMALL, capability: tuple[int, int] = HOPPER) -> Peak:
+def peak(
+    recipe: str,
+    recomputes: bool = False,
+    stores: bool = False,
+    shape: Shape = SMALL,
+    capability: tuple[int, int] = HOPPER,
+) -> Peak:
     """Of one step."""
-    model, x, dy = _made(recipe, recomputes, shape)
+    model, x, dy = _made(recipe, recomputes, stores, shape)
     weights = [part for p in model.parameters() for part in _parts(p)]
     timeline = GpuTimeline([x, dy, *weights, *model.buffers()])
     with running(timeline, recipe, capability):
@@ -121,8 +133,8 @@ def _parts(param: Tensor) -> Iterable[Tensor]:
     return param.quantized_storage.components.values() if isinstance(param, QuantizedTensor) else [param]
 
 
-def _made(recipe: str, recomputes: bool, shape: Shape) -> tuple[Ours, Tensor, Tensor]:
-    model = Ours(shape, recipe, None, recomputes)
+def _made(recipe: str, recomputes: bool, stores: bool, shape: Shape) -> tuple[Ours, Tensor, Tensor]:
+    model = Ours(shape, recipe, None, recomputes, stores)
     size = (shape.batch, shape.tokens, shape.hidden)
     x, dy = (torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     return model, x.requires_grad_(), dy
@@ -130,19 +142,21 @@ def _made(recipe: str, recomputes: bool, shape: Shape) -> tuple[Ours, Tensor, Te
 
 def tables(recipes: list[str], shape: Shape, capability: tuple[int, int]) -> Iterator[str]:
     """In Markdown."""
-    ways = [(recipe, recomputes) for recipe in recipes for recomputes in (False, True)]
+    ways = list(product(recipes, (False, True), (False, True)))
     yield "| recipe | kept by a layer: function, dtype, bytes for a token | together |"
     yield "|---|---|---|"
-    for recipe, recomputes in ways:
-        found = kept(recipe, recomputes, shape, capability)
+    for recipe, recomputes, stores in ways:
+        found = kept(recipe, recomputes, stores, shape, capability)
         told = "; ".join(f"{each.step} {str(each.dtype)[6:]} {each.bytes:g}" for each in found)
-        yield f"| {recipe}{', recomputed' * recomputes} | {told} | {sum(each.bytes for each in found):g} |"
+        more = ", recomputed" * recomputes + ", stored" * stores
+        yield f"| {recipe}{more} | {told} | {sum(each.bytes for each in found):g} |"
     yield ""
     yield f"| recipe | bytes for a token kept by {shape.layers} layers | most in backward |"
     yield "|---|---|---|"
-    for recipe, recomputes in ways:
-        found_peak = peak(recipe, recomputes, shape, capability)
-        yield f"| {recipe}{', recomputed' * recomputes} | {found_peak.kept:g} | {found_peak.most:g} |"
+    for recipe, recomputes, stores in ways:
+        found_peak = peak(recipe, recomputes, stores, shape, capability)
+        more = ", recomputed" * recomputes + ", stored" * stores
+        yield f"| {recipe}{more} | {found_peak.kept:g} | {found_peak.most:g} |"
 
 
 # Beside measured peaks -----------------------------------------------------------------------------------------------
@@ -183,8 +197,8 @@ MEASURED = [
 def planned(subject: str, arm: str) -> float:
     """The peak of the same step, in GiB."""
     if subject in BLOCKS:
-        recipe, _, more = arm.partition(", ")
-        return _blocks(BLOCKS[subject], recipe, bool(more)) / GIB
+        recipe, *more = arm.split(", ")
+        return _blocks(BLOCKS[subject], recipe, "recomputed" in more, "stored" in more) / GIB
     model = convert_models.build(known := convert_models.MODELS[subject], arm, "meta")
     step = qs.TrainingStep(known.batch, known.length)
     fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
@@ -195,13 +209,13 @@ def planned(subject: str, arm: str) -> float:
     return (_without_states(report.memory) + states) / GIB
 
 
-def _blocks(shape: Shape, recipe: str, recomputes: bool) -> int:
+def _blocks(shape: Shape, recipe: str, recomputes: bool, stores: bool) -> int:
     def forward(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         x = torch.empty(*tokens.shape, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
         found: Tensor = model(x)
         return found
 
-    model = Ours(shape, recipe, None, recomputes)
+    model = Ours(shape, recipe, None, recomputes, stores)
     step = qs.TrainingStep(shape.batch, shape.tokens, recipe=recipe, loss=forward)
     return _without_states(qs.plan(model, {}, layers=model.layers, step=step).memory)
 

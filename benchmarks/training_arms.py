@@ -38,7 +38,8 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """`ddp`: replicas on several GPUs, in place of FSDP2."""
+    """`recomputes`: with recompute_activation=True. `ddp`: replicas on several GPUs, in place of FSDP2. `stores`: with
+    activation_storage="fp8"."""
 
     family: str
     recipe: str = ""
@@ -46,12 +47,13 @@ class Arm:
     way: str = ""
     recomputes: bool = False
     ddp: bool = False
+    stores: bool = False
 
     @property
     def name(self) -> str:
         way = "" if self.family != "ours" and self.way == COMPILED else self.way
-        parts = (self.family, self.recipe, self.states, way, "recomputed" * self.recomputes, "ddp" * self.ddp)
-        return "-".join(filter(None, parts))
+        more = ("recomputed" * self.recomputes, "ddp" * self.ddp, "fp8-activations" * self.stores)
+        return "-".join(filter(None, (self.family, self.recipe, self.states, way, *more)))
 
     def why_not(self, ranks: int) -> str:
         """Why it isn't run on so many GPUs; "" where it is."""
@@ -70,7 +72,7 @@ def _arms() -> Iterator[Arm]:
     for ddp, way in product((False, True), (COMPILED, REDUCED)):
         yield Arm("bf16", way=way, ddp=ddp)
         yield from (Arm("torchao", recipe, way=way, ddp=ddp) for recipe in TORCHAO)
-    for options in product(RECIPES, STATES, WAYS, (False, True), (False, True)):
+    for options in product(RECIPES, STATES, WAYS, (False, True), (False, True), (False, True)):
         yield Arm("ours", *options)
 
 
@@ -78,7 +80,7 @@ ARMS = {arm.name: arm for arm in _arms()}
 NAMES = (
     f"bf16, torchao-{{{','.join(TORCHAO)}}}, ours-{{{','.join(RECIPES)}}}, behind which come: of ours "
     f"[-{{{','.join(filter(None, STATES))}}}] states, [-{{{','.join(filter(None, WAYS))}}}], of others "
-    f"[-{REDUCED}]; of ours [-recomputed]; [-ddp]"
+    f"[-{REDUCED}]; of ours [-recomputed]; [-ddp]; of ours [-fp8-activations]"
 )
 
 
@@ -89,7 +91,9 @@ class TrainingArm:
         self.arm, self.shape, self.mesh = arm, shape, mesh
         torch.manual_seed(0)  # the random keys of weights and optimizer are the same on all processes
         ours = arm.family == "ours"
-        self.model: nn.Module = Ours(shape, arm.recipe, None, arm.recomputes) if ours else Plain(shape, None)
+        self.model: nn.Module = Plain(shape, None)
+        if ours:
+            self.model = Ours(shape, arm.recipe, None, arm.recomputes, arm.stores)
         fill(self.model, shape)
         self.x, self.dy = data(shape)
         self.gathers = arm.family == "torchao" and arm.recipe == "tensorwise" and mesh is not None and not arm.ddp

@@ -176,6 +176,16 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",
         "for a gradient penalty build this layer in high precision, outside of autocast",
     ),
+    "derivative of codes": Limit(
+        "create_graph=True through an activation whose inputs are kept as codes is not supported",
+        "backward computes with codes, which have no derivative, so that a second one would be lost in silence",
+        "build the module with activation_storage='high_precision'",
+    ),
+    "compiled codes": Limit(
+        "recompute_activation with activation_storage='fp8' is not compiled where an MLP is not one operator",
+        "the compiler decides what it computes again, and of codes the activation is another one",
+        "leave recompute_activation or return_layernorm_output out, or do not compile it without a GPU",
+    ),
     "unknown first forward": Limit(
         "a layer of quantized weights or delayed scaling that runs again in backward is not computed",
         "outside of torch.utils.checkpoint the recipe and scales of its first forward are not known",

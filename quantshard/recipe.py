@@ -486,8 +486,7 @@ row, so only tensor parallelism along the columns makes these scales need a redu
 value that did not change stays as it was when it does."""
 
 FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
-"""How an optimizer stores a state in FP16: with one scale for 128 elements of a row too, since the squares of small
-gradients are below FP16's range; a power of two likewise."""
+"""How an optimizer stores a state in FP16: scaled likewise, since squares of small gradients are below its range."""
 
 STATE_CELLS: dict[torch.dtype, Cell | None] = {
     torch.float32: None,
@@ -496,3 +495,6 @@ STATE_CELLS: dict[torch.dtype, Cell | None] = {
     torch.uint8: FP8_STATE,
 }
 """State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""
+
+ACTIVATION_CELLS: dict[str, Cell | None] = {"high_precision": None, "fp8": FP8_STATE}
+"""Values of `activation_storage`, and how the inputs of an activation, [tokens, features], are kept then."""

@@ -40,12 +40,13 @@ def test_ours_compute_what_a_plain_model_does(tmp_path, capsys) -> None:
 
 def test_captured_layers(rerun, capsys) -> None:
     """Their graphs are run again here."""
-    only = "bf16-eager,ours-current,ours-current-graphed"
-    assert run(f"--only={only}", "--graph-ours", "--same-attention=none", *SHORT) == 0
+    only = "bf16-eager,ours-current,ours-current-graphed,ours-current-fp8-activations"
+    assert run(f"--only={only}", "--graph-ours", "--store-ours", "--same-attention=none", *SHORT) == 0
     told = {
         line.split(":")[0]: line.split("off by")[1] for line in capsys.readouterr().out.splitlines() if "off" in line
     }
     assert told["- ours-current"] == told["- ours-current-graphed"]
+    assert told["- ours-current-fp8-activations"] != told["- ours-current"]
 
 
 def test_the_second_table_has_one_attention(tmp_path) -> None:

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 LLAMA_8B = {"h": 4096, "f": 14336, "k": 1024, "n": 32}
 SIZES = {"h": SMALL.hidden, "f": SMALL.ffn, "k": SMALL.kv_heads * SMALL.head, "n": SMALL.heads}
 RECIPES = ("delayed", "current", "block", "mxfp8")
+STORED = "f + f/32"
+"""Of gate and of up with activation_storage="fp8": codes and scales."""
 MADE_AGAIN = 2
 """How many of the last rows are not kept with recompute_activation=True."""
 
@@ -37,17 +39,34 @@ def size(formula: str, sizes: dict[str, int]) -> float:
     return float(eval(re.sub(r"(\d)([a-z])", r"\1*\2", formula), {}, dict(sizes)))
 
 
+@pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_table_is_what_a_layer_keeps(recipe: str, recomputes: bool) -> None:
+def test_the_table_is_what_a_layer_keeps(recipe: str, recomputes: bool, stores: bool) -> None:
     told = rows()[:-MADE_AGAIN] if recomputes else rows()
-    expected = [size(formula, SIZES) for _, formula, recipes, _ in told if recipes == "all" or recipe in recipes]
-    found = [each.bytes for each in memory.kept(recipe, recomputes) if each.bytes > 4]  # but for statistics of rows
-    assert found == expected
+    expected: list[float] = []
+    for name, formula, recipes, _ in told:
+        if recipes == "all" or recipe in recipes:
+            codes = stores and name in ("gate", "up")
+            expected += [size(each, SIZES) for each in (STORED.split(" + ") if codes else [formula])]
+    kept = memory.kept(recipe, recomputes, stores)
+    assert [each.bytes for each in kept if each.bytes > 4] == expected  # but for statistics of rows
 
 
 def test_the_table_for_llama_8b() -> None:
     assert [size(formula, LLAMA_8B) for _, formula, _, _ in rows()] == [float(bytes_) for *_, bytes_ in rows()]
+
+
+def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
+    """Totals of the text, and peaks that are planned."""
+    text = " ".join((Path(__file__).parents[1] / "docs" / "kernels.md").read_text().split())
+    assert f"gate and up take {STORED} bytes each" in text
+    fewer = 2 * (size("2f", LLAMA_8B) - size(STORED, LLAMA_8B))
+    for before, after in (("108,672", "80,896"), ("109,120", "81,344"), ("94,336", "66,560")):
+        assert int(before.replace(",", "")) - fewer == int(after.replace(",", "")) and before in text and after in text
+    subject = next(iter(memory.BLOCKS))
+    planned = [f"{memory.planned(subject, f'delayed{way}, stored'):.2f}" for way in ("", ", recomputed")]
+    assert "planned to peak at {} GiB, and {}".format(*planned) in text
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

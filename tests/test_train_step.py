@@ -41,11 +41,12 @@ def after_steps(name: str, mesh: DeviceMesh | None = None) -> dict[str, str]:
     return bits(trained.model, trained.optimizer)
 
 
-@pytest.mark.parametrize("way", ["graphed", "captured-step", "recomputed"])
+@pytest.mark.parametrize("way", ["graphed", "captured-step", "recomputed", "graphed-fp8-activations"])
 def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are run again here."""
     monkeypatch.setattr(training_arms, "recorded", lambda step: step)
-    eager, found = (after_steps(name) for name in ("ours-delayed-lean", f"ours-delayed-lean-{way}"))
+    stored = "-fp8-activations" * way.endswith("-fp8-activations")
+    eager, found = (after_steps(f"ours-delayed-lean{end}") for end in (stored, f"-{way}"))
     assert eager.keys() <= found.keys() and all(found[name] == eager[name] for name in eager)
 
 
@@ -125,6 +126,7 @@ def test_speeds_are_beside_those_of_the_same_call() -> None:
 def test_every_option_of_an_arm_is_in_its_name() -> None:
     assert len(ARMS) == len(set(ARMS.values())) and list(ARMS)[:2] == ["bf16", "torchao-tensorwise"]
     assert ARMS["ours-mxfp8-masterless-reduce-overhead-recomputed-ddp"].recomputes
+    assert ARMS["ours-current-fp8-activations"].stores
     reasons = {name: ARMS[name].why_not(2) for name in ("ours-block-graphed", "ours-block-graphed-ddp", "bf16")}
     assert [bool(reason) for reason in reasons.values()] == [True, False, False]
 

@@ -13,6 +13,7 @@ from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_lin
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
 from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
+from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
@@ -33,6 +34,7 @@ def convert(
     modules: str = "linear",
     autocast: bool = True,
     preserve_high_precision_init_val: bool = False,
+    activation_storage: str = HIGH_PRECISION,
 ) -> ConversionReport:
     """Quantize the weights of a model's linear layers, in place; names of parameters stay as they are.
 
@@ -56,16 +58,20 @@ def convert(
         autocast: make `model.forward` enter the recipe, so that no loop needs `quantshard.autocast`.
         preserve_high_precision_init_val: keep the values on the CPU, for the masters of an optimizer that is made
             later, which otherwise begin with the quantized values.
+        activation_storage: how fused MLPs keep gate and up for backward: "high_precision", or "fp8"; see
+            `LayerNormMLP`.
 
     Returns:
         What was converted and what was left, with reasons and bytes; print it.
 
     Raises:
         ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
-            nothing; a recipe is not known; values are infinite or NaN. The model is then as it was.
+            nothing; a recipe is not known; values are infinite or NaN; no MLP is fused that could keep codes. The model
+            is then as it was.
     """
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     check_modules("convert", modules)
+    check_storage("convert", activation_storage)
     checks.check_model(model, "convert")
     chosen = choices(model, recipe, filter)
     if not any(choice.recipe for choice in chosen):
@@ -93,6 +99,8 @@ def convert(
         for name, each in stacked_experts(model)
     )
     mlps = fusion.gated_mlps(model, chosen) if modules == "fused" else []
+    if activation_storage != HIGH_PRECISION and all(each.reason for each in mlps):
+        raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
     enter_recipe(model, common, autocast)
     if autocast:
         optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
@@ -102,7 +110,7 @@ def convert(
         converted.append(_exchange(places, *built.pop(0), keep))
     if modules == "linear":
         return ConversionReport(tuple(converted), left, experts)
-    return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps))
+    return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps, activation_storage))
 
 
 def check_modules(function: str, modules: object) -> None:
@@ -152,6 +160,13 @@ def _places(model: nn.Module) -> Places:
             parent, _, child = name.rpartition(".")
             found.setdefault(id(module), []).append((model.get_submodule(parent), child))
     return found
+
+
+def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:
+    why = "; ".join(f"{each.name}: {each.reason}" for each in mlps[:3]) or "this model has none of a known class"
+    if modules != "fused":
+        why = "give modules='fused'"
+    return f"convert(activation_storage={name!r}) is for gated MLPs that are computed as one step: {why}"
 
 
 def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:

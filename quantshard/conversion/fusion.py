@@ -11,6 +11,7 @@ from quantshard.conversion import gated_mlp
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import FusedLayers, UnfusedLayers
 from quantshard.conversion.selection import LayerChoice
+from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.gemms.shared_input import InputReader, SharedInput
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -61,13 +62,16 @@ def _apart(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
     return "its layers have different dtypes" if len(dtypes) > 1 else ""
 
 
-def fuse(model: nn.Module, mlps: Sequence[GatedMLPChoice]) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
+def fuse(
+    model: nn.Module, mlps: Sequence[GatedMLPChoice], activation_storage: str = HIGH_PRECISION
+) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
     """Fuse these MLPs, and let layers that read one input share what is made of it; what was done, and what was not."""
+    more = "" if activation_storage == HIGH_PRECISION else f", gate and up kept as {activation_storage}"
     done, left = [], [UnfusedLayers(each.name, each.reason) for each in mlps if each.reason]
     for each in mlps:
         if not each.reason:
-            gated_mlp.fuse(each.module)
-            done.append(FusedLayers(each.name, f"gated MLP, {gated_mlp.activation_of(each.module.act_fn)}"))
+            gated_mlp.fuse(each.module, activation_storage)
+            done.append(FusedLayers(each.name, f"gated MLP, {gated_mlp.activation_of(each.module.act_fn)}{more}"))
     for name, module in model.named_modules():
         for group in _readers(module):
             names = ", ".join(group)

@@ -18,6 +18,7 @@ from quantshard import limits, private_torch
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import warn_once
 from quantshard.modules import fused
+from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
 from quantshard.modules.contexts import context, context_warnings
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.fused import NormInput
@@ -25,7 +26,7 @@ from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
-from quantshard.modules.layernorm_mlp import activate
+from quantshard.modules.layernorm_mlp import activate_stored
 from quantshard.recipe import Recipe
 
 GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -94,9 +95,11 @@ def activation_of(act_fn: object) -> str:
     return name
 
 
-def fuse(module: nn.Module) -> None:
-    """Make an MLP whose layers were converted compute them as one; see `unknown`."""
+def fuse(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
+    """Make an MLP whose layers were converted compute them as one; see `unknown`. `activation_storage`: how its gate
+    and up are kept."""
     module.__class__ = _fused(type(module))
+    cast(Any, module)._activation_storage = activation_storage
     _renew(module)
 
 
@@ -106,13 +109,14 @@ def unfuse(model: nn.Module) -> None:
         plain = getattr(type(module), _PLAIN, None)
         if plain is not None:
             module.__class__ = plain
-            del module._handle
+            del module._handle, module._activation_storage
 
 
 class FusedGatedMLP(nn.Module):
     """What the class of a fused MLP has in front of its own."""
 
     _handle: Tensor
+    _activation_storage: str = HIGH_PRECISION
 
     def forward(self, x: Tensor) -> Any:
         if not self._is_fused():
@@ -141,9 +145,8 @@ class FusedGatedMLP(nn.Module):
         is_other = name != "act_fn" and type(child) is not ConvertedLinear
         if not torch.compiler.is_compiling():
             at = context_warnings.name_of(self)
-        _tell_of_calls(
-            at, name, f"is a {kind}" if is_other else "has hooks or was exchanged", context.current_setting()
-        )
+        why = f"is a {kind}" if is_other else "has hooks or was exchanged"
+        _tell_of_calls(at, name, why, context.current_setting(), self._activation_storage)
 
     def _computed(self, x: Tensor) -> Tensor:
         own = cast(_GatedLayers, self)
@@ -151,15 +154,15 @@ class FusedGatedMLP(nn.Module):
         x = gate_proj.checked_input(x)
         gate, up = gate_proj.ready(x.shape, x.device), own.up_proj.ready(x.shape, x.device)
         down = own.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
-        activation = activation_of(own.act_fn)
+        activation, storage = activation_of(own.act_fn), STORAGES[self._activation_storage]
         if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
             assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
             return self._in_graph(x, [gate, up], activation, down)
         fc1, front = PreparedLinear.joined([gate, up]), NormInput(x)
         if fused.fits(front, fc1, down):
-            return fused.mlp(front, fc1, activation, down)[0]
+            return fused.mlp(front, fc1, activation, down, storage=storage)[0]
         inner = functional.linear(x, fc1)
-        return functional.linear(activate(inner[0], activation, inner[1]), down)[0]
+        return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
 
     def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
         """The same in a graph that is being traced, as layers of this module."""
@@ -168,11 +171,11 @@ class FusedGatedMLP(nn.Module):
         names = (f"{GATE}.weight", f"{UP}.weight")
         fc1 = first[0]._replace(weights=weights, biases=biases, module=self._handle, names=names)
         fc2 = last._replace(module=self._handle, names=(f"{DOWN}.weight",))
-        front = NormInput(x)
+        front, storage = NormInput(x), STORAGES[self._activation_storage]
         if fused.fits(front, fc1, fc2):
-            return fused.mlp(front, fc1, activation, fc2)[0]
+            return fused.mlp(front, fc1, activation, fc2, storage=storage)[0]
         inner = compiled.traced_linear(x, fc1)
-        return compiled.traced_linear(activate(inner[0], activation, inner[1]), fc2)[0]
+        return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
 
     # What operators ask of a module
 
@@ -198,13 +201,14 @@ class FusedGatedMLP(nn.Module):
 
 
 @private_torch.constant_in_graphs
-def _tell_of_calls(mlp: str, layer: str, why: str, setting: str) -> None:
+def _tell_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
     if context.setting(setting).strict:
         raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
+    kept = "" if storage == HIGH_PRECISION else f", and keeps gate and up as they are in place of {storage}"
     warn_once(
         _UNFUSED,
         f"{mlp}: {layer} {why}, so this MLP calls its layers one by one, with other roundings of the activation than "
-        "as one; in convert, modules='linear' does so from the start",
+        f"as one{kept}; in convert, modules='linear' does so from the start",
     )
 
 

@@ -77,6 +77,22 @@ def scales_by_one_amax(*cells: Cell | None) -> bool:
     return plain and all(block == (ALL, ALL) for block in blocks)
 
 
+def needs_amax(*cells: Cell | None) -> bool:
+    """True if an amax must be known before values are quantized by these cells: theirs, or under delayed scaling one of
+    the past."""
+    return any(cell is not None and not cell.format.is_local for cell in cells)
+
+
+def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
+    """The amax of a matrix, float32 scalar, of which this rank has all or a piece. A collective call if it is split."""
+    found = kernel_dispatch.block_amax(values, (ALL, ALL))
+    if split is not None:
+        reduction = FlatMax()
+        reduction.add(found, split.group)
+        reduction.reduce()
+    return found.view(())
+
+
 def serves_both(first: Cell | None, second: Cell | None) -> bool:
     """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
     return first == second and first is not None and first.format.transposable

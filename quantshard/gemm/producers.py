@@ -19,7 +19,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
 from quantshard.gemm import scaled_products
-from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, quantized_cells
+from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, needs_amax, quantized_cells
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import norm as norm_kernels
@@ -185,11 +185,6 @@ class GatedGradientProducer(OperandProducer):
         return found
 
 
-def needs_amax(cell: Cell) -> bool:
-    """True if an amax must be known before values are quantized: theirs, or under delayed scaling one of the past."""
-    return not cell.format.is_local
-
-
 def is_by_amax(cell: Cell | None) -> bool:
     """True if values are quantized by their own amax, that of all of them, and by nothing else that is measured."""
     if cell is None or cell.scaling.history or cell.scaling.random_hadamard:
@@ -330,7 +325,7 @@ def plan_operand(
     two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False, values[1])
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     ways = [way for way in (one, two) if way is not None]
-    measured = not delayed and any(needs_amax(way.cell) for way in ways)
+    measured = not delayed and needs_amax(*[way.cell for way in ways])
     by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
     in_scale = one is not None and one.spec.poison
     poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""

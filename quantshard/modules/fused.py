@@ -5,15 +5,14 @@
 What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
 written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
 wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
-again, and the gradients of the outputs of fc1 one after the other. The bits are those of the steps one by one, but for
-the gradient of fc1's bias, whose float32 sum another kernel takes in its order. In a graph of torch.compile all of it
-is one operator, with the same bits.
+again, and the gradients of the outputs of fc1, of which codes may be kept (`activation_storage`), one after the other.
+The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel takes
+in its order. In a graph of torch.compile all of it is one operator, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +22,10 @@ from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
 from quantshard.kernels import workspace
+from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
-from quantshard.modules.fused_activation import ActivationInputs, through_activation
+from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
@@ -128,17 +128,20 @@ def mlp(
     activation: str,
     fc2: PreparedLinear | TracedLinear,
     recomputes: bool = False,
+    storage: ActivationStorage = AS_IS,
 ) -> tuple[Tensor, Tensor | None]:
     """The same of a normalization, two linear layers and an activation between them.
 
-    `recomputes`: what wgrads read of the normalized rows and of the activation is made again in backward.
+    `recomputes`: backward makes what wgrads read of normalized rows and activation. `storage`: of the latter's inputs.
     """
+    if storage is not AS_IS:
+        storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
     if isinstance(fc1, TracedLinear) and isinstance(fc2, TracedLinear):
         remakes = [
             front.normalization is not None and _remakes_in_graph(fc1.setting, recomputes, True),
             _remakes_in_graph(fc2.setting, recomputes, False),
         ]
-        (out,), total = _traced("mlp", front, [fc1, fc2], remakes, activation)
+        (out,), total = _traced("mlp", front, [fc1, fc2], remakes, (activation, storage.name))
         return out, total
     assert isinstance(fc1, PreparedLinear) and isinstance(fc2, PreparedLinear)
     remakes = [
@@ -146,7 +149,7 @@ def mlp(
         _remakes(fc2.call.recipe, recomputes, False),
     ]
     keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
-    others = (front.normalization, fc1, activation, fc2, keeps)
+    others = (front.normalization, fc1, activation, fc2, keeps, storage)
     out, total = _MLPFunction.apply(*front[:_FRONT], others, *fc1.tensors, *fc2.tensors)
     return out, total
 
@@ -183,13 +186,13 @@ def _remakes_in_graph(setting: str, asked: bool, cheap: bool) -> bool:
 
 
 def _traced(
-    step: str, front: NormInput, layers: Sequence[TracedLinear], remakes: Sequence[bool], activation: str = ""
+    step: str, front: NormInput, layers: Sequence[TracedLinear], remakes: Sequence[bool], between: tuple[str, ...] = ()
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """The same as an operator in a graph that is being traced."""
+    """The same as an operator in a graph that is being traced; `between`: an activation and its storage."""
     x, residual, weight, bias, norm = front
-    fused = FusedSteps(activation=activation)
+    fused = FusedSteps(None, None, "", 0.0, False, *between)
     if norm is not None:
-        fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, activation)
+        fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, *between)
     found = compiled.call_operator(step, x, layers, remakes, fused, residual)
     return (found, None) if residual is None else (found[:-1], found[-1])
 
@@ -348,23 +351,23 @@ def _mlp_gradients(
     dout: Tensor,
     front: NormBackward,
     rule: NormConfig | None,
-    inner: list[Tensor],
+    inner: StoredInputs,
     activation: str,
     layers: Sequence[SavedLinear],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Of the normalized rows, and of weights and biases of both layers.
 
-    What is kept for an MLP is most of a block's memory: so the lists of the outputs of fc1 and of what fc2 saved are
-    emptied behind their last use.
+    What is kept for an MLP is most of a block's memory: so the lists of what was kept of the outputs of fc1 and of what
+    fc2 saved are emptied behind their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.saved.reread(partial(ActivationInputs(*inner).activated, activation), fc2.needed)
+    hidden = fc2.saved.reread(lambda: inner.read().activated(activation), fc2.needed)
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = through_activation(dh, ActivationInputs(*inner), activation, fc1.saved, fc1.needed, fc2.saved.rereads)
+    ways = through_activation(dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads)
     del dh
-    inner.clear()
+    inner.tensors.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
     dy, of_fc1 = fc1.saved.gradients(ways, fc1.tensors, fc1.needed, x_wgrad)
     return dy, of_fc1, of_fc2
@@ -378,18 +381,19 @@ class _MLPFunction(torch.autograd.Function):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        others: tuple[Normalization | None, PreparedLinear, str, PreparedLinear, Sequence[SavedInputPolicy]],
+        others: tuple[Any, ...],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        normalization, fc1, activation, fc2, keeps = others
+        normalization, fc1, activation, fc2, keeps, storage = others  # those of `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
         out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
         ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
         ctx.fc2, saved2 = fc2.saved(kept[1], between.gate.shape, x.dtype, keeps[1].rereads)
-        ctx.inner = len(saved1)
-        ctx.save_for_backward(*entered, *between, *saved1, *saved2)
+        inner = storage.keep(between)
+        ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
+        ctx.save_for_backward(*entered, *inner, *saved1, *saved2)
         return out, None if residual is None else entered.z
 
     @staticmethod
@@ -398,7 +402,7 @@ class _MLPFunction(torch.autograd.Function):
         dout, of_total = grads
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
-        front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), _FRONT_SAVED, 2, ctx.inner)
+        front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
         entered, needs, of_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
         of_fc1: list[Tensor | None] = [None] * fc1.tensors
@@ -408,7 +412,8 @@ class _MLPFunction(torch.autograd.Function):
                 SavedLinear(fc1, saved1, fc1.needed(any(needs), of_tensors[: fc1.tensors])),
                 SavedLinear(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
             )
-            dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, inner, ctx.activation, layers)
+            between = StoredInputs(inner, ctx.storage, fc1.dtype)
+            dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, between, ctx.activation, layers)
         return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), None, *of_fc1, *of_fc2)
 
 
@@ -475,15 +480,16 @@ def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], o
 
 def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     (fc1, fc2), structure = ready, asked.layers.structure
-    keeps = [layer.keeps for layer in structure.layers]
+    keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
     out, entered, between, kept = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
-    return _results(asked, [out], entered, kept, between)
+    return _results(asked, [out], entered, kept, storage.keep(between))
 
 
 def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, inner = _entered_again(asked, others)
-    activation = asked.layers.structure.activation
-    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, inner, activation, layers)
+    structure = asked.layers.structure
+    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].saved.dtype)
+    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
 
 

@@ -4,12 +4,15 @@ quantized by the kernel that computes them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from quantshard import kernels
 from quantshard.gemm import operands
+from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
 from quantshard.recipe import TensorRole
@@ -34,6 +37,25 @@ class ActivationInputs(NamedTuple):
     def activated(self, activation: str) -> ActivationProducer:
         """Its result as a source."""
         return ActivationProducer(self.gate, activation, self.up)
+
+
+@dataclass
+class StoredInputs:
+    """What forward kept of them by a `storage`, in backward; `dtype`: of the values that this is read as.
+
+    Codes that were read go for the values. `tensors`: a list that the caller may empty.
+    """
+
+    tensors: list[Tensor]
+    storage: ActivationStorage
+    dtype: torch.dtype
+
+    def read(self) -> ActivationInputs:
+        """The inputs."""
+        if self.storage.cell is not None:
+            self.tensors[:] = self.storage.values(self.tensors, self.dtype)
+            self.storage = AS_IS
+        return ActivationInputs(*self.tensors)
 
 
 def through_activation(

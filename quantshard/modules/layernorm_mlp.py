@@ -1,26 +1,30 @@
 """LayerNormMLP: normalization, linear layer, activation, linear layer in one module.
 
-The activation runs in float32 and is rounded once; for backward only its input is kept, in its own dtype. A gated
-activation (GLU) is `act(gate) * up`, where gate and up are the outputs of two weights. They are two parameters, not the
-halves of one: so each is cut by tensor parallelism as its own, and has its own grid of blocks.
+The activation runs in float32 and is rounded once; for backward only its input is kept, in its own dtype or in 8 bits
+(`activation_storage`). A gated activation (GLU) is `act(gate) * up`, where gate and up are the outputs of two weights.
+They are two parameters, not the halves of one: so each is cut by tensor parallelism as its own, and has its own grid of
+blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.errors import ConfigurationError
+from quantshard import kernel_dispatch, kernels, limits, private_torch
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import fused
+from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
 from quantshard.modules.base import inputs
 from quantshard.modules.base.module import InitMethod, QuantizedModule
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import unsupported
+from quantshard.modules.contexts import context, unsupported
+from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
 
@@ -38,6 +42,10 @@ class ActivationFunction(NamedTuple):
     gradient: Callable[[Tensor, Tensor], Tensor]
 
 
+def _relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return dy * torch.where(x.isnan(), x, (x > 0).to(x.dtype))  # a slope of 0 would hide what is not finite
+
+
 def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
     s = torch.sigmoid(_QGELU * x)
     return dy * (s + _QGELU * x * s * (1 - s))
@@ -48,7 +56,7 @@ _CURVES = {
         lambda x: F.gelu(x, approximate="tanh"),  # TransformerEngine's gelu is the tanh form
         lambda dy, x: torch.ops.aten.gelu_backward.default(dy, x, approximate="tanh"),
     ),
-    "relu": ActivationFunction(F.relu, lambda dy, x: dy * (x > 0)),
+    "relu": ActivationFunction(F.relu, _relu_gradient),
     "silu": ActivationFunction(F.silu, torch.ops.aten.silu_backward.default),
     "srelu": ActivationFunction(lambda x: F.relu(x).square(), lambda dy, x: dy * 2 * F.relu(x)),
     "qgelu": ActivationFunction(lambda x: x * torch.sigmoid(_QGELU * x), _qgelu_gradient),
@@ -64,12 +72,39 @@ def is_gated(activation: str) -> bool:
 
 def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """Apply one of `ACTIVATIONS` to x [...], of its dtype; if it is gated multiply by `up`, of the same shape."""
-    alike = up is None or (up.shape == x.shape and up.dtype == x.dtype)
-    if alike and kernel_dispatch.has_float_kernels(x, up):
+    if _has_kernels(x, up):
         out = _KernelActivation.apply(x, up, activation)
     else:
         out = _OracleActivation.apply(x, up, _curve(activation))
     return cast(Tensor, out)
+
+
+def activate_stored(
+    x: Tensor, activation: str, up: Tensor | None, storage: ActivationStorage
+) -> tuple[Tensor, RecomputedInput]:
+    """The same, where backward reads what `storage` keeps of the inputs; and how it computes the result again of
+    that."""
+    if storage is not AS_IS:
+        storage = storage.for_backward(x, up)
+    if storage is AS_IS:
+        return activate(x, activation, up), RecomputedInput(partial(_activate_kept, activation), (x, up))
+    kept = storage.keep((x, up))
+    again = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(kept))
+    return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *kept)), again
+
+
+def _activate_kept(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
+    return activate(x, activation, up)
+
+
+def _activate_decoded(activation: str, storage: ActivationStorage, dtype: torch.dtype, *kept: Tensor) -> Tensor:
+    gate, *up = storage.values(list(kept), dtype)
+    return activate(gate, activation, *up)
+
+
+def _has_kernels(x: Tensor, up: Tensor | None) -> bool:
+    alike = up is None or (up.shape == x.shape and up.dtype == x.dtype)
+    return alike and kernel_dispatch.has_float_kernels(x, up)
 
 
 def _curve(activation: str) -> ActivationFunction:
@@ -84,13 +119,17 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: ActivationFuncti
     return curve.gradient(dy * up.float(), high).to(x.dtype), (dy * curve.value(high)).to(up.dtype)
 
 
+def _value(x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
+    out = curve.value(x.float())
+    return private_torch.cast(out if up is None else out * up.float(), x.dtype)
+
+
 class _OracleActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> Tensor:
         ctx.save_for_backward(x, up)
         ctx.curve = curve
-        out = curve.value(x.float())
-        return private_torch.cast(out if up is None else out * up.float(), x.dtype)
+        return _value(x, up, curve)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -104,24 +143,57 @@ class _KernelActivation(torch.autograd.Function):
         x, up = private_torch.plain(x), None if up is None else private_torch.plain(up)
         ctx.save_for_backward(x, up)
         ctx.activation = activation
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        gate, other = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
-        outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
-        activation_kernel.activate_and_quantize(gate, activation, other, outputs)
-        return out
+        return _value_by_kernel(x, up, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, up = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
             return *_gradients(grads[0], x, up, _curve(ctx.activation)), None
-        dy = private_torch.plain(grads[0])
-        dh, gate, other = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
-        dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        into_x, into_up = epilogue.EpilogueRequest(high=dx), None if dup is None else epilogue.EpilogueRequest(high=dup)
-        activation_kernel.activate_backward_and_quantize(dh, gate, ctx.activation, other, into_x, into_up)
-        return dx.view(x.shape), None if dup is None else dup.view(x.shape), None
+        return *_gradients_by_kernel(private_torch.plain(grads[0]), x, up, ctx.activation), None
+
+
+def _value_by_kernel(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gate, other = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
+    outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
+    activation_kernel.activate_and_quantize(gate, activation, other, outputs)
+    return out
+
+
+def _gradients_by_kernel(dy: Tensor, x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
+    dh, gate, other = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
+    dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    into_x, into_up = epilogue.EpilogueRequest(high=dx), None if dup is None else epilogue.EpilogueRequest(high=dup)
+    activation_kernel.activate_backward_and_quantize(dh, gate, activation, other, into_x, into_up)
+    return dx.view(x.shape), None if dup is None else dup.view(x.shape)
+
+
+class _StoredActivation(torch.autograd.Function):
+    """One whose backward reads `kept` in place of its inputs: what a storage keeps of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor | None, activation: str, storage: ActivationStorage, *kept: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*kept)
+        ctx.activation, ctx.storage, ctx.shape, ctx.dtype = activation, storage, x.shape, x.dtype
+        if not _has_kernels(x, up):
+            return _value(x, up, _curve(activation))
+        return _value_by_kernel(private_torch.plain(x), None if up is None else private_torch.plain(up), activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedOperationError(limits.refusal("derivative of codes", f"activation {ctx.activation!r}"))
+        kept = list(ctx.saved_tensors)
+        x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(kept, ctx.dtype))
+        up, dy = ups[0] if ups else None, private_torch.plain(grads[0])
+        by_kernel = _has_kernels(x, up)
+        found = _gradients_by_kernel(dy, x, up, ctx.activation) if by_kernel else None
+        dx, dup = found or _gradients(dy, x, up, _curve(ctx.activation))
+        return dx, dup, None, None, *[None] * len(ctx.needs_input_grad[4:])
 
 
 class LayerNormMLP(QuantizedModule):
@@ -147,6 +219,12 @@ class LayerNormMLP(QuantizedModule):
             goes for the normalization, and the gradients of the two inputs of a gated activation are made one after
             the other. Gradients have the same bits. It does nothing in high precision, nor where `torch.compile` puts
             activations into its graph, and decides itself what to keep: without kernels.
+        activation_storage: how what the activation reads (gate and up, the outputs of fc1) is kept for its backward:
+            "high_precision", as it is, or "fp8", as E4M3 codes with a float32 scale for each 128 features of a token
+            (`modules/activation_storage.py`), 1.03 bytes in place of 2 or 4 for each. Outputs have the same bits;
+            gradients are those of inputs that differ by at most 1/16 of themselves. With `recompute_activation` the
+            activation, and so the gradient of fc2's weights, is computed again of the codes. In high precision it
+            does the same.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
@@ -170,6 +248,7 @@ class LayerNormMLP(QuantizedModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         recompute_activation: bool = False,
+        activation_storage: str = HIGH_PRECISION,
         return_layernorm_output_gathered: bool = False,
         set_parallel_mode: bool = False,
         device: torch.device | str | None = None,
@@ -181,10 +260,11 @@ class LayerNormMLP(QuantizedModule):
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
+        check_storage("LayerNormMLP", activation_storage)
         super().__init__(device, params_dtype, asked)
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
-        self.recompute_activation = recompute_activation
+        self.recompute_activation, self.activation_storage = recompute_activation, activation_storage
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
@@ -224,14 +304,15 @@ class LayerNormMLP(QuantizedModule):
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])
         fc2 = self._ready(self._fc2, hidden_shape, inp.device, with_bias=not self.return_bias)
         if not self.return_layernorm_output and fused.fits(front, fc1, fc2):
-            out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation)
+            storage = STORAGES[self.activation_storage]
+            out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
         else:
             normed, total = front.normalized()
-            inner = self._project(normed, self._fc1, ready=fc1)
-            again = RecomputedInput(self._activate, tuple(inner)) if self.recompute_activation else None
-            (out,) = self._project(
-                self._activate(*inner), self._fc2, with_bias=not self.return_bias, ready=fc2, again=again
-            )
+            hidden, made = self._activate(*self._project(normed, self._fc1, ready=fc1))
+            again = made if self.recompute_activation else None
+            if isinstance(fc2, TracedLinear):
+                self._check_traced(fc2)
+            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=again)
         more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
@@ -240,11 +321,25 @@ class LayerNormMLP(QuantizedModule):
             more += (total,)
         return (out, *more) if more else out
 
-    def _activate(self, first: Tensor, up: Tensor | None = None) -> Tensor:
-        return activate(first, self.activation, up)
+    def _check_traced(self, fc2: TracedLinear) -> None:
+        reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION
+        if reads_codes and (context.quantizes(fc2.setting) or fc2.stored):
+            _refuse_codes_in_graph(type(self).__name__)
+
+    def _activate(self, first: Tensor, up: Tensor | None = None) -> tuple[Tensor, RecomputedInput]:
+        storage = STORAGES[self.activation_storage]
+        if storage is not AS_IS and self._fc1.mode is not None and self.tp_size > 1:
+            storage = storage._replace(split=self.tensor_parallel_of(self._fc1.mode).split(1))
+        return activate_stored(first, self.activation, up, storage)
 
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
-            f"activation={self.activation!r}, normalization={self.normalization}"
+            f"activation={self.activation!r}, activation_storage={self.activation_storage!r}, "
+            f"normalization={self.normalization}"
         )
+
+
+@private_torch.constant_in_graphs
+def _refuse_codes_in_graph(owner: str) -> None:
+    raise UnsupportedOperationError(limits.refusal("compiled codes", owner))

@@ -10,6 +10,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.errors import ConfigurationError
+from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
 from quantshard.modules.attention_backends import AUTO
 from quantshard.modules.base import inputs
@@ -46,7 +47,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, window_size, fuse_qkv_params,
             qkv_weight_interleaved, rotary_pos_interleaved, attention_backend, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope: see `MultiheadAttention`.
-        activation, recompute_activation: of the MLP; see `LayerNormMLP`.
+        activation, recompute_activation, activation_storage: of the MLP; see `LayerNormMLP`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
         **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
@@ -85,6 +86,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         attn_input_format: str = "sbhd",
         attention_backend: str = AUTO,
         recompute_activation: bool = False,
+        activation_storage: str = HIGH_PRECISION,
         name: str | None = None,
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
@@ -101,6 +103,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             raise ConfigurationError(
                 "TransformerLayer: parallel_attention_mlp and output_layernorm exclude each other; choose one"
             )
+        check_storage("TransformerLayer", activation_storage)
         super().__init__()
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
@@ -122,7 +125,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, layernorm_epsilon, init_method=init_method, activation=activation,
             output_layer_init_method=output_layer_init_method, recompute_activation=recompute_activation,
-            name=child_name(name, "layernorm_mlp"), **common,
+            activation_storage=activation_storage, name=child_name(name, "layernorm_mlp"), **common,
         )  # fmt: skip
         if output_layernorm:
             kind = RMSNorm if normalization == "RMSNorm" else LayerNorm

@@ -25,6 +25,12 @@ def test_defaults_are_consistent():
     assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
 
 
+def test_layers_that_are_not_recomputed_may_keep_codes():
+    chosen = replace(TrainSettings(), activation_storage="fp8")
+    for change in ({}, {"recompute": "activation"}, {"recompute": "layer", "recompute_every": 2}):
+        replace(chosen, **change).check()
+
+
 def test_flags_go_before_file_before_defaults(tmp_path):
     file = tmp_path / "some.toml"
     file.write_text("hidden = 96\nlr = 1\n")
@@ -85,6 +91,10 @@ def test_resolved_fills_in_what_follows():
             "preset = 'lean6' has master_weights = True, but master_weights =",
         ),
         ({"master_dtype": "fp8"}, "master_dtype = 'fp8': choose one of: auto, float32, float16, bfloat16"),
+        ({"activation_storage": "bf16"}, "activation_storage = 'bf16': choose one of: high_precision, fp8"),
+        ({"activation_storage": "fp8", "recompute": "layer"}, "no layer keeps activations until its backward"),
+        ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
+        ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),
     ],
 )
 def test_refused_in_one_line(change, says):

@@ -31,7 +31,7 @@ import quantshard as qs
 from quantshard import errors
 from quantshard.conversion import gated_mlp
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.errors import FallbackError
+from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.modules.gemms import functional, linear_operands, shared_input
 from quantshard.modules.layernorm_mlp import activate
 from tests.covering import exhaustive
@@ -272,6 +272,44 @@ def test_copies_files_and_the_way_back(tmp_path: Path) -> None:
     assert type(model.model.layers[0].mlp) is type(plain.model.layers[0].mlp)
     assert not differing(trained(model), trained(linear)) and model.state_dict().keys() == plain.state_dict().keys()
     assert not any("_handle" in vars(module) for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's
+def test_gate_and_up_may_be_kept_as_codes() -> None:
+    """The loss of a step stays, gradients do not; compiled and copied as eager; told in the report, gone by revert."""
+    models = {name: born() for name in ("plain", "stored", "compiled")}
+    for name, model in models.items():
+        storage = "high_precision" if name == "plain" else "fp8"
+        report = qs.convert(model, "block", modules="fused", activation_storage=storage)
+        assert str(report).count("gate and up kept as fp8") == (name != "plain")
+    for layer in models["compiled"].model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    plain, stored, compiled = (trained(model, 1) for model in models.values())
+    copied = trained(copy.deepcopy(models["stored"]), 1)
+    assert not differing(stored, compiled) and not differing(stored, copied)
+    changed = differing(plain, stored)
+    assert "loss 0" not in changed and "d model.layers.1.mlp.gate_proj.weight" in changed
+    assert "d model.layers.1.mlp.down_proj.weight" not in changed
+    qs.revert(models["stored"])
+    assert not any("_activation_storage" in vars(module) for module in models["stored"].modules())
+
+
+def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
+    for arguments, says in (
+        ({}, "give modules='fused'"),
+        ({"modules": "fused", "filter": "q_proj"}, r"model.layers.0.mlp: its gate_proj is not converted"),
+        ({"modules": "fused", "activation_storage": "fp4"}, "use one of: high_precision, fp8"),
+    ):
+        model = born()
+        before = model.state_dict().keys()
+        with pytest.raises(ConfigurationError, match=says):
+            qs.convert(model, "block", **{"activation_storage": "fp8", **arguments})
+        assert model.state_dict().keys() == before
+    model = born()
+    qs.convert(model, "mxfp8", modules="fused", activation_storage="fp8")
+    hooked(model.model.layers[0].mlp)
+    with pytest.warns(UserWarning, match="keeps gate and up as they are in place of fp8"):
+        trained(model, 1)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's

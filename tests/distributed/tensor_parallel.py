@@ -69,6 +69,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     recompute_activation: bool = False
+    activation_storage: str = ""
 
     @property
     def ranks(self) -> int:
@@ -89,6 +90,8 @@ def build(case: Case, mesh: DeviceMesh | None, seed: int = 3) -> nn.Module:
     options: dict[str, Any] = {"params_dtype": case.dtype, "device": case.device}
     if case.recompute_activation:
         options["recompute_activation"] = True
+    if case.activation_storage:
+        options["activation_storage"] = case.activation_storage
     if mesh is not None:
         assert mesh.mesh_dim_names is not None
         options |= {"tp_mesh": mesh[mesh.mesh_dim_names[-1]], "sequence_parallel": case.sequence_parallel}

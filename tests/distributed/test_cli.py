@@ -361,6 +361,7 @@ def test_same_global_batch_on_one_and_four(text, recipe):
 
 MESH = "dp_shard=2,tp=2"
 CUT = f"{SIZES} --heads 4 --layers 1 --global-batch 8 --save-every 2 --eval-every 4".split()  # the last flag counts
+CUT += ["--activation-storage", "fp8"]
 
 
 @pytest.fixture(scope="module")

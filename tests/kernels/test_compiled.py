@@ -61,6 +61,9 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, zero_centered_gamma=True, **o),
     "gated mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, bias=False, activation="swiglu", eps=1e-3, **o),
     "recomputing mlp": lambda **o: qs.LayerNormMLP(SIZE, FFN, recompute_activation=True, return_bias=True, **o),
+    "storing mlp": lambda **o: qs.LayerNormMLP(
+        SIZE, FFN, recompute_activation=True, activation="swiglu", activation_storage="fp8", **o
+    ),
     "layer": lambda **o: Layer(**o),
     "layer with fused projections": lambda **o: Layer(**o, **FUSED_QKV),
 }

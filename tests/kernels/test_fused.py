@@ -16,13 +16,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import quantshard as qs
-from quantshard import private_torch
+from quantshard import kernel_dispatch, private_torch
 from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules import fused
+from quantshard.modules import fused, fused_activation
+from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
+from quantshard.modules.layernorm_mlp import activate
 from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.covering import exhaustive
@@ -47,6 +49,7 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
     "gated mlp": lambda **o: qs.LayerNormMLP(
         SIZE, FFN, bias=False, normalization="RMSNorm", activation="swiglu", **o
     ),
+    "gated mlp, stored": lambda **o: MODULES["gated mlp"](activation_storage="fp8", **o),
 }  # fmt: skip
 
 
@@ -150,15 +153,17 @@ class Converted(nn.Module):
 def test_bits_of_a_converted_mlp(recipe: str, both: Callable[..., tuple[Any, Any]]) -> None:
     """Without a normalization, of layers with histories of their own."""
 
-    def run() -> dict[str, Tensor]:
+    def run(storage: str = "high_precision") -> dict[str, Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(Converted()).bfloat16()
         qs.convert(model, RECIPES[recipe], autocast=False)
-        gated_mlp.fuse(model[0])
+        gated_mlp.fuse(model[0], storage)
         return trained(model.to(DEVICE), RECIPES[recipe], False, torch.bfloat16)
 
     one, other = both(run)
     assert not differing(one, other) and len(one) > 10
+    changed = differing(one, run("fp8"))
+    assert "y0.0" not in changed and "d0.gate_proj.weight0" in changed and "d0.down_proj.weight0" not in changed
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"][: 2 if ON_GPU else 1])
@@ -248,6 +253,27 @@ def test_recomputed_activations(recipe: str, both: Callable[..., tuple[Any, Any]
     assert not differing(one, other) and not differing(one, run(False))
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stored_codes_are_those_of_the_oracle(recomputes: bool, both: Callable[..., tuple[Any, Any]]) -> None:
+    """Forwards have the bits of what is stored as it is; the activation that is made again of codes saturates at the
+    amax of the forward."""
+    chosen = RECIPES["current"]
+
+    def run(name: str = "gated mlp, stored") -> dict[str, Tensor]:
+        module = build(name, chosen, True)
+        module.recompute_activation = recomputes  # type: ignore[assignment]
+        return trained(module, chosen, True, torch.bfloat16, steps=1)
+
+    one, other = both(run)
+    assert not differing(one, other)
+    if not ON_GPU:
+        with kernel_dispatch.kernels_only_on("cuda"):
+            oracle = run()
+        assert {*differing(one, oracle)} <= {"dx0", "dresidual0"}, "but for the normalization's backward"
+    expected = {name for name in one if name[0] == "y"} | ({"dfc2_weight0"} if not recomputes else set())
+    assert expected == one.keys() - set(differing(one, run("gated mlp")))
+
+
 def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
     """Backward lets go of what forward has kept, but not with retain_graph=True."""
     module = build("gated mlp", RECIPES["block"], True)
@@ -261,16 +287,19 @@ def test_a_graph_that_is_kept_runs_backward_twice(kernels_on_cpu: None) -> None:
         y.backward()
 
 
-def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
-    """The outputs of fc1, and the codes that fc2 has kept, before the GEMMs of fc1, which need the memory."""
-    module = build("gated mlp", RECIPES["current"], True)
+@pytest.mark.parametrize("name", ["gated mlp", "gated mlp, stored"])
+def test_backward_lets_go_of_what_it_has_read(name: str, monkeypatch: pytest.MonkeyPatch, kernels_on_cpu: None) -> None:
+    """The outputs of fc1, or their codes, and the codes that fc2 has kept, before the GEMMs of fc1, which need the
+    memory."""
+    module = build(name, RECIPES["current"], True)
     kept: dict[str, StorageWeakRef] = {}
     there: list[list[str]] = []
     take, gradients = private_torch.take_saved, functional.LinearBackward.gradients
 
     def watched(ctx: Any) -> tuple[Any, ...]:
         saved = take(ctx)
-        _, inner, _, (_, *codes) = fused._split(saved, fused._FRONT_SAVED, 2, ctx.inner)
+        _, inner, _, (_, *codes) = fused._split(saved, *ctx.sizes)
+        inner = [inner[0], inner[len(inner) // 2]]
         named = zip(("gate", "up", "codes"), (*inner, *codes), strict=False)  # the scale shares its memory with others
         kept.update((name, StorageWeakRef(tensor.untyped_storage())) for name, tensor in named)
         return saved
@@ -280,6 +309,13 @@ def test_backward_lets_go_of_what_it_has_read(monkeypatch: pytest.MonkeyPatch, k
         there.append([name for name, storage in kept.items() if not storage.expired()])
         return gradients(*args)
 
+    def read(inputs: Any) -> Any:
+        found = real(inputs)
+        kept.update((f"{field}, read", StorageWeakRef(x.untyped_storage())) for field, x in found._asdict().items())
+        return found
+
+    real = fused_activation.StoredInputs.read
+    monkeypatch.setattr(fused_activation.StoredInputs, "read", read)
     monkeypatch.setattr(private_torch, "take_saved", watched)
     monkeypatch.setattr(functional.LinearBackward, "gradients", counted)
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
@@ -393,3 +429,28 @@ def test_an_input_that_is_rounded_stochastically_is_drawn_once(both: Callable[..
     chosen = TableRecipe("rounded inputs", table)
     one, other = both(lambda: trained(build("gated mlp", chosen, True), chosen, False, torch.bfloat16, steps=1))
     assert not differing(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_keep_what_the_oracle_keeps(dtype: torch.dtype, kernels_on_cpu: None) -> None:
+    """Codes, scales and poisons of an activation's inputs, also of rows that lie apart, and what backward reads; a
+    slope at NaN is NaN."""
+    x = torch.randn(5, 2 * 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 4, 600)
+    x[2, 3], x[3, :300] = float("inf"), 0.0
+    gate, up = x.to(DEVICE, dtype).chunk(2, dim=1)
+    for inputs in ([gate, up], [gate.contiguous(), up], [up[:0], up[:0]]):
+        kept = STORAGES["fp8"].keep(inputs)
+        values = STORAGES["fp8"].values([*kept], dtype)
+        with kernel_dispatch.kernels_only_on():
+            wanted = STORAGES["fp8"].keep(inputs)
+            read = STORAGES["fp8"].values([*wanted], dtype)
+        finite = slice(None) if len(inputs[0]) == 0 else slice(3, None)  # of the other all is NaN, whatever codes say
+        for found, expected in zip(kept[finite], wanted[finite], strict=True):
+            assert torch.equal(found, expected) and found.shape == expected.shape
+        for found, expected in zip(values, read, strict=True):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert values[0].shape == (0, 300)
+    gate = torch.tensor([[float("nan"), 1.0, -1.0]], device=DEVICE, dtype=dtype).requires_grad_()
+    activate(gate, "relu").sum().backward()
+    assert gate.grad is not None and gate.grad.isnan().tolist() == [[True, False, False]]

@@ -38,6 +38,7 @@ CASES = [
     case(1, "delayed"),
     case(1, "block", recomputed=True),
     case(1, "bf16", micro_batches=2),
+    case(1, "current", activation_storage="fp8", recompute="activation"),
     case(2, "current"),
     case(2, "mxfp8", micro_batches=2),
     case(2, "bf16", recomputed=True, reshard_after_forward=False),
@@ -127,6 +128,18 @@ def test_activations_of_recomputed_layers_are_their_inputs() -> None:
     phases = {again: planned(Case(settings, 1, recomputed=again), BLACKWELL) for again in (False, True)}
     assert phases[True]["backward"] < 0.75 * phases[False]["backward"]
     assert phases[True]["optimizer step"] == pytest.approx(phases[False]["optimizer step"], abs=4096)
+
+
+def test_stored_activations_are_their_codes() -> None:
+    """Of gate and up in four layers; of one layer they are values in forward still, and in backward again."""
+    settings = SMALL.resolved()
+    stored = replace(settings, activation_storage="fp8")
+    plain, codes = (planned(Case(each, 1), BLACKWELL) for each in (settings, stored))
+    tokens, blocks = settings.global_batch * settings.seq_length, -(-settings.ffn // 128)
+    layer = 2 * tokens * (2 * settings.ffn - (settings.ffn + 4 * blocks))
+    for phase in ("forward", "backward"):
+        assert 3 * layer <= plain[phase] - codes[phase] <= 4 * layer, phase
+    assert plain["optimizer step"] == pytest.approx(codes["optimizer step"], abs=4096)
 
 
 def test_the_norm_of_gradients_takes_memory_before_the_optimizer() -> None:

@@ -8,7 +8,7 @@ in float32, rounded once to the dtype of `gate`; what then becomes of them is sa
 kernels give amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the
 functions are
 
-    relu    max(x, 0)               exact
+    relu    max(x, 0)               exact; the slope at NaN is NaN
     srelu   max(x, 0)**2            as the oracle, in the same order: equal bits
     silu    x * s(x)
     qgelu   x * s(1.702 x)
@@ -97,7 +97,7 @@ def value(x, KIND: tl.constexpr):
 def value_and_slope(x, KIND: tl.constexpr):
     """act(x) and act'(x) = s + x s (1 - s) z'."""
     if KIND == "relu":
-        return value(x, KIND), (x > 0).to(tl.float32)
+        return value(x, KIND), tl.where(x == x, (x > 0).to(tl.float32), x)
     elif KIND == "srelu":
         positive = value(x, "relu")
         return positive * positive, 2.0 * positive

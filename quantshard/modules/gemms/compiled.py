@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
+from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional, operators
 from quantshard.modules.gemms.functional import PreparedLinear, SavedLinear
@@ -63,7 +64,8 @@ def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
 class FusedSteps(NamedTuple):
     """What an operator does besides linear layers: a normalization in front, an activation between two; "" for none.
 
-    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization.
+    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization. `activation_storage`: how the inputs
+    of the activation are kept for backward.
     """
 
     norm_weight: Tensor | None = None
@@ -72,6 +74,7 @@ class FusedSteps(NamedTuple):
     eps: float = 0.0
     zero_centered_gamma: bool = False
     activation: str = ""
+    activation_storage: str = HIGH_PRECISION
 
 
 def call_operator(
@@ -94,7 +97,7 @@ def call_operator(
     weights = [weight for layer in layers for weight in layer.weights]
     key = structure_key(
         tuple(described), weights[0].dtype, first.record, first.setting,
-        fused.normalization, fused.zero_centered_gamma, fused.activation,
+        fused.normalization, fused.zero_centered_gamma, fused.activation, fused.activation_storage,
     )  # fmt: skip
     name = f"{step}_recording" if context.counts_calls(first.setting) else step
     found: list[Tensor] = getattr(torch.ops.quantshard, name)(

@@ -165,7 +165,7 @@ def gemm_operands(
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(values)
-    amax = None if delayed is None else delayed.amax
+    amax = _amax_of_call(values, role, call, split, wanted) if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
@@ -173,6 +173,18 @@ def gemm_operands(
     watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted, watching)
     return GemmOperands(as_is, kept, sums, poison)
+
+
+def _amax_of_call(
+    values: Tensor, role: TensorRole, call: LinearContext, split: OperandSplit | None, wanted: OperandUsage
+) -> Tensor | None:
+    """The amax of a whole input, if that is what it is scaled by; backward has that of the forward, as with kernels."""
+    read = call.recipe.activations[role]
+    if role is not TensorRole.INPUT or not operands.scales_by_one_amax(*read) or not operands.needs_amax(*read):
+        return None
+    if wanted.first:
+        call.amaxes[role, 0] = operands.whole_amax(values, split)
+    return call.amaxes.get((role, 0))
 
 
 def gradient_operands(
@@ -349,7 +361,8 @@ def _quantized(
     """This rank's piece of an operand."""
     shape = (values.shape[0], values.shape[1])
     drawn = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
-    return operands.quantize_operand(values, cell, amax=amax, words=drawn, split=split)
+    given = None if cell.format.is_local else amax
+    return operands.quantize_operand(values, cell, amax=given, words=drawn, split=split)
 
 
 def _gathered(piece: Operand, split: OperandSplit) -> Operand:

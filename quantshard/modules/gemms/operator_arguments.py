@@ -17,7 +17,7 @@ from torch import Tensor
 from quantshard import private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
-from quantshard.gemm.operands import scales_by_one_amax
+from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
 from quantshard.modules.gemms.structure import StepStructure, structure_of
@@ -111,8 +111,7 @@ class LayerArguments(NamedTuple):
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             found += [(TensorRole.WEIGHT, part) for part in range(len(asked.weights))]
         read = cells(recipe, TensorRole.INPUT)
-        needs_amax = any(cell is not None and not cell.format.is_local for cell in read)
-        if asked.remakes and needs_amax and scales_by_one_amax(*read):
+        if asked.remakes and needs_amax(*read) and scales_by_one_amax(*read):
             found.append((TensorRole.INPUT, 0))
         return found
 

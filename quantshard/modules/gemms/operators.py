@@ -29,6 +29,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
+from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
@@ -53,7 +54,8 @@ class ForwardResults(NamedTuple):
     """What a step's forward gives: its outputs, with x + residual behind them if there is a residual.
 
     `inputs`: what wgrad reads of the input of each layer. `others`: what backward needs besides, the statistics of a
-    normalization [tokens], float32, and the outputs [tokens, out_features] of all layers but the last.
+    normalization [tokens], float32, and the outputs [tokens, out_features] of all layers but the last, as they are
+    stored.
     """
 
     outputs: Sequence[Tensor]
@@ -118,7 +120,10 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
     rows = x.reshape(-1, x.shape[-1]).shape[0]
     statistics = {"": 0, "RMSNorm": 1, "LayerNorm": 2}[structure.normalization]
     found += [x.new_empty((rows,), dtype=torch.float32) for _ in range(statistics)]
-    return found + [x.new_empty((rows, features)) for features in chain.from_iterable(inner)]
+    storage = STORAGES[structure.activation_storage]
+    for features in chain.from_iterable(inner):
+        found += storage.empty(x.new_empty((rows, features)))
+    return found
 
 
 # Backward ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from quantshard import private_torch
 from quantshard.errors import UnsupportedOperationError
+from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe
 
@@ -43,7 +44,7 @@ class StepStructure:
 
     `dtype`: of the weights, nominal if they are quantized. `record`: whether amaxes seen now are recorded (in
     training). `setting`: the name of autocast's. `normalization`, `zero_centered_gamma`: in front of the first layer.
-    `activation`: between two.
+    `activation`: between two; `activation_storage`: how its inputs are kept for backward.
     """
 
     layers: tuple[LayerStructure, ...]
@@ -53,6 +54,7 @@ class StepStructure:
     normalization: str = ""
     zero_centered_gamma: bool = False
     activation: str = ""
+    activation_storage: str = HIGH_PRECISION
 
     @property
     def recipe(self) -> Recipe:

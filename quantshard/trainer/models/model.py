@@ -185,6 +185,7 @@ def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut
         kv_channels=settings.head_size,
         layernorm_epsilon=settings.norm_eps,
         recompute_activation=settings.recompute == "activation",
+        activation_storage=settings.activation_storage,
         qk_norm_type=("RMSNorm" if llama else "LayerNorm") if settings.qk_norm else None,
         qk_norm_eps=settings.norm_eps,
         qk_norm_before_rope=True,

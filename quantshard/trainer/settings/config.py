@@ -29,6 +29,7 @@ CHOICES = {
     "optimizer": ("adamw", "lion", "muon"),
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "recompute": ("none", "activation", "layer"),
+    "activation_storage": tuple(recipe.ACTIVATION_CELLS),
     "params_dtype": ("bfloat16", "float32"),
     "reduce_dtype": ("bfloat16", "float32"),
     "master_dtype": (AUTO, *MASTER_DTYPES),
@@ -184,6 +185,9 @@ class TrainSettings:
     sample_prompt: str = _setting("", "Running", "what the generated text goes on from")
     recompute: str = _setting("none", "Running", "what is computed again in backward: none, activation or layer")
     recompute_every: int = _setting(1, "Running", "every how many layers, where recompute is layer", 1, COUNT)
+    activation_storage: str = _setting(
+        "high_precision", "Precision", "what the MLP's activation reads, for backward: high_precision, or fp8"
+    )
     compile: bool = _setting(False, "Running", "torch.compile of each layer")
     profile: int = _setting(
         0, "Running", "steps that are traced by torch.profiler after the third, into RUN/profile; 0: none", 0, 1000
@@ -311,6 +315,12 @@ class TrainSettings:
                 "give one of them"
             )
         self._check_model()
+        if self.stores_codes and self.recompute == "layer" and self.recompute_every == 1:
+            raise ConfigurationError(
+                f"activation_storage = {self.activation_storage!r}, but with recompute = 'layer' no layer keeps "
+                "activations until its backward, so gradients would be rounded for no memory; leave one of them out, "
+                "or give recompute_every"
+            )
         if self.mesh:
             self._check_mesh(MeshSpec.parse(self.mesh))
         self._check_data()
@@ -352,6 +362,7 @@ class TrainSettings:
         others = {
             "dropout": self.dropout > 0,
             "recompute = 'activation'": self.recompute == "activation",
+            "activation_storage = 'fp8'": self.stores_codes,
             "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
         }
         for name, asked in others.items():
@@ -360,6 +371,11 @@ class TrainSettings:
                     f"model = {shown_value(self.model)} is one of transformers, for which there is no {name} here; "
                     f"leave it out, or build the model by sizes ({', '.join(SIZES)}, or --hidden, --layers, ...)"
                 )
+
+    @property
+    def stores_codes(self) -> bool:
+        """Whether what activations read is kept as codes."""
+        return recipe.ACTIVATION_CELLS[self.activation_storage] is not None
 
     def _check_experts(self) -> None:
         if not self.experts:
@@ -373,6 +389,7 @@ class TrainSettings:
             "architecture = 'gpt'": self.architecture == "gpt",
             "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
             "recompute = 'activation'": self.recompute == "activation",
+            "activation_storage = 'fp8'": self.stores_codes,
             "compile": self.compile,
         }
         for name, asked in others.items():
