@@ -128,6 +128,9 @@ def resume(
     deterministic: Annotated[
         bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
     ] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option(help="replay steps from a CUDA graph or not. Default: as before", show_default=False)
+    ] = None,
     data_: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
     ] = None,
@@ -153,7 +156,7 @@ def resume(
     folder = RunDir(run)
     given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
     given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
-    given |= {"async_save": async_save, "recipe": recipe_}
+    given |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):

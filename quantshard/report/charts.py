@@ -93,7 +93,7 @@ def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[st
         if len(steps):
             kept = thinned(values, most)
             curves[key] = [
-                steps[kept].tolist(),
+                _steps(steps[kept]),
                 _short(values[kept]),
                 _means(steps, values) if most > 4 * _MEANS else None,
             ]
@@ -102,6 +102,14 @@ def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[st
     restarts = sorted({step for start in run.starts if (step := step_of(start))})
     axes = {"tokens": _axis(run, run.tokens()), "time": _axis(run, run.seconds())}
     return {"name": name, "curves": curves, "bad": bad, "restarts": restarts[-_LEAST_POINTS:], "axes": axes}
+
+
+def _steps(steps: NDArray[np.int64]) -> list[int] | dict[str, int]:
+    """As the page has them: many that are equally far apart by the first and their distance."""
+    apart = np.diff(steps)
+    if len(steps) > _LEAST_POINTS and (apart == apart[0]).all():
+        return {"first": int(steps[0]), "apart": int(apart[0])}
+    return list(steps.tolist())
 
 
 def _means(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[float]] | None:

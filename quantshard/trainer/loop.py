@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.modules import capturable_
 from quantshard.optimizers import averaged_weights
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.models import flops, initialization
@@ -41,6 +42,7 @@ from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import TP, SequenceShare
+from quantshard.trainer.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,10 @@ class Trainer:
         if init_from == "" and configuration is not None:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
+        self._captured = StepGraph(self._stepped) if settings.cuda_graphs else None
+        if settings.cuda_graphs:
+            check_graphs(place.device)
+            capturable_(self.model)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
@@ -107,26 +113,44 @@ class Trainer:
 
     # One step --------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int) -> tuple[float, float, bool]:
-        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
-        settings, share, total = self.settings, self.share, self.passes(step)
-        sums = self._sum(total * share.counts, self._squares(), total.new_tensor(float(self.stop.raised)))
-        norm = math.sqrt(sums[1] / self.axes.dp_replicate)
-        if settings.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), settings.clip, total.new_tensor(norm).float())
+    def step(self, step: int, *, eager: bool = False) -> tuple[float, float, bool]:
+        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop.
+
+        `eager`: though steps are replayed from a CUDA graph.
+        """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step)
+            _set_rate(group, learning_rate(self.settings, step))
+        stop = torch.tensor(float(self.stop.raised), dtype=torch.float64, device=self.place.device)
+        batch = self._seeded(step)
+        sums = self._stepped(batch, stop) if self._captured is None else self._captured(batch, stop, eager=eager)
+        loss, squares, stops = sums.tolist()  # the one place where a step waits for the device: all of it is launched
+        return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+
+    def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
+        """What the device does in a step: float64 sums, over the processes, of losses, squares of gradients and
+        `stop`."""
+        sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
+        if self.settings.clip:
+            norm = (sums[1] / self.axes.dp_replicate).sqrt()
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.settings.clip, norm.float())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return sums[0] / share.count, norm, sums[2] > 0
+        return sums
 
     def passes(self, step: int) -> Tensor:
         """Forward and backward of a step: the mean loss of this process's sequences, float64."""
-        settings, place, share = self.settings, self.place, self.share
-        batch = self.loader.batch(step)
+        return self._passes(self._seeded(step))
+
+    def _seeded(self, step: int) -> Tensor:
+        """The batch of a step, for which random numbers begin anew."""
+        settings, share, batch = self.settings, self.share, self.loader.batch(step)
         if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
             torch.manual_seed(settings.seed + step * share.count + share.index)
-        total = torch.zeros((), dtype=torch.float64, device=place.device)
+        return batch
+
+    def _passes(self, batch: Tensor) -> Tensor:
+        settings = self.settings
+        total = torch.zeros((), dtype=torch.float64, device=batch.device)
         parts = batch.chunk(settings.parts(self.axes))
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
@@ -150,13 +174,14 @@ class Trainer:
             for grad in grads
             if self.share.counts or _is_cut(grad)
         ]
-        return torch.stack([part.double().square().sum() for part in parts]).sum()
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return torch.stack(norms).square().sum()
 
-    def _sum(self, *values: Tensor) -> list[float]:
+    def _sum(self, *values: Tensor) -> Tensor:
         """Float64 sums over all processes, in one collective."""
         flat = torch.stack(values)
         dist.all_reduce(flat)
-        return list(flat.tolist())
+        return flat
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -177,7 +202,7 @@ class Trainer:
             total += models.loss(logits, used[:, 1:]).double() * len(mine)
         self.model.train()
         models.reshard(self.model)
-        return self._sum(total * self.share.counts)[0] / len(windows)
+        return float(self._sum(total * self.share.counts)) / len(windows)
 
     def evaluate_average(self) -> float | None:
         """`evaluate` with the average of the weights; None if none is kept."""
@@ -252,7 +277,7 @@ class Trainer:
         with statistics, self.progress.running(done), closing(self.loader), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
-                loss, norm, stop = self.step(step)
+                loss, norm, stop = self.step(step, eager=statistics.is_sampling)
                 statistics.stepped(loss, partial(self.passes, step))
                 seconds = time.perf_counter() - began
                 profile.step()
@@ -353,6 +378,26 @@ def _is_cut(grad: Tensor) -> bool:
         return False
     axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
     return any(name == TP and not placement.is_replicate() for name, placement in axes)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Of a capturable optimizer in the tensor that a graph reads."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def check_graphs(device: torch.device) -> None:
+    """See that a run on a device can be replayed.
+
+    Raises:
+        ConfigurationError: it has no CUDA graphs.
+    """
+    if device.type != "cuda":
+        raise ConfigurationError(
+            f"cuda_graphs = true needs a GPU, and this run is on {device}; leave --cuda-graphs out"
+        )
 
 
 def _due(step: int, every: int) -> bool:

@@ -31,6 +31,7 @@ def _fused_adam(model: nn.Module, settings: TrainSettings) -> FusedAdam:
         lr=settings.lr,
         **_adam(settings),
         **settings.state_options.arguments,
+        capturable=settings.cuda_graphs,
         ema_decay=settings.ema,
     )
 

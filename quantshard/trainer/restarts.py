@@ -17,7 +17,7 @@ from quantshard.trainer.settings.optimizer_states import as_settings
 from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
-    "steps mesh dp_replicate keep_last keep_every async_save deterministic data checkpoints device".split()
+    "steps mesh dp_replicate keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
 )
 """Settings that a later start may change: those of `resume`, but for the recipe, and the device."""
 

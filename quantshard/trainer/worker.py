@@ -215,7 +215,7 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
             screen.say(f"reading the data of the run: {paths}")
 
     corpus = data.from_table(recorded)
-    if corpus.vocabulary != (settings.vocabulary or data.VOCABULARY):
+    if corpus.vocabulary > (settings.vocabulary or data.VOCABULARY):
         raise ConfigurationError(
             f"config.toml: vocabulary = {settings.vocabulary}, but [corpus] has {corpus.vocabulary} tokens; restore "
             "the file"

@@ -17,6 +17,9 @@ const along = (run) => {
 
 // Charts
 
+const stepsOf = ([steps, values]) =>
+  Array.isArray(steps) ? steps : values.map((_, at) => steps.first + at * steps.apart);
+
 const shownCurves = (chart) => {
   const found = [];
   data.runs.forEach((run, index) => {
@@ -25,7 +28,7 @@ const shownCurves = (chart) => {
     chart.curves.forEach((key, number) => {
       const curve = run.curves[key];
       if (!curve) return;
-      const xs = curve[0].map(place),
+      const xs = stepsOf(curve).map(place),
         ys = curve[1],
         means = curve[2] && { xs: curve[2][0].map(place), ys: curve[2][1] };
       const name = chart.curves.length > 1 ? `${run.name}: ${key}` : run.name;

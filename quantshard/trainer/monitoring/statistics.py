@@ -44,6 +44,11 @@ class RunStatistics:
             on_alarm=self._show,
         )
 
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the step that comes next is sampled."""
+        return self._statistics.is_sampling
+
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
         """A step is over. A collective call. `again`: makes its forward and backward once more."""
         skipped = self._optimizer.skipped_steps

@@ -18,6 +18,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.presets import StateOptions
 from quantshard.trainer.settings import optimizer_states
+from quantshard.trainer.settings.combinations import check_combinations
 from quantshard.trainer.settings.mesh import MeshSpec
 from quantshard.trainer.settings.optimizer_states import AUTO, MASTER_DTYPES, MOMENT_DTYPES
 from quantshard.trainer.settings.recipes import LayerRecipes
@@ -97,7 +98,9 @@ class TrainSettings:
     )
     tokenizer: str = _setting("", "Data", "folder with tokenizer.json, or the file. Default: tokens are bytes")
     end_of_document: str = _setting("", "Data", "token that ends a document. Default: the tokenizer's eos_token")
-    vocabulary: int = _setting(0, "Data", "tokens that the model has; 0: as many as the tokenizer", 0, SIZE)
+    vocabulary: int = _setting(
+        0, "Data", "tokens that the model has; 0: as many as the tokenizer, rounded up to a multiple of 128", 0, SIZE
+    )
     text_field: str = _setting("text", "Data", "key or column of texts in .jsonl, .parquet and datasets", 1)
     data_split: str = _setting("train", "Data", "split of a dataset's folder", 1, 200)
     data_format: str = _setting("auto", "Data", "auto: by name; or text: the bytes of every file")
@@ -189,6 +192,11 @@ class TrainSettings:
         "high_precision", "Precision", "what the MLP's activation reads, for backward: high_precision, or fp8"
     )
     compile: bool = _setting(False, "Running", "torch.compile of each layer")
+    cuda_graphs: bool = _setting(
+        False,
+        "Running",
+        "replay each step from a CUDA graph, with the bits of an eager one; for models that wait for the host",
+    )
     profile: int = _setting(
         0, "Running", "steps that are traced by torch.profiler after the third, into RUN/profile; 0: none", 0, 1000
     )
@@ -314,13 +322,7 @@ class TrainSettings:
                 f"micro_batch = {self.micro_batch} and micro_batches = {self.micro_batches} say the same thing twice; "
                 "give one of them"
             )
-        self._check_model()
-        if self.stores_codes and self.recompute == "layer" and self.recompute_every == 1:
-            raise ConfigurationError(
-                f"activation_storage = {self.activation_storage!r}, but with recompute = 'layer' no layer keeps "
-                "activations until its backward, so gradients would be rounded for no memory; leave one of them out, "
-                "or give recompute_every"
-            )
+        check_combinations(self)
         if self.mesh:
             self._check_mesh(MeshSpec.parse(self.mesh))
         self._check_data()
@@ -354,49 +356,10 @@ class TrainSettings:
             )
         return tuple(weight / math.fsum(weights) for weight in weights)
 
-    def _check_model(self) -> None:
-        """Refuse what only the decoder that is built here can do, of a model of transformers."""
-        if self.is_by_sizes:
-            self._check_experts()
-            return
-        others = {
-            "dropout": self.dropout > 0,
-            "recompute = 'activation'": self.recompute == "activation",
-            "activation_storage = 'fp8'": self.stores_codes,
-            "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
-        }
-        for name, asked in others.items():
-            if asked:
-                raise ConfigurationError(
-                    f"model = {shown_value(self.model)} is one of transformers, for which there is no {name} here; "
-                    f"leave it out, or build the model by sizes ({', '.join(SIZES)}, or --hidden, --layers, ...)"
-                )
-
     @property
     def stores_codes(self) -> bool:
         """Whether what activations read is kept as codes."""
         return recipe.ACTIVATION_CELLS[self.activation_storage] is not None
-
-    def _check_experts(self) -> None:
-        if not self.experts:
-            return
-        if self.experts_per_token > self.experts:
-            raise ConfigurationError(
-                f"experts_per_token = {self.experts_per_token}, but there are experts = {self.experts}, and a token "
-                "goes to different ones"
-            )
-        others = {
-            "architecture = 'gpt'": self.architecture == "gpt",
-            "tp in the mesh": bool(self.mesh) and MeshSpec.parse(self.mesh).tp > 1,
-            "recompute = 'activation'": self.recompute == "activation",
-            "activation_storage = 'fp8'": self.stores_codes,
-            "compile": self.compile,
-        }
-        for name, asked in others.items():
-            if asked:
-                raise ConfigurationError(
-                    f"experts = {self.experts}, and there is no {name} of a mixture of experts here; leave one out"
-                )
 
     def _check_mesh(self, axes: MeshSpec) -> None:
         if self.dp_replicate not in (1, axes.dp_replicate):

@@ -1,0 +1,104 @@
+"""`quantshard train --cuda-graphs` without a GPU: with a graph that runs its work again, a run has the bits of an eager
+one, and what cannot be captured is refused. On GPUs: tests/distributed/test_gpu.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from quantshard.checkpoints.inspect.compare import compare
+from quantshard.errors import UnsupportedOperationError
+from quantshard.trainer import loop, step_graph
+from tests.distributed import commands
+from tests.distributed.commands import quantshard
+from tests.distributed.test_cli import losses, one_line
+
+pytestmark = pytest.mark.distributed
+
+SIZES = (
+    "--hidden 64 --heads 2 --layers 2 --ffn 96 --seq-length 16 --global-batch 6 --micro-batches 2 --eval-sequences 4 "
+    "--warmup 1 --recipe layers.0=nvfp4,*=delayed --save-every 4 --eval-every 4 --statistics-every 5"
+)
+_work = commands._work
+
+
+def rerun(run: str, order: str) -> tuple[str, str]:
+    """What a process does where a replay runs the work that was captured."""
+    with (
+        patch.object(loop, "check_graphs", lambda device: None),
+        patch.object(step_graph, "recorded", lambda work: work),
+    ):
+        return _work(run, order)
+
+
+def train(run: Path, text: Path, *more: object) -> None:
+    told = quantshard("train", "--run", run, "--data", text, *SIZES.split(), *more)
+    assert told.returncode == 0 and not told.stderr, told.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Losses, held-out losses and checkpoints, also of a run that goes on eagerly; sampled steps are eager."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    train(tmp_path / "eager", text, "--steps", 8, "--nproc-per-node", ranks)
+    monkeypatch.setattr(commands, "_work", rerun)
+    train(tmp_path / "replayed", text, "--steps", 8, "--nproc-per-node", ranks, "--cuda-graphs")
+    train(tmp_path / "resumed", text, "--steps", 4, "--decay-steps", 8, "--nproc-per-node", ranks, "--cuda-graphs")
+    told = quantshard("resume", tmp_path / "resumed", "--steps", 8, "--no-cuda-graphs")
+    assert told.returncode == 0, told.stderr
+    for name in ("replayed", "resumed"):
+        assert losses(tmp_path / name) == losses(tmp_path / "eager")
+        found = compare(*(tmp_path / run / "checkpoints" / "step-000008" for run in ("eager", name)))
+        rates = [f"optimizer.param_groups.{number}.lr" for number in (0, 1)]  # a graph's is float32
+        assert [each.key for each in found.differences] == (rates if name == "replayed" else [])
+    lines = [(tmp_path / name / "statistics.jsonl").read_text() for name in ("eager", "replayed")]
+    assert lines[0] == lines[1] and '"step": 5' in lines[0]
+
+
+def test_a_graph_reads_what_was_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays read one address; an eager step among them reads its own."""
+    monkeypatch.setattr(step_graph, "recorded", lambda work: work)
+    read: list[int] = []
+
+    def work(batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        read.append(batch.data_ptr())
+        return batch + flag
+
+    step = step_graph.StepGraph(work)
+    batches = [torch.tensor([float(number)]) for number in range(7)]
+    found = [step(batch, torch.ones(()), eager=number == 4).item() for number, batch in enumerate(batches)]
+    assert found == [batch.item() + 1 for batch in batches]
+    own = [read[number] == batch.data_ptr() for number, batch in enumerate(batches)]
+    assert own == [True, True, False, False, True, False, False] and read[2] == read[3] == read[6]
+
+
+def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    start = ("train", "--run", tmp_path / "run", "--data", text, "--cuda-graphs", *SIZES.split())
+    for more, says in (
+        (("--dropout", 0.1), "a step with dropout is not captured"),
+        (("--experts", 2), "a step with experts is not captured"),
+        (("--optimizer", "muon"), "a step with optimizer = 'muon' is not captured"),
+        ((), "cuda_graphs = true needs a GPU, and this run is on cpu"),
+    ):
+        one_line(quantshard(*start, *more), says)
+
+    def fail() -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    class Graph:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    with pytest.raises(UnsupportedOperationError, match=r"be captured .operation not permitted.*leave --cuda-"):
+        step_graph.recorded(fail)
