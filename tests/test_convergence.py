@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import convergence, convergence_table
+from benchmarks import convergence, convergence_runs, convergence_table
 from benchmarks.convergence import ARMS, DENSE, MIXTURE, Training
 from benchmarks.convergence_corpus import Document, is_held_out
 from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
 from quantshard import recipe
+from quantshard.trainer import worker
 from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+from tests.report.runs import entry, write
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
@@ -52,6 +56,25 @@ def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypat
     assert whole["tokens_per_s"] > 0 and "peak_gib" not in whole
     assert resumed["heldout"] == whole["heldout"]
     assert BYTES[name] <= resumed["bytes"] < BYTES[name] + 0.5  # scales of lines of 32
+
+
+def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
+    folder, data = RunDir(tmp_path / "run"), (str(corpus / "train.bin"),)
+    settings = TrainSettings(model=DENSE, data=data, vocabulary=128, steps=20, recipe="block", preset="lean8", seed=3)
+    worker.create_run(folder, settings.resolved(), 1)
+    folder.parameters.write_text(json.dumps({"parameter": {"preset": "lean8", "together": 5.094}}))
+    write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}}])
+    write(folder.metrics, [entry(step, tokens_per_s=1024.0 if step > 3 else 1.0) for step in range(1, 20)])
+    with pytest.raises(ValueError, match="after 19 of 20 steps"):
+        convergence_runs.record(corpus, folder.path)
+    write(folder.metrics, [entry(20, tokens_per_s=1024.0, heldout_loss=2.5)], "a")
+    found = convergence_runs.record(corpus, folder.path)
+    assert found["arm"] == "block lean8" and found["arm"] in ARMS and found["seed"] == 3
+    assert (found["heldout"], found["bytes"], found["tokens_per_s"], found["peak_gib"]) == (2.5, 5.094, 1024, 1.0)
+    assert found["tokens"] == 20 * 16 * 128 and len(found["losses"]) == 2
+    (tmp_path / "lines.jsonl").write_text(json.dumps(found) + "\n")
+    [(trained, arms)] = convergence_table.read(tmp_path / "lines.jsonl").items()
+    assert trained == TrainedOn(DENSE, "01234567", 20 * 16 * 128, 16) and list(arms) == ["block lean8"]
 
 
 def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):

@@ -1,0 +1,75 @@
+"""Records of `convergence.jsonl` from runs of `quantshard train`, which then stand in the tables of the benchmark.
+
+    python benchmarks/convergence_runs.py CORPUS RUN... >> benchmarks/convergence.jsonl
+
+CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of the decoder that is
+built by sizes, and has ended. Its arm is named by the recipe and the preset of its optimizer's states. Rates are
+medians of the steps after the third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence import EVERY, corpus_hash
+from quantshard.trainer.run_dir import RunDir
+
+GIB = 1 << 30
+COMPILING = 3
+"""Steps at the beginning whose time is that of compiling."""
+
+
+def record(corpus: Path, folder: Path) -> dict[str, Any]:
+    """What a run has come to.
+
+    Raises:
+        ValueError: it has not ended, or its model has no name.
+    """
+    run = RunDir(folder)
+    settings = run.read_config()[0]
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    if not lines or lines[-1]["step"] < settings.steps or "heldout_loss" not in lines[-1]:
+        raise ValueError(
+            f"{folder} has not ended, after {len(lines)} of {settings.steps} steps, or was not evaluated there"
+        )
+    if not settings.model or not settings.is_by_sizes:
+        raise ValueError(f"{folder} is of no model that has a name here, so that nothing is compared with it")
+    size = json.loads(run.parameters.read_text())["parameter"]
+    start = json.loads(run.starts.read_text().splitlines()[-1])["environment"]
+    tokens = settings.global_batch * settings.seq_length
+    return {
+        "arm": " ".join(filter(None, (settings.recipe, size["preset"] or settings.preset))),
+        "seed": settings.seed,
+        "model": settings.model,
+        "corpus": corpus_hash(corpus),
+        "tokens": settings.steps * tokens,
+        "batch": settings.global_batch,
+        "heldout": round(lines[-1]["heldout_loss"], 5),
+        "bytes": round(size["together"], 3),
+        "peak_gib": round(max(line["memory_bytes"] for line in lines) / GIB, 2),
+        "seconds": round(math.fsum(tokens / line["tokens_per_s"] for line in lines), 1),
+        "tokens_per_s": round(statistics.median(line["tokens_per_s"] for line in lines[COMPILING:])),
+        "losses": [round(line["loss"], 5) for line in lines if line["step"] % EVERY == 0],
+        "device": start["device"],
+        "torch": start["torch"],
+        "date": datetime.date.fromtimestamp(run.metrics.stat().st_mtime).isoformat(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    asked = parser.parse_args()
+    for line in [json.dumps(record(asked.corpus, folder)) for folder in asked.runs]:  # all, or none
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
