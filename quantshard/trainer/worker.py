@@ -110,7 +110,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
     spec = ModelSpec(prepared.settings, configuration)
-    for warning in spec.check():
+    for warning in [*prepared.unused(), *spec.check()]:
         screen.say(warning)
     model, report = spec.converted()
     if report is not None:

@@ -1,6 +1,7 @@
 """Flags of `train` that say what is learned from: what is refused, in one line, before a folder is made."""
 
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -64,6 +65,24 @@ def test_refused_in_one_line(folder, flags):
     assert code == 1 and len(err) == 1 and err[0].startswith("quantshard: ") and REFUSED[flags] in err[0], err
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in folder.glob("r/*")} <= {"tokens"}  # what was made of texts stays for the next try
+
+
+@pytest.mark.parametrize(
+    "flags, warned",
+    {
+        "--data text --text-field body --data-split test --token-cache c": ["text_field", "data_split", "token_cache"],
+        "--data a.jsonl --data-split test --token-cache c": ["data_split"],
+        "--data a.jsonl --text-field text": [],
+        "--data text --tokenizer tokenizer --token-cache c": [],
+        "--data text --heldout-data a.jsonl --token-cache c": [],
+        "--data raw.bin --vocabulary 1000 --token-cache c": ["token_cache"],
+    }.items(),
+)
+def test_settings_of_reading_that_nothing_asks_for_are_named(folder, flags, warned):
+    end, out, _ = told("train", "--run", "r", "--seq-length", 16, "--nproc-per-node", 1, *flags.split())
+    assert end is Started
+    text = " ".join("\n".join(out).split())
+    assert re.findall(r"WARNING: (\w+) = '[^']+' does nothing: it is about", text) == warned, text
 
 
 def test_the_next_try_finds_the_tokens(folder):

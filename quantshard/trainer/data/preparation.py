@@ -16,12 +16,13 @@ from quantshard.errors import ConfigurationError
 from quantshard.terminal import screen
 from quantshard.trainer.data.collecting import collect
 from quantshard.trainer.data.documents import Corpus
-from quantshard.trainer.data.finding import RAW, SHARDS, TEXT, DataSource, find
+from quantshard.trainer.data.finding import DATASET, JSONL, PARQUET, RAW, SHARDS, TEXT, DataSource, find
 from quantshard.trainer.data.shards import ShardIndex, read_index, tokenizer_copy
 from quantshard.trainer.data.texts import TextOptions
 from quantshard.trainer.data.tokenization import ShardedSource
 from quantshard.trainer.data.tokenizer import BYTES_DIGEST, Tokenizer, end_text, load_tokenizer
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.schema import shown_value
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
@@ -66,6 +67,23 @@ class Preparation:
             vocabulary=0 if is_default else settings.vocabulary or _padded(facts, settings),
         )
         self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
+
+    def unused(self) -> list[str]:
+        """Lines on settings of reading that nothing of these data asks for. No errors: a run's config.toml names the
+        tokens that were made of its texts, beside the settings by which they were read."""
+        settings, kinds = self.settings, {source.kind for source in [*self._sources, *self._heldout]}
+        made = kinds - {RAW, SHARDS} - (set() if self._facts.path else {TEXT})
+        needed = {
+            "text_field": ("JSON lines, parquet or a dataset", kinds & {JSONL, PARQUET, DATASET}),
+            "data_split": ("a dataset", kinds & {DATASET}),
+            "token_cache": ("data that are made into tokens", made),
+        }
+        return [
+            f"WARNING: {name} = {shown_value(getattr(settings, name))} does nothing: it is about {what}, and the data "
+            f"are {' and '.join(sorted(kinds))}"
+            for name, (what, found) in needed.items()
+            if not found and getattr(settings, name) != getattr(TrainSettings, name)
+        ]
 
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
         """The settings that the run records, and its corpus. `folder`: for tokens, if the settings name none.
