@@ -46,15 +46,16 @@ def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank
     text.write_text(Path(__file__).read_text())
     train(tmp_path / "eager", text, "--steps", 8, "--nproc-per-node", ranks)
     monkeypatch.setattr(commands, "_work", rerun)
-    train(tmp_path / "replayed", text, "--steps", 8, "--nproc-per-node", ranks, "--cuda-graphs")
-    train(tmp_path / "resumed", text, "--steps", 4, "--decay-steps", 8, "--nproc-per-node", ranks, "--cuda-graphs")
-    told = quantshard("resume", tmp_path / "resumed", "--steps", 8, "--no-cuda-graphs")
-    assert told.returncode == 0, told.stderr
-    for name in ("replayed", "resumed"):
-        assert losses(tmp_path / name) == losses(tmp_path / "eager")
-        found = compare(*(tmp_path / run / "checkpoints" / "step-000008" for run in ("eager", name)))
-        rates = [f"optimizer.param_groups.{number}.lr" for number in (0, 1)]  # a graph's is float32
-        assert [each.key for each in found.differences] == (rates if name == "replayed" else [])
+    goes_on = ranks == 3
+    steps = ("--steps", 4, "--decay-steps", 8) if goes_on else ("--steps", 8)
+    train(tmp_path / "replayed", text, *steps, "--nproc-per-node", ranks, "--cuda-graphs")
+    if goes_on:
+        told = quantshard("resume", tmp_path / "replayed", "--steps", 8, "--no-cuda-graphs")
+        assert told.returncode == 0, told.stderr
+    assert losses(tmp_path / "replayed") == losses(tmp_path / "eager")
+    found = compare(*(tmp_path / run / "checkpoints" / "step-000008" for run in ("eager", "replayed")))
+    rates = [f"optimizer.param_groups.{number}.lr" for number in (0, 1)]  # a graph's is float32
+    assert [each.key for each in found.differences] == ([] if goes_on else rates)
     lines = [(tmp_path / name / "statistics.jsonl").read_text() for name in ("eager", "replayed")]
     assert lines[0] == lines[1] and '"step": 5' in lines[0]
 
