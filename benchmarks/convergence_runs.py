@@ -2,9 +2,10 @@
 
     python benchmarks/convergence_runs.py CORPUS RUN... >> benchmarks/convergence.jsonl
 
-CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of the decoder that is
-built by sizes, and has ended. Its arm is named by the recipe and the preset of its optimizer's states. Rates are
-medians of the steps after the third.
+CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a model that has a
+name, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe, optimizer,
+preset, what is kept of activations; its rate, warmup and seed are what the table compares at. Rates are medians of the
+steps after the third.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from typing import Any
 
 from benchmarks.convergence import EVERY, corpus_hash
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
 
 GIB = 1 << 30
 COMPILING = 3
 """Steps at the beginning whose time is that of compiling."""
+AS_USUAL = ("schedule", "lr_floor", "beta1", "beta2", "eps", "weight_decay", "z_loss", "ema", "clip", "params_dtype",
+            "reduce_dtype", "dropout")  # fmt: skip
+"""What changes a loss, and no arm's name tells."""
 
 
 def record(corpus: Path, folder: Path) -> dict[str, Any]:
@@ -40,11 +45,17 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
         )
     if not settings.model or not settings.is_by_sizes:
         raise ValueError(f"{folder} is of no model that has a name here, so that nothing is compared with it")
+    for name in AS_USUAL:
+        if getattr(settings, name) != getattr(TrainSettings, name):
+            raise ValueError(f"{folder} has {name} = {getattr(settings, name)!r}, which no arm's name tells")
+    told = run.read_config()[2]["files"][0].split()[0]
+    if told[:8] != corpus_hash(corpus):
+        raise ValueError(f"{folder} was trained on a file of SHA-256 {told}, which is not train.bin of {corpus}")
     size = json.loads(run.parameters.read_text())["parameter"]
     start = json.loads(run.starts.read_text().splitlines()[-1])["environment"]
     tokens = settings.global_batch * settings.seq_length
     return {
-        "arm": " ".join(filter(None, (settings.recipe, size["preset"] or settings.preset))),
+        "arm": _arm(settings, size["preset"]),
         "seed": settings.seed,
         "model": settings.model,
         "corpus": corpus_hash(corpus),
@@ -60,6 +71,12 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
         "torch": start["torch"],
         "date": datetime.date.fromtimestamp(run.metrics.stat().st_mtime).isoformat(),
     }
+
+
+def _arm(settings: TrainSettings, preset: str) -> str:
+    optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
+    stored = "fp8-activations" if settings.stores_codes else ""
+    return " ".join(filter(None, (settings.recipe, optimizer, preset, stored)))
 
 
 def main() -> None:

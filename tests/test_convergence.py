@@ -1,5 +1,6 @@
 """The benchmark of convergence, with a small model on a few tokens."""
 
+import hashlib
 import json
 import math
 from argparse import Namespace
@@ -60,6 +61,8 @@ def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypat
 
 def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
     folder, data = RunDir(tmp_path / "run"), (str(corpus / "train.bin"),)
+    digest = hashlib.sha256((corpus / "train.bin").read_bytes()).hexdigest()
+    (corpus / "corpus.json").write_text(json.dumps({"vocabulary": 100, "train": {"sha256": digest}}))
     settings = TrainSettings(model=DENSE, data=data, vocabulary=128, steps=20, recipe="block", preset="lean8", seed=3)
     worker.create_run(folder, settings.resolved(), 1)
     folder.parameters.write_text(json.dumps({"parameter": {"preset": "lean8", "together": 5.094}}))
@@ -74,7 +77,19 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
     assert found["tokens"] == 20 * 16 * 128 and len(found["losses"]) == 2
     (tmp_path / "lines.jsonl").write_text(json.dumps(found) + "\n")
     [(trained, arms)] = convergence_table.read(tmp_path / "lines.jsonl").items()
-    assert trained == TrainedOn(DENSE, "01234567", 20 * 16 * 128, 16) and list(arms) == ["block lean8"]
+    assert trained == TrainedOn(DENSE, digest[:8], 20 * 16 * 128, 16) and list(arms) == ["block lean8"]
+    config = (folder.path / "config.toml").read_text()
+    for was, now, says in (
+        ('optimizer = "adamw"', 'optimizer = "muon"', ""),
+        ("clip = 1.0", "clip = 2.0", "clip = 2.0, which no arm's name tells"),
+        (digest, "0" * 64, "which is not train.bin of"),
+    ):
+        (folder.path / "config.toml").write_text(config.replace(was, now))
+        if not says:
+            assert convergence_runs.record(corpus, folder.path)["arm"] == "block muon lean8"
+            continue
+        with pytest.raises(ValueError, match=says):
+            convergence_runs.record(corpus, folder.path)
 
 
 def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):

@@ -222,9 +222,9 @@ class LayerNormMLP(QuantizedModule):
         activation_storage: how what the activation reads (gate and up, the outputs of fc1) is kept for its backward:
             "high_precision", as it is, or "fp8", as E4M3 codes with a float32 scale for each 128 features of a token
             (`modules/activation_storage.py`), 1.03 bytes in place of 2 or 4 for each. Outputs have the same bits;
-            gradients are those of inputs that differ by at most 1/16 of themselves. With `recompute_activation` the
-            activation, and so the gradient of fc2's weights, is computed again of the codes. In high precision it
-            does the same.
+            gradients are those of inputs that differ by at most 1/16 of themselves, or 5e-6 of the largest of 128.
+            With `recompute_activation` the activation, and so the gradient of fc2's weights, is computed again of the
+            codes. In high precision it does the same.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.

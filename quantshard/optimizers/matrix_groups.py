@@ -84,6 +84,11 @@ def muon_groups(
     Raises:
         ConfigurationError: the head is not known, or a name fits nothing.
     """
+    if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
+        raise ConfigurationError(
+            f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
+            f"{', '.join(ADAMW_SETTINGS)}"
+        )
     named = list(model.named_parameters())
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))

@@ -101,8 +101,8 @@ class Trainer:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
         self._captured = StepGraph(self._stepped) if settings.cuda_graphs else None
+        check_graphs(settings, place.device)
         if settings.cuda_graphs:
-            check_graphs(place.device)
             capturable_(self.model)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
@@ -123,7 +123,7 @@ class Trainer:
         stop = torch.tensor(float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
         sums = self._stepped(batch, stop) if self._captured is None else self._captured(batch, stop, eager=eager)
-        loss, squares, stops = sums.tolist()  # the one place where a step waits for the device: all of it is launched
+        loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
@@ -388,15 +388,16 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def check_graphs(device: torch.device) -> None:
-    """See that a run on a device can be replayed.
+def check_graphs(settings: TrainSettings, device: torch.device) -> None:
+    """See that a run on a device can be replayed, if it is to be.
 
     Raises:
         ConfigurationError: it has no CUDA graphs.
     """
-    if device.type != "cuda":
+    if settings.cuda_graphs and device.type != "cuda":
         raise ConfigurationError(
-            f"cuda_graphs = true needs a GPU, and this run is on {device}; leave --cuda-graphs out"
+            f"cuda_graphs = true needs a GPU, and this run is on {device.type}; leave --cuda-graphs out, or go on with "
+            "--no-cuda-graphs"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, m
 from quantshard.tensor import components
 from quantshard.trainer.settings.config import TrainSettings
 
-_NO_HIDDEN_LAYERS = ("embedding", "positions", "head")
+_NO_HIDDEN_LAYERS = ("embedding", "positions", "head", "layers.*.mlp.router")
 """Of the decoder that is built here; models of transformers tell themselves."""
 
 
@@ -52,8 +53,8 @@ def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
 
 def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
     """At AdamW's rate, so that one schedule does for all groups."""
-    names = {name for name, _ in model.named_children()}
-    head = [name for name in _NO_HIDDEN_LAYERS if name in names] if settings.is_by_sizes else None
+    names = [name for name, _ in model.named_modules()]
+    head = [each for each in _NO_HIDDEN_LAYERS if fnmatch.filter(names, each)] if settings.is_by_sizes else None
     return Muon(
         muon_groups(model, head=head, adamw=_adam(settings)),
         lr=settings.lr,

@@ -57,9 +57,10 @@ def recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # batches are pinned by another thread
             result = work()
     except RuntimeError as error:
+        cause = error.__context__ or error  # the end of a capture raises too
         raise UnsupportedOperationError(
-            f"cuda_graphs: a step of this model cannot be captured ({str(error).splitlines()[0]}); leave --cuda-graphs "
-            "out, or go on from the last checkpoint with: quantshard resume RUN --no-cuda-graphs"
+            f"cuda_graphs: a step of this model cannot be captured ({str(cause).splitlines()[0]}); start again without "
+            "--cuda-graphs, or, if there is a checkpoint, go on with: quantshard resume RUN --no-cuda-graphs"
         ) from error
 
     def replay() -> Tensor:

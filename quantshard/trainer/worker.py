@@ -32,7 +32,7 @@ from quantshard.observe.table import Report
 from quantshard.terminal import screen
 from quantshard.trainer import data, environment, launch, restarts
 from quantshard.trainer.data.preparation import Preparation
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, describe_run
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, check_graphs, describe_run
 from quantshard.trainer.models import huggingface, initialization
 from quantshard.trainer.models.model import ModelSpec
 from quantshard.trainer.monitoring import logs, trackers
@@ -106,6 +106,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     run.check_new()
     settings.check_ranks(processes)
     check_logs(settings)
+    check_graphs(settings, torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"))
     configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
@@ -182,6 +183,8 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
     ]
     if made:
         made.append("data_format")  # of the texts; that of the tokens is recorded
+    if not new.vocabulary:
+        made.append("vocabulary")  # by the tokenizer, or by another release's rule
     kept = [name for name in given if name not in made]
     prepared = Preparation(new).settings if _PREPARED.intersection(kept) else new
     found = restarts.overrides(str(run.path), before, prepared, kept, processes)

@@ -2,13 +2,14 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from quantshard.trainer import worker
 from quantshard.trainer.data import from_table
+from quantshard.trainer.data.preparation import Preparation
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.settings_file import from_mapping
@@ -83,6 +84,14 @@ def test_settings_of_reading_that_nothing_asks_for_are_named(folder, flags, warn
     assert end is Started
     text = " ".join("\n".join(out).split())
     assert re.findall(r"WARNING: (\w+) = '[^']+' does nothing: it is about", text) == warned, text
+
+
+def test_rows_are_added_where_no_weights_say_how_many_there_are(folder):
+    settings = TrainSettings(
+        **(vars(SMALL) | {"data": (str(folder / "text"),), "tokenizer": str(folder / "tokenizer")})
+    )
+    sizes = [{}, {"init_from": "/a"}, {"vocabulary": 401}, {"model": "/a"}, {"tokenizer": ""}]
+    assert [Preparation(replace(settings, **each)).settings.vocabulary for each in sizes] == [512, 400, 401, 400, 0]
 
 
 def test_the_next_try_finds_the_tokens(folder):

@@ -156,3 +156,19 @@ def test_the_next_layer_is_gathered_before_a_layer_computes():
     """2 ranks."""
     in_order = ["gather 0", "gather 1", "compute 0", "gather 2", "compute 1", "compute 2"]
     assert run_ranks(2, order_of_gathers) == [in_order] * 2
+
+
+def test_routers_are_for_adamw():
+    settings = replace(SMALL, experts=4, optimizer="muon")
+    torch.manual_seed(0)
+    optimizer = make_optimizer(LanguageModel(settings, recipe.resolve("bf16"), "cpu"), settings)
+    algorithms = {name: group["algorithm"] for group in optimizer.param_groups for name in group["param_names"]}
+    routers = [algorithm for name, algorithm in algorithms.items() if "router" in name]
+    assert routers == ["adamw"] * settings.layers and "muon" in algorithms.values()
+
+
+def test_a_head_of_an_odd_size_is_told():
+    [line] = models.ModelSpec(replace(SMALL, vocabulary=50257)).check()
+    assert "vocabulary = 50257 is no multiple of 8" in line and "--vocabulary 50304" in line
+    for quiet in ({"vocabulary": 50304}, {"vocabulary": 0}, {"vocabulary": 50257, "init_from": "/a"}):
+        assert not models.ModelSpec(replace(SMALL, **quiet)).check()

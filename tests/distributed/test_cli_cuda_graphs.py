@@ -1,5 +1,5 @@
 """`quantshard train --cuda-graphs` without a GPU: with a graph that runs its work again, a run has the bits of an eager
-one, and what cannot be captured is refused. On GPUs: tests/distributed/test_gpu.py."""
+one, and what cannot be captured is refused. What a graph holds, on GPUs: tests/distributed/test_graphs.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import UnsupportedOperationError
-from quantshard.trainer import loop, step_graph
+from quantshard.trainer import loop, step_graph, worker
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line
@@ -25,10 +25,14 @@ SIZES = (
 _work = commands._work
 
 
+def unchecked(*_: object) -> None:
+    """This machine has no GPU, and needs none."""
+
+
 def rerun(run: str, order: str) -> tuple[str, str]:
     """What a process does where a replay runs the work that was captured."""
     with (
-        patch.object(loop, "check_graphs", lambda device: None),
+        patch.object(loop, "check_graphs", unchecked),
         patch.object(step_graph, "recorded", lambda work: work),
     ):
         return _work(run, order)
@@ -46,6 +50,7 @@ def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank
     text.write_text(Path(__file__).read_text())
     train(tmp_path / "eager", text, "--steps", 8, "--nproc-per-node", ranks)
     monkeypatch.setattr(commands, "_work", rerun)
+    monkeypatch.setattr(worker, "check_graphs", unchecked)
     goes_on = ranks == 3
     steps = ("--steps", 4, "--decay-steps", 8) if goes_on else ("--steps", 8)
     train(tmp_path / "replayed", text, *steps, "--nproc-per-node", ranks, "--cuda-graphs")
@@ -85,9 +90,12 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--dropout", 0.1), "a step with dropout is not captured"),
         (("--experts", 2), "a step with experts is not captured"),
         (("--optimizer", "muon"), "a step with optimizer = 'muon' is not captured"),
+        (("--optimizer", "lion"), "a step with optimizer = 'lion' is not captured"),
+        (("--no-master-weights",), "a step with master_weights = false is not captured"),
         ((), "cuda_graphs = true needs a GPU, and this run is on cpu"),
     ):
         one_line(quantshard(*start, *more), says)
+        assert not (tmp_path / "run").exists()
 
     def fail() -> torch.Tensor:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
@@ -101,5 +109,5 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
-    with pytest.raises(UnsupportedOperationError, match=r"be captured .operation not permitted.*leave --cuda-"):
+    with pytest.raises(UnsupportedOperationError, match=r"be captured .operation not permitted.*without --cuda-"):
         step_graph.recorded(fail)

@@ -103,9 +103,10 @@ class Preparation:
 
 
 def _padded(facts: TokenFacts, settings: TrainSettings) -> int:
-    """The tokens of a model that is built for a tokenizer. Bytes stay 257, as few as they are."""
+    """The tokens of a model that is built for a tokenizer. Bytes stay 257, as few as they are; weights that are there
+    already have the rows that they have."""
     is_of_tokens = facts.tokenizer is None or bool(facts.digest)
-    multiple = _MULTIPLE if is_of_tokens and settings.is_by_sizes else 1
+    multiple = _MULTIPLE if is_of_tokens and settings.is_by_sizes and not settings.init_from else 1
     return -(-facts.vocabulary // multiple) * multiple
 
 

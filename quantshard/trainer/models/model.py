@@ -54,6 +54,8 @@ from quantshard.trainer.settings.recipes import LayerRecipes
 
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1
+_ROWS = 8
+"""Of a head whose products cuBLAS reads 16 bytes at a time."""
 
 
 class Embedding(QuantizedModule):
@@ -227,7 +229,13 @@ class ModelSpec:
             ConfigurationError: with the numbers.
         """
         if self.configuration is None:
-            return []
+            rows = self.settings.vocabulary
+            if not rows % _ROWS or self.settings.init_from:
+                return []
+            return [
+                f"WARNING: vocabulary = {rows} is no multiple of {_ROWS}, so a GPU multiplies by the head several "
+                f"times as slowly as it could; --vocabulary {-(-rows // 128) * 128} has room for the same tokens"
+            ]
         where, settings = self.settings.model, self.settings
         held, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
         if held < tokens:

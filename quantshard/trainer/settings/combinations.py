@@ -16,7 +16,10 @@ _ASKED: Final[dict[str, _Asked]] = {
     "dropout": lambda settings: settings.dropout > 0,
     "experts": lambda settings: settings.experts > 0,
     "architecture = 'gpt'": lambda settings: settings.architecture == "gpt",
+    "optimizer = 'lion'": lambda settings: settings.optimizer == "lion",
     "optimizer = 'muon'": lambda settings: settings.optimizer == "muon",
+    "master_weights = false": lambda settings: not settings.master_weights,
+    "statistics_every = 1": lambda settings: settings.statistics_every == 1,
     "recompute = 'activation'": lambda settings: settings.recompute == "activation",
     "activation_storage = 'fp8'": lambda settings: settings.stores_codes,
     "tp in the mesh": lambda settings: bool(settings.mesh) and MeshSpec.parse(settings.mesh).tp > 1,
@@ -30,7 +33,9 @@ _OF_OUR_MODEL: Final = ("dropout", "recompute = 'activation'", "activation_stora
 _OF_DENSE_MODELS: Final = (
     "architecture = 'gpt'", "tp in the mesh", "recompute = 'activation'", "activation_storage = 'fp8'", "compile"
 )  # fmt: skip
-_NOT_CAPTURED: Final = ("dropout", "experts", "optimizer = 'muon'")
+_NOT_CAPTURED: Final = (
+    "dropout", "experts", "optimizer = 'lion'", "optimizer = 'muon'", "master_weights = false", "statistics_every = 1"
+)  # fmt: skip
 
 
 def check_combinations(settings: Any) -> None:

@@ -165,7 +165,9 @@ class TrainSettings:
     exp_avg_dtype: str = _setting(
         AUTO, "Precision", f"first moment of Adam, Lion or Muon: {', '.join(MOMENT_DTYPES)}; auto: float32"
     )
-    exp_avg_sq_dtype: str = _setting(AUTO, "Precision", "Adam's second moment: as the first")
+    exp_avg_sq_dtype: str = _setting(
+        AUTO, "Precision", f"Adam's second moment: {', '.join(MOMENT_DTYPES)}; auto: float32"
+    )
 
     save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, STEPS)
     keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, STEPS)
