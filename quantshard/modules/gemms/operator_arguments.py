@@ -112,7 +112,7 @@ class LayerArguments(NamedTuple):
             found += [(TensorRole.WEIGHT, part) for part in range(len(asked.weights))]
         read = cells(recipe, TensorRole.INPUT)
         needs_amax = any(cell is not None and not cell.format.is_local for cell in read)
-        if asked.remakes and needs_amax and scales_by_one_amax(*read):
+        if asked.remakes and needs_amax and scales_by_one_amax(read):
             found.append((TensorRole.INPUT, 0))
         return found
 
