@@ -20,12 +20,14 @@ import quantshard as qs
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import E8M0, FORMATS, Copy
 from quantshard.gemm import backend, producers, scaled_products
-from quantshard.gemm.operands import OperandUsage
+from quantshard.gemm.operands import Operand, OperandUsage
+from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import swizzle
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import LinearState, gemm_operands
 from quantshard.numerics import swizzling
 from quantshard.recipe import Cell, TensorRole, resolve
+from quantshard.tensor import observation
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
 from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
 
@@ -194,3 +196,50 @@ def test_what_is_not_ready(products: dict[str, tuple[int, int]]) -> None:
     assert not any(kind.is_ready(mx, shape) for shape in ((0, 64), (24, 64), (32, 72)))
     assert kind.is_ready(tensor, (32, 64)) and not kind._replace(stored=True).is_ready(tensor, (32, 64))
     assert not kind._replace(capability=HOPPER).is_ready(mx, (32, 64))
+
+
+def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[str, tuple[int, int]]) -> None:
+    """Also where all of a sum is under one scale; that of an input is what it was."""
+    x = values(32, 96)
+    x[3, 5] = -torch.inf
+    call, state = (
+        LinearContext(resolve("nvfp4"), None, False),
+        LinearState([weight_state(None, DEVICE)], None, None, True),
+    )
+    for role in (TensorRole.GRAD_OUTPUT, TensorRole.INPUT):
+        made = gemm_operands(x, role, call, state, OperandUsage(True, True, poison=role is TensorRole.GRAD_OUTPUT))
+        assert made.poison is None
+        found = made.first
+        assert isinstance(found, QuantizedStorage)
+        assert bool(found.components[SECOND_SCALE].isnan()) == (role is TensorRole.GRAD_OUTPUT)
+
+
+def test_who_looks_at_operands_gets_what_formats_store(
+    products: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An observer, and an operator of a compiled function, whose results are told by formats."""
+
+    class Looking:
+        def see_operand(self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Operand) -> None:
+            seen.append(operand)
+
+    seen: list[Operand] = []
+    call, state = (
+        LinearContext(resolve("mxfp8"), None, False),
+        LinearState([weight_state(None, DEVICE)], None, None, True),
+    )
+
+    def made() -> list[Operand]:
+        found = gemm_operands(values(32, 96), TensorRole.INPUT, call, state, OperandUsage(True, True))
+        return [found.first, found.second.operand]
+
+    def scales(found: list[Operand]) -> set[torch.dtype]:
+        stored = [each for each in found if isinstance(each, QuantizedStorage)]
+        assert len(stored) == 2
+        return {each.components[each.cell.format.copies[Copy.ROWWISE].scale.name].dtype for each in stored}
+
+    assert scales(made()) == {E8M0.multiplied}
+    with workspace.separate_allocations():
+        assert scales(made()) == {torch.uint8}
+    monkeypatch.setattr(observation, "active", Looking())
+    assert scales(made()) == scales(seen) == {torch.uint8}
