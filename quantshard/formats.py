@@ -45,6 +45,11 @@ class Encoding:
     native: torch.dtype | None
 
     @property
+    def multiplied(self) -> torch.dtype:
+        """The dtype that PyTorch's scaled matrix products ask for."""
+        return torch.float4_e2m1fn_x2 if self.native is None else self.native
+
+    @property
     def floor(self) -> float:
         """The smallest positive value beside the largest, which is how far apart values under one scale can be."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits) / self.max

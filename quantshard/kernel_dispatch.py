@@ -15,7 +15,7 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
-from quantshard.numerics import Grids, Pair, RandomBits, quantization_error
+from quantshard.numerics import Grids, Pair, RandomBits, quantization_error, swizzling
 
 if kernels.USABLE:
     from quantshard.kernels.fused import rounded_sum as sum_kernel
@@ -25,6 +25,7 @@ if kernels.USABLE:
     from quantshard.kernels.quantize import dequantize as dequantize_kernel
     from quantshard.kernels.quantize import error as error_kernel
     from quantshard.kernels.quantize import matrix as quantize_kernel
+    from quantshard.kernels.quantize import swizzle as swizzle_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
@@ -142,11 +143,24 @@ def dequantize(
     poison: Tensor | None = None,
 ) -> Tensor:
     """`numerics.dequantize`, rounded once to `dtype`; all NaN if `poison` is, a float32 scalar that else is 0."""
+    parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
         return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, poison)
     values = numerics.dequantize(copy, parts, shape, origin)
     return (values if poison is None else values + poison).to(dtype)
+
+
+def as_stored(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
+    """Components of a whole matrix that a kernel made for a scaled product (`QuantizeSpec.ready`), as formats store
+    them; others as they are."""
+    codes, scale = parts[copy.codes.name], parts[copy.scale.name]
+    if codes.dtype is copy.codes.encoding.storage:
+        return parts
+    if scale.ndim == 1:
+        grid = [-(size // -cover) for size, cover in zip(shape, copy.block, strict=True)]
+        scale = swizzling.unswizzled(scale.view(copy.scale.encoding.storage), (grid[0], grid[1]))
+    return {**parts, copy.codes.name: codes.view(copy.codes.encoding.storage), copy.scale.name: scale}
 
 
 def add_quantization_error(
@@ -189,6 +203,40 @@ def by_columns(
             laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous().t()
         found.append((codes.t().contiguous().view(dtype).t(), laid))
     return found
+
+
+StoredMatrix = tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Shape [R, C], codes and scales of one copy, uint8, and the amax that these are under, if there is one. A float32
+scalar: all of it becomes NaN if that is; and swizzled scales E8M0 of R rows that become NaN then, too."""
+SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
+"""Codes of the transpose [C, R], if it is asked for, flat scales, and the second scale, if there is one; of PyTorch's
+dtypes."""
+
+
+def swizzle(copy: QuantizedCopy, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
+    """Matrices, or their transposes, as scaled products read them: a scale of 8 bits for every row, `swizzled`."""
+    if has_kernels(matrices[0][1]):
+        return swizzle_kernel.swizzle(copy, matrices, turned)
+    return [_swizzle(copy, *each, turned) for each in matrices]
+
+
+def _swizzle(
+    copy: QuantizedCopy, shape: Pair, codes: Tensor, scales: Tensor, amax: Tensor | None, poison: Tensor | None,
+    other: Tensor | None, turned: bool,
+) -> SwizzledMatrix:  # fmt: skip
+    high, encoding = copy.block[0], copy.codes.encoding
+    made, second = None, None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))
+    if poison is not None and other is not None and poison.isnan():
+        other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # the first block of each row
+    if turned:
+        made = transpose_codes(codes, encoding, shape[1]).view(encoding.multiplied)
+        scales, shape, high = scales.t(), shape[::-1], copy.block[1]
+    grid = scales.repeat_interleave(high, 0)[: shape[0]]
+    if poison is not None and second is not None:
+        second = second + poison
+    elif poison is not None:
+        grid = torch.where(poison.isnan(), 0xFF, grid)
+    return made, swizzling.swizzled(grid).view(copy.scale.encoding.multiplied), second
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

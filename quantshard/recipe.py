@@ -108,10 +108,15 @@ class Cell:
         return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
 
     def __str__(self) -> str:
-        plain = Scaling()
-        set_ = {f.name: getattr(self.scaling, f.name) for f in fields(Scaling)}
-        options = [f"{name}={value}" for name, value in set_.items() if value != getattr(plain, name)]
+        given = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
+        options = [f"{name}={value}" for name, value, plain in given if value != plain]
         return self.tag + (f" ({', '.join(options)})" if options else "")
+
+
+class CellPair(tuple[Cell | None, Cell | None]):
+    """The cells of an input's or gradient's two GEMMs; hashed by identity: each call asks caches for it."""
+
+    __hash__ = object.__hash__
 
 
 def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
@@ -156,8 +161,7 @@ class Recipe(RecipePredicates):
     @cached_property
     def weight(self) -> Cell | None:
         """How weights are stored, or None if they stay in high precision."""
-        table = self.table
-        cells = {table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
+        cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(cells) != 1:
             raise ConfigurationError(
                 f"recipe {self.name!r} names two formats for weights ({cells}), but a weight is stored once; give both "
@@ -175,18 +179,17 @@ class Recipe(RecipePredicates):
                 f"recipe {self.name!r}: weights are rounded to nearest and not transformed; leave stochastic_rounding "
                 "and random_hadamard to activations and gradients"
             )
-        blocks = {copy.block for copy in cell.format.copies.values()}
-        if scaling.history and blocks != {(formats.ALL, formats.ALL)}:
+        if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in cell.format.copies.values()):
             raise ConfigurationError(
                 f"recipe {self.name!r}: an amax history gives one scale for the whole tensor, but {cell.format.name} "
                 "has blocks; use a per-tensor format with it"
             )
 
     @cached_property
-    def activations(self) -> Mapping[TensorRole, tuple[Cell | None, Cell | None]]:
+    def activations(self) -> Mapping[TensorRole, CellPair]:
         """How an input and an output gradient are quantized: as it stands, and for wgrad."""
-        first = ((TensorRole.INPUT, Gemm.FPROP), (TensorRole.GRAD_OUTPUT, Gemm.DGRAD))
-        return {role: (self.table.get((role, gemm)), self.table.get((role, Gemm.WGRAD))) for role, gemm in first}
+        first, find = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}, self.table.get
+        return {role: CellPair((find((role, gemm)), find((role, Gemm.WGRAD)))) for role, gemm in first.items()}
 
     @cached_property
     def histories(self) -> Mapping[TensorRole, int]:
@@ -227,9 +230,8 @@ class TableRecipe(Recipe):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cells", dict(self.cells))  # the caller's may change
-        check_scalings(
-            self.label, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
-        )
+        scalings = {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
+        check_scalings(self.label, scalings)
 
     @property
     def name(self) -> str:
@@ -489,11 +491,8 @@ FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
 """How an optimizer stores a state in FP16: scaled likewise, since squares of small gradients are below its range."""
 
 STATE_CELLS: dict[torch.dtype, Cell | None] = {
-    torch.float32: None,
-    torch.bfloat16: None,
-    torch.float16: FP16_STATE,
-    torch.uint8: FP8_STATE,
-}
+    torch.float32: None, torch.bfloat16: None, torch.float16: FP16_STATE, torch.uint8: FP8_STATE
+}  # fmt: skip
 """State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""
 
 ACTIVATION_CELLS: dict[str, Cell | None] = {"high_precision": None, "fp8": FP8_STATE}

@@ -22,10 +22,10 @@ from quantshard.doctor.results import UnavailableError
 from quantshard.doctor.timing import bytes_of
 from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
 from quantshard.gemm import producers
-from quantshard.numerics import RandomBits, quantization_error
+from quantshard.numerics import RandomBits, quantization_error, swizzling
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, transpose
+    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, swizzle, transpose
     from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
@@ -251,12 +251,53 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
     )
 
 
+def swizzle_case(x: Tensor, fmt: Format, turned: bool = False) -> KernelCase:
+    """A stored matrix as products with swizzled scales read it; `turned`: its transpose."""
+    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
+    zero = torch.zeros((), dtype=torch.float32, device=x.device)
+    shape, codes, grid = (x.shape[0], x.shape[1]), parts[copy.codes.name], parts[copy.scale.name]
+    given = [(shape, codes, grid, None if copy.amax is None else parts[copy.amax.name], zero, None)]
+
+    def made(on_kernels: bool) -> list[Tensor | None]:
+        if on_kernels:
+            ((across, laid, second),) = swizzle.swizzle(copy, given, turned)
+        else:
+            with kernel_dispatch.kernels_only_on():
+                ((across, laid, second),) = kernel_dispatch.swizzle(copy, given, turned)
+        return [None if across is None else across.view(torch.uint8), laid.view(torch.uint8), second]
+
+    return KernelCase(
+        lambda: made(True), lambda: made(False), bytes_of(grid, *([codes] if turned else []), *_tensors(made(False)))
+    )  # fmt: skip
+
+
+def ready_case(x: Tensor, fmt: Format) -> KernelCase:
+    """Codes and scales as products read them."""
+    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
+    request = QuantizeRequest(QuantizeSpec(copy, Scaling(), ready=True), second_amax=parts.get("amax"))
+    laid = swizzling.swizzled(parts[copy.scale.name])
+    second = parts.get("amax")
+    unit = 1.0 / (copy.codes.encoding.max * copy.scale.encoding.max)
+
+    def launch() -> list[Tensor | None]:
+        found = matrix.quantize_matrix(x, request)[0]
+        codes, scale = (getattr(part, "base", part).view(torch.uint8) for part in (found.codes, found.scale))
+        return [codes, scale, found.second_scale]
+
+    expected = [parts[copy.codes.name], laid, None if second is None else (second * unit).view(1, 1)]
+    return KernelCase(launch, lambda: expected, bytes_of(x, *_tensors(expected)))
+
+
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
 ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 TRANSPOSE: Cases = {"transpose of bytes": {}, "transpose of bytes and scales": {"blocks": True}}
+SWIZZLED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].scale.encoding.bits == 8]
+SWIZZLE: Cases = {f"swizzle {fmt.name}": {"fmt": fmt} for fmt in SWIZZLED if fmt.transposable}
+SWIZZLE |= {f"{name}, transposed": {**options, "turned": True} for name, options in SWIZZLE.items()}
+READY: Cases = {f"quantize {fmt.name}, ready": {"fmt": fmt} for fmt in SWIZZLED if is_decoded(fmt)}
 WIDE: Cases = {f"{name} to fp32": {**options, "dtype": torch.float32} for name, options in DEQUANTIZE.items()}
 
 ROWS = (
@@ -266,5 +307,7 @@ ROWS = (
     KernelRow({"scales_kernel"}, scales_case, SCALES, timed_of(SCALES), (131, 257)),
     KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
     KernelRow({"error_kernel"}, error_case, ERRORS, timed_of(ERRORS), (35, 290), TOO_FAR),
+    KernelRow({"swizzle_kernel"}, swizzle_case, SWIZZLE, timed_of(SWIZZLE), (288, 320)),
+    KernelRow({"quantize_kernel"}, ready_case, READY, timed_of(READY), (288, 320)),
     KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),
 )

@@ -5,30 +5,28 @@ A native product multiplies codes and applies scales as it sums, by one of PyTor
 made as values at once (`producers.OperandKind`), and multiplied in high precision. `product_plan` and, before there are
 operands, `gemm_path` give the reason; `explain` prints it.
 
-A scaled product takes both operands by rows, with the summed dim last, and sizes that are multiples of 16. Operands are
-brought into that form here: transposed, where one copy serves both directions, and padded with zeros. How is the same
-for all operands of the same formats and shards, and found out once.
+Operands are brought into the form that a product demands by an `operand_reader.OperandReader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, private_torch
-from quantshard.formats import ALL, E4M3, E5M2, FP32, Component, Copy, Format, QuantizedCopy
+from quantshard.formats import ALL, E4M3, E5M2, E8M0, Copy
 from quantshard.gemm import scaled_products
+from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
 from quantshard.gemm.operands import Operand
-from quantshard.gemm.scaled_products import Capability, Kind, ScaledProduct, ScaleLayout
+from quantshard.gemm.scaled_products import Capability, ScaledProduct
 from quantshard.recipe import Cell, Recipe, TensorRole
-from quantshard.sharding import Shard, ceil_div
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import OperandLayout, QuantizedStorage
 
 
 def matmul(
@@ -53,208 +51,72 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
-        read: what `transposed_together` has given for b.
+        read: what `read_together` has given for b.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         plan = product_plan(
-            a.cell.format, a.shard, not transpose_a, b.cell.format, b.shard, transpose_b,
-            scaled_products.capability_of(a.device), out_dtype, None if bias is None else bias.dtype, fast,
+            a.layout or a.laid_out(), not transpose_a, b.layout or b.laid_out(), transpose_b,
+            scaled_products.capability_of(next(iter(a.components.values())).device),
+            out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
         if isinstance(plan, ProductPlan):
             return plan.run(a, b, bias, poison, read)
     return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, poison, precision or out_dtype)
 
 
-def transposed_together(
-    lefts: Sequence[Operand], rights: Sequence[Operand], poisons: Sequence[Tensor | None], out_dtype: torch.dtype
-) -> Sequence[ReadOperand | None]:
-    """The right operands of several products a @ b as these read them, for `matmul`, if one kernel can transpose them
-    all; None for each if not."""
-    readers, storages = [], []
+def read_together(
+    lefts: Sequence[Operand],
+    rights: Sequence[Operand],
+    out_dtype: torch.dtype,
+    *,
+    transpose_b: bool = False,
+    poisons: Sequence[Tensor | None] | None = None,
+    others: Sequence[Operand | None] | None = None,
+) -> tuple[Sequence[ReadOperand | None], bool]:
+    """The right operands of several products a @ op(b) as these read them, for `matmul`, if one kernel can make them
+    all; None for each if not.
+
+    And whether of each gradient, whose poison is given, the operand of wgrad in `others` is poisoned now, too.
+    """
+    readers, storages, nothing = [], [], [None] * len(rights)
+    first = rights[0]
+    if not isinstance(first, QuantizedStorage):
+        return nothing, False
+    if not (first.layout or first.laid_out()).narrow_scales and (transpose_b or len(rights) == 1):
+        return nothing, False  # it is read as it stands, or alone
     for a, b in zip(lefts, rights, strict=True):
-        if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
-            plan = product_plan(
-                a.cell.format, a.shard, True, b.cell.format, b.shard, False,
-                scaled_products.capability_of(a.device), out_dtype, None, False,
-            )  # fmt: skip
-            if isinstance(plan, ProductPlan) and plan.right.is_transposed:
-                readers.append(plan.right)
-                storages.append(b)
-    kinds = {(each.native, each.lays_blocks) for each in readers}
-    if len(readers) < len(rights) or len(kinds) != 1:
-        return [None] * len(rights)
-    return OperandReader.transposed(
-        readers,
-        storages,
-        [poison if each.takes_poison else None for each, poison in zip(readers, poisons, strict=True)],
+        if not (isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage)):
+            return nothing, False
+        capability = scaled_products.capability_of(a.device)
+        plan = product_plan(
+            a.layout or a.laid_out(), True, b.layout or b.laid_out(), transpose_b, capability, out_dtype, None, False
+        )
+        if not (isinstance(plan, ProductPlan) and plan.right.is_made_at_once):
+            return nothing, False
+        readers.append(plan.right)
+        storages.append(b)
+    if any([each.spec.copy is not readers[0].spec.copy for each in readers]):
+        return nothing, False
+    given = poisons or nothing
+    if readers[0].is_swizzled:
+        poisoned = [_swizzled_scales(each) for each in others or nothing]
+        found = OperandReader.swizzled(readers, storages, given, poisoned)
+        return found, bool(others) and None not in poisoned
+    found = OperandReader.transposed(
+        readers, storages, [poison if each.takes_poison else None for each, poison in zip(readers, given, strict=True)]
     )
+    return found, False
+
+
+def _swizzled_scales(operand: Operand | None) -> Tensor | None:
+    """The scales E8M0 of an operand that a kernel has made for a product."""
+    if not isinstance(operand, QuantizedStorage):
+        return None
+    scale = operand.components[operand.cell.format.copies[Copy.ROWWISE].scale.name]
+    return scale if scale.dtype is E8M0.multiplied else None
 
 
 # Native products -----------------------------------------------------------------------------------------------------
-
-
-class OperandSpec(NamedTuple):
-    """What is known of an operand of a product before it is read: its copy, and shape, blocks and origin with the
-    summed dim last.
-
-    `cuts`: where the codes, and the scales, that a piece touches lie among those that are resident; None: it touches
-    all. `transposed`: as against what is stored.
-    """
-
-    which: Copy
-    copy: QuantizedCopy
-    shape: tuple[int, int]
-    block: tuple[int, int]
-    origin: tuple[int, int]
-    cuts: tuple[tuple[slice, slice] | None, tuple[slice, slice] | None]
-    transposed: bool
-
-    @staticmethod
-    def of(fmt: Format, shard: Shard, as_stored: bool) -> OperandSpec | None:
-        """That of an operand whose summed dim is its last (`as_stored`) or its first; None if no codes can be read
-        so."""
-        which = Copy.ROWWISE if as_stored or Copy.COLUMNWISE not in fmt.copies else Copy.COLUMNWISE
-        if not (as_stored or fmt.transposable or which is Copy.COLUMNWISE):
-            return None
-        copy = fmt.copies[which]
-        cuts = (_touched(shard, copy.codes), _touched(shard, copy.scale))
-        (rows, cols), (high, wide), (top, left) = shard.shape, copy.block, shard.origin
-        if as_stored:
-            return OperandSpec(which, copy, (rows, cols), (high, wide), (top, left), cuts, False)
-        return OperandSpec(which, copy, (cols, rows), (wide, high), (left, top), cuts, True)
-
-    @property
-    def kind(self) -> Kind:
-        """By which the table of scaled products finds this operand."""
-        return scaled_products.kind_of(self.copy, self.block)
-
-    @property
-    def is_aligned(self) -> bool:
-        """True if blocks are whole but for the last of a dim."""
-        return all(cover == ALL or at % cover == 0 for at, cover in zip(self.origin, self.block, strict=True))
-
-
-def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
-    found = shard.touched(component)
-    sizes = shard.component_shape(component)
-    return None if all(at.start == 0 and at.stop == size for at, size in zip(found, sizes, strict=True)) else found
-
-
-@cache
-def _native_codes(native: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
-    """Codes as PyTorch's dtype; those of a right operand by columns."""
-    if right:
-        return lambda codes: codes.t() if codes.dtype is native else codes.view(native).t()
-    return lambda codes: codes if codes.dtype is native else codes.view(native)
-
-
-ReadOperand = tuple[Tensor, tuple[Tensor, ...]]
-"""Codes and scales as a scaled product takes them."""
-
-
-class OperandReader:
-    """How the codes and scales of an operand are read and brought into the form that a scaled product demands.
-
-    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own. `right`: it is the
-    right operand, whose codes are given by columns.
-    """
-
-    def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
-        self.spec, self.scales, self.right = spec, scales, right
-        copy, (size, cols), block = spec.copy, spec.shape, spec.block
-        self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
-        self.native = torch.float4_e2m1fn_x2 if self.encoding.native is None else self.encoding.native
-        self.amax = None if copy.amax is None else copy.amax.name
-        self.unit = 1.0 / (self.encoding.max * copy.scale.encoding.max)
-        self.takes_poison = copy.scale.encoding is FP32
-        self.repeats = block[0] if expands and block[0] > 1 else 0
-        if self.repeats:
-            block = (1, block[1])
-        bits = self.encoding.bits
-        self.size = size + -size % rows
-        self.width = (cols + -cols % (128 // bits)) * bits // 8
-        entries = [
-            [1 if cover == ALL else ceil_div(length, cover) for length, cover in zip(shape, block, strict=True)]
-            for shape in (spec.shape, (self.size, self.width * 8 // bits))
-        ]
-        self.more_codes = (0, self.width - ceil_div(cols * bits, 8), 0, self.size - size)
-        self.more_scales = (0, entries[1][1] - entries[0][1], 0, entries[1][0] - entries[0][0])
-        self.is_padded = any(self.more_codes)
-        self.native_codes = _native_codes(self.native, right)
-        is_whole = not (self.repeats or self.is_padded or self.size == 1)
-        # what is stored is all that is read, and only looked at in another way
-        self.is_viewed = is_whole and not (spec.transposed or any(spec.cuts))
-        # nothing is done but to transpose it; of blocks of 128 x 128 the same pass lays the scales out
-        self.is_transposed = is_whole and spec.transposed and bits == 8 and self.amax is None
-        self.lays_blocks = self.is_transposed and scales.layout is scaled_products.by_four
-        self.turns_scales = scales.layout is not scaled_products.as_single
-
-    def read(self, storage: QuantizedStorage, poison: Tensor | None) -> ReadOperand:
-        """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
-        scales, to which `poison` is added."""
-        if self.is_transposed:
-            return OperandReader.transposed([self], [storage], [poison])[0]
-        if self.codes not in storage.components:
-            storage = storage.with_copy(self.spec.which)
-        if self.is_viewed:
-            codes, grid = storage.view(self.codes, self.native_codes), storage.components[self.scale]
-            if poison is not None:
-                grid = self.scales.layout(grid + poison)
-            elif self.right and self.turns_scales:
-                grid = storage.view(self.scale, self.scales.layout)
-            elif self.turns_scales:  # no weight's: kernels store it as it is read
-                grid = self.scales.layout(grid)
-        else:
-            codes, grid = self._made(*self._touched(storage), poison)
-        return codes, (grid,) if self.amax is None else (grid, self._second(storage.components[self.amax]))
-
-    @staticmethod
-    def transposed(
-        readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], poisons: Sequence[Tensor | None]
-    ) -> list[ReadOperand]:
-        """The same of several that are transposed (`is_transposed`) alike, by one kernel."""
-        parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
-        lays = readers[0].lays_blocks
-        found = kernel_dispatch.by_columns(
-            [(codes, grid if lays else None, poison if lays else None)
-             for (codes, grid), poison in zip(parts, poisons, strict=True)],
-            readers[0].native,
-        )  # fmt: skip
-        results: list[ReadOperand] = []
-        for each, (codes, laid), (_, grid), poison in zip(readers, found, parts, poisons, strict=True):
-            if laid is None:
-                grid = grid.t() if each.turns_scales else grid
-                laid = each.scales.layout(grid if poison is None else grid + poison)
-            else:
-                laid = scaled_products.strided(laid, (1, laid.shape[0]))
-            results.append((codes if each.right else codes.t(), (laid,)))
-        return results
-
-    def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
-        """Those of the stored codes and scales that are read."""
-        if self.codes not in storage.components:
-            storage = storage.with_copy(self.spec.which)
-        codes, grid = storage.components[self.codes], storage.components[self.scale]
-        of_codes, of_scales = self.spec.cuts
-        return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
-
-    def _made(self, codes: Tensor, grid: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
-        """New codes and scales."""
-        spec = self.spec
-        if spec.transposed:
-            codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0]), grid.t()
-        if self.repeats:
-            grid = grid.repeat_interleave(self.repeats, 0)[: spec.shape[0]]
-        if poison is not None:
-            grid = grid + poison
-        if self.is_padded:
-            codes, grid = F.pad(codes, self.more_codes), F.pad(grid, self.more_scales)
-        if self.size == 1:  # a transposed column may have any stride here
-            codes = scaled_products.strided(codes.contiguous(), (self.width, 1))
-        return self.native_codes(codes), self.scales.layout(grid)
-
-    def _second(self, amax: Tensor) -> Tensor:
-        return (amax * self.unit).view(())
 
 
 class ProductPlan:
@@ -289,8 +151,9 @@ class ProductPlan:
         left, right, fused = self.left, self.right, None
         if bias is not None and self.fuses_bias:
             fused, bias = F.pad(bias, (0, self.more_cols)) if self.more_cols else bias, None
+        takes_poison = right.takes_poison and (read is not None or not (right.is_swizzled and right.is_ready(b)))
         a_codes, a_scales = left.read(a, None)
-        b_codes, b_scales = read or right.read(b, poison if right.takes_poison else None)
+        b_codes, b_scales = read or right.read(b, poison if takes_poison else None)
         out: Tensor = private_torch.scaled_mm(
             a_codes, b_codes, a_scales, left.scales.recipes, left.scales.swizzle,
             b_scales, right.scales.recipes, right.scales.swizzle, fused, self.sums, (), self.fast,
@@ -299,16 +162,14 @@ class ProductPlan:
             out = out[: self.rows, : self.cols]
         if bias is not None:
             out = (out + bias.float()).to(self.out_dtype)
-        return out if poison is None or right.takes_poison else out + poison.to(self.out_dtype)
+        return out if poison is None or takes_poison else out + poison.to(self.out_dtype)
 
 
 @lru_cache(maxsize=1024)
 def product_plan(
-    left: Format,
-    left_shard: Shard,
+    left: OperandLayout,
     left_as_stored: bool,
-    right: Format,
-    right_shard: Shard,
+    right: OperandLayout,
     right_as_stored: bool,
     capability: Capability | None,
     out_dtype: torch.dtype,
@@ -319,7 +180,8 @@ def product_plan(
 
     `left_as_stored`, `right_as_stored`: the summed dim of what is stored is the last one, else the first.
     """
-    a, b = OperandSpec.of(left, left_shard, left_as_stored), OperandSpec.of(right, right_shard, right_as_stored)
+    a = OperandSpec.of(left.format, left.shard, left_as_stored)
+    b = OperandSpec.of(right.format, right.shard, right_as_stored)
     if a is None or b is None:
         return "an operand has no codes that were quantized along the summed dim"
     if 0 in (*a.shape, *b.shape):

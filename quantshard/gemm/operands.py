@@ -23,7 +23,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Copy
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
-from quantshard.recipe import Cell
+from quantshard.recipe import Cell, CellPair
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage, scale_names
@@ -50,6 +50,10 @@ class OperandUsage(NamedTuple):
     passing: int = 0
 
 
+operand_usage = lru_cache(OperandUsage)
+"""It is one of few."""
+
+
 def quantized_cells(
     first: Cell | None, second: Cell | None, wanted: OperandUsage
 ) -> tuple[Cell | None, Cell | None, bool]:
@@ -70,7 +74,7 @@ def is_large(x: Tensor) -> bool:
 
 
 @lru_cache
-def scales_by_one_amax(*cells: Cell | None) -> bool:
+def scales_by_one_amax(cells: CellPair) -> bool:
     """True if nothing but the amax of a whole matrix need be known of it before it is quantized by these cells."""
     blocks = [cell.format.copies[Copy.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local]
     plain = not any(cell is not None and cell.scaling.random_hadamard for cell in cells)

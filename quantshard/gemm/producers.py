@@ -26,6 +26,7 @@ from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
+from quantshard.kernels.quantize.amax import BlockAmaxes
 from quantshard.kernels.quantize.targets import (
     MOST_PLANS,
     Given,
@@ -33,12 +34,14 @@ from quantshard.kernels.quantize.targets import (
     QuantizedOutput,
     QuantizeRequest,
     QuantizeSpec,
+    base_of,
+    hides_from_kernels,
     padding,
 )
 from quantshard.numerics import Pair
-from quantshard.recipe import Cell
+from quantshard.recipe import Cell, CellPair
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import SECOND_SCALE, OperandLayout, QuantizedStorage, operand_layout
 
 
 class OperandProducer(ABC):
@@ -113,16 +116,6 @@ class TensorProducer(OperandProducer):
         """This producer, whose values are in memory already."""
         return self
 
-    def amaxes(self, covers: Pair, transposed: bool, hadamard: bool) -> Tensor:
-        """Amaxes of the blocks of the values, or of their transpose; `hadamard`: of the transformed values."""
-        whole = covers == (ALL, ALL) and not hadamard
-        if whole and self.amax is not None:
-            return self.amax
-        found = amax_kernels.block_amax(self.values.t() if transposed else self.values, covers, hadamard=hadamard)
-        if whole:
-            self.amax = found
-        return found
-
 
 @dataclass
 class NormProducer(OperandProducer):
@@ -194,7 +187,13 @@ def is_by_amax(cell: Cell | None) -> bool:
 
 
 @lru_cache(MOST_PLANS)
-def covers(dtype: torch.dtype, *cells: Cell | None) -> bool:
+def are_by_amax(cells: CellPair) -> bool:
+    """True if `is_by_amax` is true of both."""
+    return all(map(is_by_amax, cells))
+
+
+@lru_cache(MOST_PLANS)
+def covers(dtype: torch.dtype, cells: CellPair) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
     return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
 
@@ -203,93 +202,120 @@ class DirectionPlan(NamedTuple):
     """How a matrix, or its transpose, is quantized: by a cell, which to a kernel is a spec, into a rectangle.
 
     `transposed`: that of the transpose of what is made. `measured`: the blocks whose amaxes a kernel must be given.
+    `wraps`: a dtype of PyTorch is none that kernels know.
     """
 
     cell: Cell
     spec: QuantizeSpec
     shard: Shard
-    transposed: Shard
-    measured: Pair | None
+    layout: OperandLayout
+    transposed: OperandLayout
+    measured: BlockAmaxes | None
+    wraps: bool
 
     @staticmethod
     def of(
-        cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool, decodes: bool
+        cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool, like: OperandKind, passes: bool
     ) -> DirectionPlan | None:
-        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite. `decodes`: values are
-        wanted in place of codes, where one tile sees all of a block."""
+        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite. `passes`: nobody
+        keeps it, so values are wanted in place of codes if they are what products read, where one tile sees all of a
+        block."""
         if cell is None:
             return None
         copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
         hadamard = scaling.random_hadamard
         given: Given = "amaxes" if ALL in copy.block else ""
         poison: Poison = ""
+        ready = like.is_ready(cell, shape)
         if poisons and shared and copy.block == (ALL, ALL) and not hadamard:  # a scale of NaN is poison enough
             poison = "apart" if delayed else "amax"
+        elif poisons and ready and copy.amax is not None:
+            poison = "amax"  # of all values: the second scale
+        elif poisons and given and not delayed and copy.block != (ALL, ALL):
+            poison = "given"  # by the kernel that measures
+        decodes = passes and not (shared or given) and like.is_emulated(cell)
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        spec = QuantizeSpec(
-            copy, plain, (0, 0), shared, read_by_columns(copy), given, poison, decodes and not (shared or given)
-        )
+        spec = QuantizeSpec(copy, plain, (0, 0), shared, read_by_columns(copy), given, poison, decodes, ready)
         rows, cols = shape[0], shape[1] + padding(shape[1], spec)
-        measured = copy.block if given else None if copy.amax is None else copy.amax.covers
-        return DirectionPlan(cell, spec, sharding.whole((rows, cols)), sharding.whole((cols, rows)), measured)
+        blocks = copy.block if given else None if copy.amax is None else copy.amax.covers
+        measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
+        shard = sharding.whole((rows, cols))
+        layout, other = (operand_layout(cell.format, each) for each in (shard, sharding.whole((cols, rows))))
+        return DirectionPlan(cell, spec, shard, layout, other, measured, ready and hides_from_kernels(copy))
 
-    def request(
-        self,
-        transposed: bool,
-        values: TensorProducer | None,
-        past: Tensor | None,
-        words: WordsOf | None,
-        scale: Tensor | None,
-    ) -> QuantizeRequest:
-        """That to a kernel, for values or their transpose; their amaxes, or one of the past, are given as needed."""
-        spec, found = self.spec, past
+    def request(self, amaxes: Tensor | None, words: WordsOf | None, poison: Tensor | None) -> QuantizeRequest:
+        """That to a kernel; `amaxes`: those of blocks, or the second one, where it needs them. `poison`: as the spec
+        wants it."""
         if self.measured is None:
-            found = None
-        elif past is None or not spec.given:
-            assert values is not None, "an amax is needed first"
-            found = values.amaxes(self.measured, transposed, spec.scaling.random_hadamard)
+            amaxes = None
+        spec, how = self.spec, self.spec.poison
         drawn = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
-        return QuantizeRequest(spec, found if spec.given else None, None if spec.given else found, drawn, scale)
+        return QuantizeRequest(
+            spec, amaxes if spec.given else None, None if spec.given else amaxes, drawn,
+            poison if how == "apart" else None, poison if how == "given" else None,
+        )  # fmt: skip
 
     def operand(self, output: QuantizedOutput, transposed: bool = False) -> Operand:
         """What a kernel has made, or its transpose."""
         if self.spec.decoded:
             values: Tensor = output.codes
             return values
-        copy, codes, scale = self.spec.copy, output.codes, output.scale
-        if transposed:
-            codes, scale = output.transposed, scale if ALL in copy.block else scale.t()
+        copy, scale = self.spec.copy, output.scale
+        codes = output.transposed if transposed else output.codes
+        if self.wraps:
+            codes, scale = base_of(codes), base_of(scale)
+        if transposed and not self.spec.given:
+            scale = scale.t()
         components = {copy.codes.name: codes, copy.scale.name: scale}
         if copy.amax is not None:
             components[copy.amax.name] = output.second
-        return QuantizedStorage(self.cell, self.transposed if transposed else self.shard, components)
+            if output.second_scale is not None:
+                components[SECOND_SCALE] = output.second_scale
+        layout = self.transposed if transposed else self.layout
+        return QuantizedStorage(self.cell, layout.shard, components, layout=layout)
 
 
-def measure_all(producers: Sequence[TensorProducer]) -> None:
-    """Take the amaxes of several that are alike, by one kernel."""
-    found = amax_kernels.block_amaxes([each.values for each in producers], (ALL, ALL))
-    for each, amax in zip(producers, found, strict=True):
-        each.amax = amax
+_WHOLE = BlockAmaxes((ALL, ALL))
 
 
 class OperandKind(NamedTuple):
-    """Dtype of a matrix, and compute capability of the GPU that multiplies it."""
+    """Dtype of a matrix, and compute capability of the GPU that multiplies it. `stored`: codes and scales are wanted as
+    formats store them, since not products alone read them."""
 
     dtype: torch.dtype
     capability: scaled_products.Capability | None
+    stored: bool = False
 
     def is_emulated(self, cell: Cell | None) -> bool:
         """True if products read the matrix, quantized by `cell`, as values of its dtype: on this hardware its codes are
         in none."""
         if cell is None or self.capability is None or self.dtype is not torch.bfloat16:  # read in another dtype
             return False
+        return not self._has_product(cell)
+
+    def is_ready(self, cell: Cell, shape: Pair) -> bool:
+        """True if codes and scales of a matrix [R, C] can be made as products read them: there is one, and it asks for
+        no more rows or columns, of the matrix or of its transpose; of scales of 8 bits each row has its own."""
+        copy = cell.format.copies[Copy.ROWWISE]
+        fits = 0 not in shape and shape[0] % 16 == 0 and shape[1] % (128 // copy.codes.encoding.bits) == 0
+        own = copy.scale.encoding.bits > 8 or copy.block[0] == 1
+        return fits and own and not self.stored and self._has_product(cell)
+
+    def _has_product(self, cell: Cell) -> bool:
         kind = scaled_products.stored_kind(cell.format)
-        found = [
-            each
+        return any(
+            each.is_of(self.capability)
             for kinds, each in scaled_products.NATIVE.items()
             if kind in kinds or scaled_products.flat(kind) in kinds
-        ]
-        return not any(each.is_of(self.capability) for each in found)
+        )
+
+
+BothAmaxes = tuple[Tensor | None, Tensor | None]
+"""Those by which a matrix is quantized, and its transpose."""
+
+
+operand_kind = lru_cache(MOST_PLANS)(OperandKind)
+"""It is the same in each call."""
 
 
 class OperandPlan(NamedTuple):
@@ -298,7 +324,8 @@ class OperandPlan(NamedTuple):
 
     `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `by_amax`:
     only by the amax of all of them. `poison`: where it is known that not all values are finite: nowhere, in a scalar of
-    its own, or in the scale. `draws`: random words are needed.
+    its own, or in scales. `raised`: by which kernel a scalar is raised for that: none, the one that quantizes, or the
+    one that measures. `draws`: random words are needed.
     """
 
     one: DirectionPlan | None
@@ -306,7 +333,34 @@ class OperandPlan(NamedTuple):
     reads_values: bool
     by_amax: bool
     poison: Literal["", "scalar", "scale"]
+    raised: Literal["", "quantizing", "measuring"]
     draws: bool
+
+    def measure(
+        self, given: Sequence[TensorProducer], past: Tensor | None, poisons: Sequence[Tensor | None]
+    ) -> Sequence[BothAmaxes]:
+        """The amaxes that both directions need of several matrices that are alike; `past`: one that is known, to scale
+        by. The `poisons` of those that are not finite become NaN on the way, where scales take them."""
+        one, two = self.one, self.two
+        own = None if one is None or (past is not None and one.spec.given) else one.measured
+        other = None if two is None or (past is not None and two.spec.given) else two.measured
+        by_whole, other_by_whole = own == _WHOLE, other == _WHOLE
+        if given[0].amax is not None or (by_whole and other_by_whole):
+            other = None if other_by_whole else other
+        if given[0].amax is not None and by_whole:
+            own = None
+        found: Sequence[BothAmaxes] = [(None, None)] * len(given)
+        if own is not None or other is not None:
+            found = amax_kernels.block_amaxes([each.values for each in given], own, other, poisons)
+        results = list[BothAmaxes]()
+        for each, (amax, other_amax) in zip(given, found, strict=True):
+            if each.amax is None and (by_whole or other_by_whole):
+                each.amax = amax if by_whole else other_amax
+            results.append((
+                each.amax if by_whole else past if own is None else amax,
+                each.amax if other_by_whole else past if other is None else other_amax,
+            ))  # fmt: skip
+        return results
 
     @property
     def decodes(self) -> bool:
@@ -315,22 +369,26 @@ class OperandPlan(NamedTuple):
 
 
 @lru_cache(MOST_PLANS)
-def plan_operand(
-    first: Cell | None, second: Cell | None, wanted: OperandUsage, delayed: bool, shape: Pair, like: OperandKind
-) -> OperandPlan:
-    """For matrices of `shape` that are quantized by `first`, and for wgrad by `second`; `delayed`: by past amaxes."""
+def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pair, like: OperandKind) -> OperandPlan:
+    """For matrices of `shape` that are quantized by the first cell, and for wgrad by the second; `delayed`: by past
+    amaxes."""
+    first, second = cells
     quantized, transposed, shared = quantized_cells(first, second, wanted)
-    values = [number <= wanted.passing and like.is_emulated(cell) for number, cell in ((1, first), (2, second))]
-    one = DirectionPlan.of(quantized, shape, delayed, shared, wanted.poison, values[0])
-    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, False, values[1])
+    poisons, passing = wanted.poison, wanted.passing
+    one = DirectionPlan.of(quantized, shape, delayed, shared, poisons, like, passing >= 1)
+    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, poisons, like, passing >= 2)
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     ways = [way for way in (one, two) if way is not None]
     measured = not delayed and needs_amax(*[way.cell for way in ways])
     by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
-    in_scale = one is not None and one.spec.poison
+    in_scale = bool(ways) and all(way.spec.poison for way in ways)
     poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
+    raised: Literal["", "quantizing", "measuring"] = "quantizing" if poison == "scalar" else ""
+    if poison == "scale":
+        kinds = {way.spec.poison for way in ways}
+        raised = "quantizing" if "apart" in kinds else "measuring" if "given" in kinds else ""
     draws = any(way.cell.scaling.stochastic_rounding for way in ways)
-    return OperandPlan(one, two, plain or measured, by_amax, poison, draws)
+    return OperandPlan(one, two, plain or measured, by_amax, poison, raised, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
+from quantshard.numerics import swizzling
 from quantshard.recipe import Cell
-from quantshard.sharding import ceil_div
 
 Capability = tuple[int, int]
 NEVER: Capability = (99, 0)
@@ -115,26 +115,14 @@ def by_four(grid: Tensor) -> Tensor:
     return strided(padded.contiguous().t(), (1, padded.shape[1]))
 
 
-def swizzled(grid: Tensor) -> Tensor:
-    """Bytes [R, C] -> tiles of 128 x 4, in each of which rows i, i + 32, i + 64 and i + 96 lie together, flat.
-
-    The layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling factors
-    layout").
-    """
-    rows, cols = (ceil_div(size, unit) for size, unit in zip(grid.shape, (128, 4), strict=True))
-    more = (0, 4 * cols - grid.shape[1], 0, 128 * rows - grid.shape[0])
-    padded = F.pad(grid, more) if any(more) else grid  # of any strides
-    return padded.reshape(rows, 4, 32, cols, 4).permute(0, 3, 2, 1, 4).reshape(-1)
-
-
 def as_e8m0(grid: Tensor) -> Tensor:
-    """`swizzled` bytes as PyTorch's E8M0."""
-    return swizzled(grid).view(torch.float8_e8m0fnu)
+    """`swizzling.swizzled` bytes as PyTorch's E8M0."""
+    return swizzling.swizzled(grid).view(torch.float8_e8m0fnu)
 
 
 def as_e4m3(grid: Tensor) -> Tensor:
-    """`swizzled` bytes as PyTorch's E4M3."""
-    return swizzled(grid).view(torch.float8_e4m3fn)
+    """`swizzling.swizzled` bytes as PyTorch's E4M3."""
+    return swizzling.swizzled(grid).view(torch.float8_e4m3fn)
 
 
 # The table -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,12 @@ def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
     return list(block[:, :1].view(SCALARS, *shape).unbind())  # with strides of 1, so that they can be seen as bytes
 
 
-_SEPARATE = threading.local()
+class _LocalState(threading.local):
+    on = False
+
+
+separate = _LocalState()
+"""`on` within `separate_allocations`."""
 
 
 @contextmanager
@@ -50,12 +55,12 @@ def separate_allocations() -> Iterator[None]:
     """Inside, on this thread, each scalar has an allocation of its own: for operators of compiled functions. Their
     results may not share memory, and where CUDA graphs are made of them memory is the graphs' before they are
     captured, of which nothing may be kept."""
-    before = getattr(_SEPARATE, "on", False)
-    _SEPARATE.on = True
+    before = separate.on
+    separate.on = True
     try:
         yield
     finally:
-        _SEPARATE.on = before
+        separate.on = before
 
 
 def zero(device: torch.device, written: bool = False) -> Tensor:
@@ -64,7 +69,7 @@ def zero(device: torch.device, written: bool = False) -> Tensor:
     A captured graph gets one of its own: a replay zeroes only what was zeroed within it.
     """
     queue = launch_queue(device)
-    if queue[2] or getattr(_SEPARATE, "on", False):
+    if queue[2] or separate.on:
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
     try:
         return _FREE[queue].pop()

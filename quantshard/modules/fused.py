@@ -94,8 +94,7 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
-    first, second = recipe.activations.values()
-    return bool(recipe.table) and producers.covers(dtype, *first, *second)
+    return bool(recipe.table) and all([producers.covers(dtype, pair) for pair in recipe.activations.values()])
 
 
 @private_torch.constant_in_graphs
@@ -175,7 +174,7 @@ def _remakes(recipe: Recipe, asked: bool, cheap: bool) -> bool:
     """
     if not asked:
         read = recipe.activations[TensorRole.INPUT]
-        if not cheap or None in read or not operands.scales_by_one_amax(*read):
+        if not cheap or None in read or not operands.scales_by_one_amax(read):
             return False
     return not recipe.input_draws
 
@@ -285,7 +284,7 @@ def _entered(front: NormInput, recipe: Recipe) -> tuple[NormBackward, OperandPro
     """
     if front.normalization is None:
         return _NO_NORM, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
-    by_amax = all([producers.is_by_amax(cell) for cell in recipe.activations[TensorRole.INPUT]])
+    by_amax = producers.are_by_amax(recipe.activations[TensorRole.INPUT])
     amax = workspace.zero(front.x.device) if by_amax else None
     entered = NormBackward.of(front, amax)
     return entered, entered.normalized(front.normalization.rule, amax)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 from weakref import ReferenceType, ref
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Copy, Role
+from quantshard.formats import Copy, Format, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell
@@ -25,6 +26,9 @@ from quantshard.sharding import Shard, ceil_div
 
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
 """Names of the state that a weight carries besides its components; see `weight_state`."""
+
+SECOND_SCALE = "second_scale"
+"""Name of what an operand that a kernel made for a product has besides its components, if these have an amax."""
 
 INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 4, 16
 """What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
@@ -34,11 +38,30 @@ that differs between ranks adds rank * STREAMS_PER_RANK."""
 _versions = count(1)  # one count for all storages: no two writes of a process share a version
 
 
+class OperandLayout:
+    """What a product must know of an operand before its values: format and rectangle. There is one for all operands
+    that are alike, and so caches find it by its identity, without asking formats and shards for hashes.
+
+    `narrow_scales`: scales have 8 bits.
+    """
+
+    __slots__ = ("format", "narrow_scales", "shard")
+
+    def __init__(self, fmt: Format, shard: Shard) -> None:
+        self.format, self.shard = fmt, shard
+        self.narrow_scales = fmt.copies[Copy.ROWWISE].scale.encoding.bits == 8
+
+
+operand_layout = lru_cache(4096)(OperandLayout)
+"""The one layout of a format and a rectangle."""
+
+
 @dataclass(eq=False)  # compared and hashed by identity: storages are keys of weak dictionaries
 class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
-    `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries.
+    `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries;
+    of an operand that was made for a product perhaps as that reads them (`kernel_dispatch.as_stored`).
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
     random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
     the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that no other write
@@ -47,7 +70,8 @@ class QuantizedStorage:
     pass needs, and `fetch` then gathers the components of another, a collective call. `captured`: that copy is one that
     a CUDA graph gathers in each replay. `source`: for a copy made by a gather or a move, the storage that it was made
     from. `mesh`: the axis of tensor parallelism, of a piece that this alone cut. Pieces that FSDP2 cuts have none:
-    their DTensors are found among FSDP2's parameters.
+    their DTensors are found among FSDP2's parameters. `layout`: once a product has asked for
+    it (`laid_out`), until `take`.
     """
 
     cell: Cell
@@ -61,10 +85,16 @@ class QuantizedStorage:
     fetch: Callable[[Copy], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
+    layout: OperandLayout | None = field(default=None, repr=False)
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's count of writes
     _views: dict[tuple[str, Callable[[Tensor], Tensor]], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def laid_out(self) -> OperandLayout:
+        """The layout that it has as an operand."""
+        self.layout = operand_layout(self.cell.format, self.shard)
+        return self.layout
 
     def mark_written(self) -> None:
         """Note that there are new values: by `version` optimizers find their masters outdated, and modules a gathered
@@ -218,7 +248,7 @@ class QuantizedStorage:
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
         self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
-        self._views = source._views
+        self._views, self.layout = source._views, None
 
     @torch.no_grad()
     def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:

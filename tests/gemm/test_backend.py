@@ -24,10 +24,10 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 from quantshard.gemm import backend, operands, scaled_products
 from quantshard.modules import Linear, autocast, quantized_model_init
-from quantshard.numerics import decode, unpack
+from quantshard.numerics import decode, swizzling, unpack
 from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
 from quantshard.sharding import ceil_div
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage, operand_layout
 from tests.covering import exhaustive
 
 TYPES = F.ScalingType
@@ -251,22 +251,14 @@ def test_reasons(why: str, pair: tuple[str, str], shapes: tuple[tuple[int, int],
     (left, right), (of_left, of_right) = (FORMATS[name] for name in pair), (sharding.whole(shape) for shape in shapes)
     if "crosses" in why:
         of_right = of_right.piece(0, 100, 100)
-    told = backend.product_plan(left, of_left, True, right, of_right, True, HOPPER, torch.bfloat16, None, False)
+    told = backend.product_plan(
+        operand_layout(left, of_left), True, operand_layout(right, of_right), True, HOPPER, torch.bfloat16, None, False
+    )
     assert isinstance(told, str) and why in told
     rowwise = FORMATS["fp8_1xrow"]  # has no codes for dgrad
     for fmt, as_stored, native in ((FORMATS["fp8_e4m3"], False, True), (rowwise, True, True), (rowwise, False, False)):
-        told = backend.product_plan(
-            fmt,
-            sharding.whole((8, 8)),
-            True,
-            fmt,
-            sharding.whole((8, 8)),
-            as_stored,
-            HOPPER,
-            torch.float32,
-            None,
-            False,
-        )
+        layout = operand_layout(fmt, sharding.whole((8, 8)))
+        told = backend.product_plan(layout, True, layout, as_stored, HOPPER, torch.float32, None, False)
         assert isinstance(told, str) != native and (native or "no codes" in told)
 
 
@@ -539,10 +531,10 @@ def test_the_swizzle() -> None:
     """Of rows and columns that fill no tile: each byte lies where cuBLAS looks for it, zeros elsewhere."""
     for rows, cols in ((1, 1), (128, 4), (129, 5), (300, 9)):
         grid = torch.randint(1, 255, (rows, cols), dtype=torch.uint8)
-        flat = scaled_products.swizzled(grid)
+        flat = swizzling.swizzled(grid)
         found = torch.tensor([[int(flat[swizzled_at(i, j, cols)]) for j in range(cols)] for i in range(rows)])
         assert torch.equal(found, grid.long()) and flat.count_nonzero() == rows * cols
-        assert torch.equal(scaled_products.swizzled(grid.t().contiguous().t()), flat)
+        assert torch.equal(swizzling.swizzled(grid.t().contiguous().t()), flat)
 
 
 def test_rows_name_the_formats_that_recipes_use() -> None:

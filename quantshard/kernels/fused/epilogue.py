@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize.matrix import emit
+from quantshard.kernels.quantize.matrix import NAN, emit
 from quantshard.kernels.quantize.targets import (
     BOTH_WAYS,
     MOST_PLANS,
@@ -44,8 +44,6 @@ from quantshard.kernels.quantize.targets import (
     touched,
 )
 from quantshard.numerics import Pair
-
-NAN = tl.constexpr(0x7FC00000)
 
 
 class EpilogueArguments(NamedTuple):

@@ -28,7 +28,7 @@ def sum_kernel(parts, out_ptr, numel, PARTS: tl.constexpr, SIZE: tl.constexpr):
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Tensors of one shape, float32, bfloat16 or float16 -> their sum, of `dtype`, one of these."""
-    tensors: tuple[Any, ...] = tuple(part.contiguous() for part in parts)
+    tensors: tuple[Any, ...] = tuple([part.contiguous() for part in parts])
     out = torch.empty(tensors[0].shape, dtype=dtype, device=tensors[0].device)
     if out.numel() > 0:
         launch_kernel(

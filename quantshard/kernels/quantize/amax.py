@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,36 +20,61 @@ from quantshard.formats import ALL
 from quantshard.kernels import language as ql
 from quantshard.kernels import workspace
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.matrix import grid_of_tile, tile_of
-from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling, touched
+from quantshard.kernels.quantize.matrix import NAN, grid_of_tile, tile_of, transformed
+from quantshard.kernels.quantize.targets import (
+    MOST_PLANS,
+    WARPS,
+    KernelConfig,
+    Region,
+    TileShape,
+    tiles,
+    tiling,
+    touched,
+)
 from quantshard.numerics import Pair
+
+
+class BlockAmaxes(NamedTuple):
+    """The blocks of a matrix that are measured; `hadamard`: of its rows after `numerics.hadamard16`."""
+
+    covers: Pair
+    hadamard: bool = False
+
+    @property
+    def finite(self) -> Pair:
+        """Rows and columns of a block within one tile."""
+        rows, cols = self.covers
+        return 1 if rows == ALL else rows, 1 if cols == ALL else cols
 
 
 @triton.jit
 def amax_kernel(
-    x_ptrs, row_stride, col_stride, where, grid_ptrs, grid_stride, grid_rows, grid_cols,
-    PARTS: tl.constexpr, H: tl.constexpr,
+    x_ptrs, row_stride, col_stride, where, grids, shape, other_where, other_grids, other_shape, poisons,
+    PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
-            _measure(
-                x_ptrs[part], row_stride, col_stride, where, grid_ptrs[part], grid_stride, grid_rows, grid_cols, H
-            )  # fmt: skip
+            row, col, i, j, valued = tile_of(where, T if H is None else H, H is None)
+            at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+            values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
+            x = ql.widen(values)
+            if poisons[part] is not None:
+                infinite = ql.largest_bits(x) >= 0x7F800000
+                tl.atomic_max(ql.as_bits(poisons[part]), NAN, mask=infinite, sem="relaxed")
+            if H is not None:
+                _measure(transformed(x, values.dtype, H), row, col, where, grids[part], shape, H)
+            if T is not None:
+                _measure(transformed(x, values.dtype, T), col, row, other_where, other_grids[part], other_shape, T)
 
 
 @triton.jit
-def _measure(
-    x_ptr, row_stride, col_stride, where, grid_ptr, grid_stride, grid_rows, grid_cols, H: tl.constexpr
-):  # fmt: skip
-    row, col, i, j, valued = tile_of(where, H)
-    at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
-    values = tl.load(x_ptr + at, mask=valued, other=0.0)
-    x = ql.widen(values)
-    if H.hadamard:
-        signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
-        x = ql.rounded(ql.hadamard16(x, signs, H.rows, H.cols, 1), values.dtype)
-    found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols)
-    entries, inside = grid_of_tile(row, col, where, grid_stride, 1, grid_rows, grid_cols, H)
+def _measure(x, row, col, where, grid_ptr, shape, H: tl.constexpr):
+    """Amaxes of the blocks of a tile as held, at a row and column of the matrix that H is of."""
+    if H.transposed:
+        found = ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+    else:
+        found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
+    entries, inside = grid_of_tile(row, col, where, shape[1], 1, shape[0], shape[1], H)
     if H.row_all or H.col_all:  # several tiles share an entry
         tl.atomic_max(ql.as_bits(grid_ptr + entries), found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
     else:
@@ -62,38 +88,106 @@ def block_amax(
 
     x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
     """
-    return block_amaxes([x], covers, origin, hadamard=hadamard)[0]
+    ((found, _),) = block_amaxes([x], BlockAmaxes(covers, hadamard), origin=origin)
+    assert found is not None
+    return found
 
 
 def block_amaxes(
-    xs: Sequence[Tensor], covers: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
-) -> list[Tensor]:
-    """The same of several matrices of one shape, strides, dtype and device, by one kernel."""
+    xs: Sequence[Tensor],
+    one: BlockAmaxes | None,
+    two: BlockAmaxes | None = None,
+    poisons: Sequence[Tensor | None] | None = None,
+    origin: Pair = (0, 0),
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """The same of several matrices of one shape, strides, dtype and device, as `one` says, and of their transposes, as
+    `two` does, by one kernel.
+
+    Amaxes of more than one grid may be flat. `poisons`: for each perhaps a float32 scalar, not negative, made NaN if
+    not all values are finite, else left as it is.
+    """
     x = xs[0]
-    where, spans, how, programs = _plan(x.shape, covers, origin, hadamard)
-    if spans == (1, 1):
-        grids = [workspace.zero(x.device) for _ in xs]
-    else:
-        # zeros: several programs share an entry, or none runs
-        new = torch.zeros if x.numel() == 0 or how.row_all or how.col_all else torch.empty
-        grids = [new(spans, dtype=torch.float32, device=x.device) for _ in xs]
+    plan = _plan(x.shape, one, two, origin)
+    found = plan.grids(x, len(xs))
+    grids, others = zip(*found, strict=True)
     if x.numel() > 0:
         launch_kernel(
-            amax_kernel, (*programs, len(xs)), x.device,
-            tuple(xs), *x.stride(), where, tuple(grids), spans[1], *spans,
-            PARTS=len(xs), H=how, num_warps=WARPS, enable_fp_fusion=False,
+            amax_kernel, (*plan.programs, len(xs)), x.device,
+            tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, others, plan.other_spans,
+            (None,) * len(xs) if poisons is None else tuple(poisons),
+            PARTS=len(xs), **plan.constants,
         )  # fmt: skip
-    return grids
+    return found
+
+
+class _AmaxPlan(NamedTuple):
+    """What a launch needs besides tensors: rectangles and grids of the matrix, and of its transpose."""
+
+    where: Region
+    spans: Pair | None
+    other: Region | None
+    other_spans: Pair | None
+    programs: Pair
+    zeroed: bool
+    constants: dict[str, Any]
+
+    def grids(self, x: Tensor, parts: int) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Memory for the amaxes of several; more than one grid are flat pieces of one allocation."""
+        if self.spans == (1, 1) and self.other_spans is None:
+            return [(workspace.zero(x.device), None) for _ in range(parts)]
+        # zeros: several programs share an entry, or none runs
+        new = torch.zeros if self.zeroed or x.numel() == 0 else torch.empty
+        large = [spans for spans in (self.spans, self.other_spans) if spans is not None and spans != (1, 1)]
+        pieces: Sequence[Tensor] = ()
+        if len(large) * parts == 1:
+            pieces = [new(large[0], dtype=torch.float32, device=x.device)]
+        elif large:
+            sizes = [-(rows * cols // -4) * 4 for rows, cols in large] * parts  # each begins at a multiple of 16 bytes
+            pieces = new(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
+        left = iter(pieces)
+
+        def grid(spans: Pair | None) -> Tensor | None:
+            if spans is None:
+                return None
+            return workspace.zero(x.device) if spans == (1, 1) else next(left)
+
+        return [(grid(self.spans), grid(self.other_spans)) for _ in range(parts)]
 
 
 @lru_cache(MOST_PLANS)
-def _plan(shape: Pair, covers: Pair, origin: Pair, hadamard: bool) -> tuple[Region, Pair, KernelConfig, Pair]:
-    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0)
-    down, across = (touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), covers, strict=True))
-    finite = [1 if cover == ALL else cover for cover in covers]
-    how = tiling(covers, (max(32, finite[0]), max(256 if finite[0] <= 32 else 128, finite[1])), NO_RULE)
-    where = Region(rows, cols, shape[1], *origin)
-    return where, (down, across), how._replace(hadamard=hadamard), tiles(where, how)
+def _plan(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair) -> _AmaxPlan:
+    tile = _tile(one, two)
+    where, spans, first = _measured(shape, one, origin, tile, False)
+    other, other_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
+    programs = tiles(where, first) if first is not None else (1, 1)
+    if second is not None and other is not None:
+        down, across = tiles(other, second)
+        programs = max(programs[0], across), max(programs[1], down)  # either may pad
+    shared = [how.row_all or how.col_all for how in (first, second) if how is not None]
+    constants = {"H": first, "T": second, "num_warps": WARPS, "enable_fp_fusion": False}
+    return _AmaxPlan(where, spans, other, other_spans, programs, any(shared), constants)
+
+
+def _measured(
+    shape: Pair, blocks: BlockAmaxes | None, origin: Pair, tile: TileShape, transposed: bool
+) -> tuple[Region, Pair | None, KernelConfig | None]:
+    if blocks is None:
+        return Region(*shape, shape[1], *origin), None, None
+    rows, cols = shape[0], shape[1] + (-shape[1] % 16 if blocks.hadamard else 0)
+    down, across = (
+        touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), blocks.covers, strict=True)
+    )
+    how = tiling(blocks.covers, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
+    how = how._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
+    return Region(rows, cols, shape[1], *origin), (down, across), how
+
+
+def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
+    """Whole blocks; rows that are transformed across lie as `transformed` has them."""
+    (high, wide), (across, down) = ((1, 1) if each is None else each.finite for each in (one, two))
+    if two is None:
+        return TileShape(max(32, high), max(256 if high <= 32 else 128, wide))
+    return TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
 
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)

@@ -30,14 +30,22 @@ from quantshard.kernels.quantize.targets import (
     random_arguments,
 )
 
+NAN = tl.constexpr(0x7FC00000)
+"""The bits of a NaN that is more than all numbers, as integers are compared."""
+
 
 @triton.jit
-def tile_of(where, H: tl.constexpr):
-    """Row and column of this program's tile in the global matrix, its local indices, and which have a value."""
-    row = (where.row_origin // H.rows + tl.program_id(0)) * H.rows
-    col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
-    i = row - where.row_origin + ql.row_order(H.rows, H.together)
-    j = col - where.col_origin + tl.arange(0, H.cols)
+def tile_of(where, H: tl.constexpr, TURNED: tl.constexpr = False):
+    """Row and column of this program's tile in the global matrix, its local indices, and which have a value.
+
+    TURNED: H is of the transpose.
+    """
+    ROWS: tl.constexpr = H.cols if TURNED else H.rows
+    COLS: tl.constexpr = H.rows if TURNED else H.cols
+    row = (where.row_origin // ROWS + tl.program_id(0)) * ROWS
+    col = (where.col_origin // COLS + tl.program_id(1)) * COLS
+    i = row - where.row_origin + ql.row_order(ROWS, H.together)
+    j = col - where.col_origin + tl.arange(0, COLS)
     if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
         j = tl.max_contiguous(j, 4)
     valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
@@ -57,12 +65,12 @@ def emit(
     if H is not None:
         if out.next_amax is not None:
             tl.atomic_max(ql.as_bits(out.next_amax), ql.largest_bits(ql.widen(values)), sem="relaxed")
-        x = _transformed(values, dtype, H)
+        x = transformed(values, dtype, H)
         amax = _amaxes(values, x, out, H)
         if T is None or T.hadamard:
             _emit(x, amax, row, col, where, out, words, H)
     if T is not None:
-        y = _transformed(values, dtype, T)
+        y = transformed(values, dtype, T)
         other_amax = _amaxes(values, y, other_out, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
@@ -106,8 +114,9 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
 
 
 @triton.jit
-def _transformed(values, dtype: tl.constexpr, H: tl.constexpr):
-    """Float32; if asked for after `numerics.hadamard16` of the matrix's rows, which are columns if H.transposed."""
+def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
+    """Float32, of values of `dtype`; if asked for after `numerics.hadamard16` of the matrix's rows, which are columns
+    if H.transposed."""
     x = ql.widen(values)
     if H.hadamard:
         if H.transposed:
@@ -139,7 +148,8 @@ def _amaxes(values, x, out, H: tl.constexpr):
 
 @triton.jit
 def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.constexpr):
-    """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are."""
+    """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are. If
+    H.swizzled, `row_stride` is the tiles of a row."""
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
     BLOCK: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -150,7 +160,17 @@ def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.cons
     else:
         i = first_row + ql.row_order(H.rows // H.block_rows, TOGETHER)[:, None]
         j = first_col + tl.arange(0, H.cols // H.block_cols)[None, :]
-    return i * row_stride + j * col_stride, (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
+    inside = (i >= 0) & (i < rows) & (j >= 0) & (j < cols)
+    if H.swizzled:
+        return swizzled(i, j, row_stride), inside
+    else:
+        return i * row_stride + j * col_stride, inside
+
+
+@triton.jit
+def swizzled(i, j, tiles):
+    """Where `swizzling.swizzled` has the entries of rows i and columns j, of so many tiles in a row."""
+    return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
 
 @triton.jit
@@ -197,26 +217,39 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
         multiplier = amax  # which they are
     else:
         second = tl.load(out.second) if out.second is not None else 0.0
+        if out.second_scale is not None:
+            encoding: tl.constexpr = rule.stored
+            whole = second * (1.0 / (rule.element.max * encoding.max))
+            if H.poison == "amax":
+                whole = tl.where(second < float("inf"), whole, float("nan"))
+            tl.store(out.second_scale, whole, mask=(row <= where.row_origin) & (col <= where.col_origin))
+        to = out.scale
+        if out.scale is not None and rule.kind > 0:  # of any dtype of a byte
+            to = out.scale.to(tl.pointer_type(tl.uint8), bitcast=True)
         if ENTRIES >= 32:
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
             stored, flat = ql.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
+            if H.poison == "given":
+                stored += tl.load(out.poison)
             if H.decoded:
                 scale = tl.gather(decode_scale(stored, second, rule), order, 0)
                 decoded = _as_held(scale, ROWS, COLS, H)
             else:
-                tl.store(out.scale + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
+                tl.store(to + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
             multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
             stored, multiplier = ql.scales(amax, second, rule)
-            if H.poison == "amax":
+            if H.poison == "amax" and rule.kind == 0:
                 stored = tl.where(amax < float("inf"), stored, float("nan"))
+            if H.poison == "given":
+                stored += tl.load(out.poison)
             if H.decoded:
                 decoded = decode_scale(stored, second, rule)
             elif H.poison == "apart":
                 tl.atomic_max(ql.as_bits(out.scale + at), stored.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
             else:
-                tl.store(out.scale + at, stored, mask=inside)
+                tl.store(to + at, stored, mask=inside)
     return _expanded(multiplier, H), _expanded(decoded, H)
 
 
@@ -261,6 +294,8 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
     """Codes [ROWS, COLS], or values if H.decoded, at local rows i and from a local column on; packed, if of 4 bits."""
     ptr, rows, elements, cols = to
+    if not H.decoded:  # PyTorch's dtypes of codes are bytes
+        ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     if H.rule.element.bits == 4 and not H.decoded:
         if H.rule.kind == 1:  # a multiplier may be NaN, which makes a code of the zero beside an odd last column too
             codes = tl.where((col + tl.arange(0, COLS) < elements)[None, :], codes, 0)

@@ -6,7 +6,9 @@ from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import TensorWrapper
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
@@ -29,17 +31,17 @@ class TileShape(NamedTuple):
 
 Given = Literal["", "multipliers", "amaxes"]
 """What is known of blocks before their values are read: nothing, what values are multiplied by, or their amaxes."""
-Poison = Literal["", "amax", "apart"]
-"""What makes a scale for the whole tensor NaN: nothing, an amax that is given and not finite, or others that write it
-too, by `tl.atomic_max` of its bits."""
+Poison = Literal["", "amax", "apart", "given"]
+"""What makes scales NaN: nothing; of a scale for the whole tensor, be it the second one, an amax that is given and not
+finite, or others that write it too, by `tl.atomic_max` of its bits; or of others a scalar, 0 or NaN, that is added."""
 
 
 class KernelConfig(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column. `poison`: see `Poison`.
-    `decoded`: see `QuantizeSpec`.
+    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column; `swizzled`: as
+    `swizzling.swizzled` has them. `poison`: see `Poison`. `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -58,6 +60,7 @@ class KernelConfig(NamedTuple):
     draw_loaded: bool = False
     pairs: bool = False
     by_columns: bool = False
+    swizzled: bool = False
     poison: Poison = ""
     decoded: bool = False
 
@@ -86,6 +89,8 @@ class QuantizeSpec(NamedTuple):
     `by_columns`: scales that are made lie column by column, with strides (1, rows); see `producers.read_by_columns`.
     `given`: multipliers where blocks are not wholly inside, amaxes or these where a block is larger than a tile.
     `decoded`: give the values that the codes stand for, of the dtype of what is quantized, and no codes and scales.
+    `ready`: codes and scales are as PyTorch's products take them: of its dtypes; scales of 8 bits, which then are not
+    given, flat, as `swizzling.swizzled` has them; and the second scale itself beside its amax.
     """
 
     copy: QuantizedCopy
@@ -96,6 +101,12 @@ class QuantizeSpec(NamedTuple):
     given: Given = ""
     poison: Poison = ""
     decoded: bool = False
+    ready: bool = False
+
+    @property
+    def swizzled(self) -> bool:
+        """True if scales lie as `swizzling.swizzled` has them."""
+        return self.ready and self.copy.scale.encoding.bits == 8
 
     @property
     def block(self) -> Pair:
@@ -110,7 +121,7 @@ class QuantizeRequest(NamedTuple):
     `given`: float32, the touched grid of `numerics.encode_scales`, or of amaxes, as `spec.given` says.
     `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, unless multipliers are given.
     `words`: for stochastic rounding; those of the transformed and padded matrix.
-    `scale`: where the scale goes, which is zero, if others poison it.
+    `scale`: where the scale goes, which is zero, if others poison it. `poison`: what is given as `spec.poison` says.
     """
 
     spec: QuantizeSpec
@@ -118,15 +129,17 @@ class QuantizeRequest(NamedTuple):
     second_amax: Tensor | None = None
     words: RandomBits | None = None
     scale: Tensor | None = None
+    poison: Tensor | None = None
 
 
 class QuantizedOutput(NamedTuple):
     """One result of a kernel that quantizes, and its arguments for it; None for what is not asked for.
 
     `codes`: uint8 [R, C], packed as stored, `codes_cols` in a row, or values. `scale`: of the blocks that they touch,
-    unless multipliers are `given`. `grid_row` and `grid_col`: strides of either. `second`: amax of the whole tensor.
+    unless multipliers are `given`. `grid_row` and `grid_col`: strides of either, or of swizzled scales the tiles of a
+    row. `second`: amax of the whole tensor, and `second_scale` the scale that it makes, if a product is to read it.
     `transposed`: codes of the transpose, [C, R] and packed likewise. `next_amax`: float32 scalar, made the larger of
-    itself and the amax of the values.
+    itself and the amax of the values. `poison`: of the request.
     """
 
     codes: Any
@@ -136,9 +149,11 @@ class QuantizedOutput(NamedTuple):
     grid_row: int
     grid_col: int
     second: Any
+    second_scale: Any
     transposed: Any
     transposed_cols: int
     next_amax: Any
+    poison: Any
 
 
 class EpilogueRequest(NamedTuple):
@@ -178,14 +193,17 @@ and whether their draw is read from memory."""
 
 class QuantizeLayout(NamedTuple):
     """What quantizing matrices of one shape by one spec makes: shapes of codes, of those of the transpose and of
-    scales, where these are asked for, strides of the latter, and the kernel's constants."""
+    scales, where these are asked for, strides of the latter, whether some are of no block, and whether Triton lacks a
+    dtype of theirs, and the kernel's constants."""
 
     codes: Pair
     coded: torch.dtype
     transposed: Pair | None
-    scale: Pair | None
+    scale: tuple[int, ...] | None
     stored: torch.dtype
     strides: Pair
+    fills: bool
+    wraps: bool
     where: Region
     how: KernelConfig
 
@@ -194,7 +212,7 @@ class QuantizeLayout(NamedTuple):
         given, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
         codes = torch.empty(self.codes, dtype=self.coded, device=device)
         if self.transposed is not None:
-            transposed = torch.empty(self.transposed, dtype=torch.uint8, device=device)
+            transposed = torch.empty(self.transposed, dtype=self.coded, device=device)
         if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
             grid_row, grid_col = given.stride()
         elif self.scale is not None and scale is None:
@@ -202,11 +220,20 @@ class QuantizeLayout(NamedTuple):
                 scale = torch.ones(self.scale, dtype=self.stored, device=device)
             elif self.scale == (1, 1) and self.stored is torch.float32:
                 scale = workspace.zero(device, written=True)
+            elif self.how.swizzled:
+                scale = torch.empty(self.scale, dtype=self.stored, device=device)
+                if self.fills:
+                    scale.view(torch.uint8).zero_()  # E8M0 has no zero
             else:
                 scale = torch.empty_strided(self.scale, self.strides, dtype=self.stored, device=device)
+        second_scale = None
+        if request.second_amax is not None and request.spec.ready:
+            second_scale = workspace.zero(device, written=True)
+        if self.wraps:
+            codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
         return QuantizedOutput(
-            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, transposed,
-            0 if self.transposed is None else self.transposed[1], next_amax,
+            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, second_scale, transposed,
+            0 if self.transposed is None else self.transposed[1], next_amax, request.poison,
         )  # fmt: skip
 
 
@@ -305,7 +332,16 @@ def layout(
     rows, cols = shape[0], shape[1] + padding(shape[1], spec)
     packed = 1 if spec.decoded else 8 // copy.codes.encoding.bits
     down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
-    by_columns = spec.by_columns and not spec.given
+    by_columns, coded, stored = spec.by_columns and not spec.given, torch.uint8, copy.scale.encoding.storage
+    scale: tuple[int, ...] = (down, across)
+    strides = (1, down) if by_columns else (across, 1)
+    if spec.decoded:
+        coded = dtype
+    elif spec.ready:
+        coded, stored = copy.codes.encoding.multiplied, copy.scale.encoding.multiplied
+        if spec.swizzled:
+            assert not spec.given, "swizzled scales are made here"
+            scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
     by_four, short_index, draw_loaded = rounding or (True, True, False)
     rule = ql.scale_rule(copy, spec.scaling, dtype, device)
     how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
@@ -318,15 +354,52 @@ def layout(
         draw_loaded=draw_loaded,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
+        swizzled=spec.swizzled,
         poison=spec.poison,
         decoded=spec.decoded,
     )
     return QuantizeLayout(
-        (rows, -(cols // -packed)), dtype if spec.decoded else torch.uint8,
-        (cols, -(rows // -packed)) if spec.transposed else None,
-        None if spec.given == "multipliers" or spec.decoded else (down, across), copy.scale.encoding.storage,
-        (1, down) if by_columns else (across, 1), Region(rows, cols, shape[1], *origin), how,
+        (rows, -(cols // -packed)), coded, (cols, -(rows // -packed)) if spec.transposed else None,
+        None if spec.given == "multipliers" or spec.decoded else scale, stored, strides,
+        spec.swizzled and scale != (down * across,), spec.ready and hides_from_kernels(copy),
+        Region(rows, cols, shape[1], *origin), how,
     )  # fmt: skip
+
+
+def swizzled_size(rows: int, cols: int) -> int:
+    """How many entries a swizzled grid has."""
+    return (rows + -rows % 128) * (cols + -cols % 4)
+
+
+class StoredBytes(TensorWrapper):  # type: ignore[misc]
+    """To a kernel, the bytes of a tensor whose dtype Triton does not know."""
+
+    dtype = tl.uint8
+
+    def __init__(self, base: Tensor) -> None:
+        self.base = base
+
+    data = property(lambda self: self.base.data)
+    device = property(lambda self: self.base.device)
+    shape = property(lambda self: self.base.shape)
+
+
+_UNKNOWN = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+
+
+def hides_from_kernels(copy: QuantizedCopy) -> bool:
+    """True if PyTorch's dtype of codes or scales is none that Triton knows."""
+    return copy.codes.encoding.multiplied in _UNKNOWN or copy.scale.encoding.multiplied in _UNKNOWN
+
+
+def as_known(x: Tensor | None) -> Any:
+    """A tensor as kernels take it."""
+    return StoredBytes(x) if x is not None and x.dtype in _UNKNOWN else x
+
+
+def base_of(x: Any) -> Any:
+    """Inverse of `as_known`."""
+    return x.base if type(x) is StoredBytes else x
 
 
 def padding(size: int, spec: QuantizeSpec | None) -> int:

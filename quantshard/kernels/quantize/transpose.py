@@ -32,6 +32,7 @@ def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
     i = row * ROWS + tl.arange(0, ROWS)
     j = col * COLS + tl.arange(0, COLS)
     x_at = i.to(tl.int64)[:, None] * x_stride + j[None, :]
+    x_ptr = x_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     x = tl.load(x_ptr + x_at, mask=(i < rows)[:, None] & (j < cols)[None, :], other=0)
     out_at = j.to(tl.int64)[:, None] * rows + i[None, :]
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)

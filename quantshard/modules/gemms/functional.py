@@ -13,7 +13,6 @@ Of the input only what wgrad reads is kept for backward: its quantized form, 8 b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, operands
-from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, operand_usage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -79,8 +78,7 @@ class PreparedLinear(NamedTuple):
         return saved, [*self.weights, *x_tensors]
 
 
-@dataclass(frozen=True)
-class LinearBackward:
+class LinearBackward(NamedTuple):
     """A linear layer in backward, without its tensors. `rereads`: what wgrad reads of its input was not kept."""
 
     call: LinearContext
@@ -217,18 +215,13 @@ def shaped_as(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
-    leading = _leading(shape, split)
-    if len(leading) == 1:
+    """y [tokens, features] with the dims before the last of an activation of which each rank has a piece of `shape`,
+    once rows are gathered."""
+    if len(shape) == 2:
         return y
-    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*leading, y.shape[-1]])
+    first = shape[0] if split is None or split.dim != 0 else shape[0] * split.size
+    out: Tensor = torch.ops.aten._unsafe_view.default(y, [*(first, *shape[1:])[:-1], y.shape[-1]])
     return out
-
-
-def _leading(shape: Sequence[int], split: OperandSplit | None) -> list[int]:
-    """The dims before the last of an activation of which each rank has a piece of `shape`, once rows are gathered."""
-    if split is None or split.dim != 0:
-        return list(shape[:-1])
-    return [shape[0] * split.size, *shape[1:-1]]
 
 
 def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
@@ -277,7 +270,7 @@ class LinearGradMask(NamedTuple):
 
     def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
         """What is wanted of the gradient of one weight's output."""
-        return OperandUsage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True, 2)
+        return operand_usage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True, 2)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
@@ -319,13 +312,14 @@ def forward_gemms(
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
     if read is None:
-        read = gemm_operands(source, TensorRole.INPUT, call, state, OperandUsage(True, keeps_input, passing=1))
-    outputs = []
-    for part, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        w = weight_operand(weight, part, call, state)
+        read = gemm_operands(source, TensorRole.INPUT, call, state, operand_usage(True, keeps_input, passing=1))
+    outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
+    operands = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    seen, _ = backend.read_together([read.first] * len(operands), operands, dtype, transpose_b=True)
+    for w, of_weight, bias in zip(operands, seen, biases, strict=True):
         y = backend.matmul(
-            read.first, w, source.dtype, transpose_b=True, bias=None if partial else bias,
-            fast=Gemm.FPROP in call.recipe.fast_gemms,
+            read.first, w, dtype, transpose_b=True, bias=None if partial else bias,
+            fast=fast, read=of_weight,
         )  # fmt: skip
         y = y if x_shape is None else _with_leading(y, x_shape, split)
         if partial:
@@ -358,18 +352,21 @@ def backward_gemms(
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
     held: Sequence[Operand] = []
-    read: Sequence[backend.ReadOperand | None] = [None]
+    read: Sequence[backend.ReadOperand | None] = [None] * len(weights)
+    poisoned = False
     if needed.x:
         held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
-        if len(held) > 1:
-            first, ways = _seen(iter(ways))
-            if isinstance(first, QuantizedStorage):  # else each goes when it was multiplied, before the next is made
-                ways = list(ways)
-                poisons = [each.poison for each in ways]
-                read = backend.transposed_together([each.first for each in ways], held, poisons, dx_dtype)
-            else:
-                read = [None] * len(held)
-            del first
+        left = iter(ways)
+        first = next(left)
+        if isinstance(first.first, QuantizedStorage):
+            ways = [first, *left]
+            poisons, others = [each.poison for each in ways], [each.second.operand for each in ways]
+            read, poisoned = backend.read_together(
+                [each.first for each in ways], held, dx_dtype, poisons=poisons, others=others
+            )
+        else:  # each goes when it was multiplied, before the next is made
+            ways = _all([first], left)
+        del first
     each = iter(ways)
     for part, weight in enumerate(weights):
         found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
@@ -384,7 +381,8 @@ def backward_gemms(
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
-                found.second.operand, x_wgrad.operand, weight.dtype, poison=found.poison, precision=x_dtype,
+                found.second.operand, x_wgrad.operand, weight.dtype, poison=None if poisoned else found.poison,
+                precision=x_dtype,
                 transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
                 fast=Gemm.WGRAD in call.recipe.fast_gemms,
             )  # fmt: skip
@@ -402,15 +400,10 @@ def backward_gemms(
     return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
 
 
-def _seen(ways: Iterator[GemmOperands]) -> tuple[Operand, Iterator[GemmOperands]]:
-    """The operand of the first dgrad, and all of them still."""
-    first = next(ways)
-
-    def again(seen: list[GemmOperands]) -> Iterator[GemmOperands]:
-        yield seen.pop()  # itertools.chain would hold on to it
-        yield from ways
-
-    return first.first, again([first])
+def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[GemmOperands]:
+    """The first, which is taken from its list, and those that are left: itertools.chain would hold on to it."""
+    yield first.pop()
+    yield from left
 
 
 def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
@@ -430,7 +423,7 @@ def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]
     if isinstance(operand.operand, Tensor):
         return (None, others), (operand.operand,)
     storage = operand.operand
-    described = (storage.cell, storage.shard, tuple(storage.components))
+    described = (storage.cell, storage.shard, tuple(storage.components), storage.layout)
     return (described, others), tuple(storage.components.values())
 
 
@@ -438,5 +431,5 @@ def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOpe
     described, others = rebuild
     if described is None:
         return WgradOperand(tensors[0], *others)
-    cell, shard, names = described
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *others)
+    cell, shard, names, layout = described
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True)), layout=layout), *others)

@@ -26,9 +26,10 @@ from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quanti
 from quantshard.kernels import workspace
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.input_amax import input_amax
 from quantshard.modules.gemms.operand_watch import OperandWatch, watch
 from quantshard.numerics import RandomBits
-from quantshard.recipe import Cell, Recipe, TensorRole
+from quantshard.recipe import Cell, CellPair, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -158,14 +159,15 @@ def gemm_operands(
     """
     if not isinstance(values, Tensor):
         return OperandRequest(role, call, state, wanted, part, values.like).of(values)
-    values, (first, second) = private_torch.plain(values), call.recipe.activations[role]
+    values, pair = private_torch.plain(values), call.recipe.activations[role]
     split = state.split(role)
-    if _fits_kernels(values, split, first, second):
+    if _fits_kernels(values, split, pair):
         return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
+    first, second = pair
     delayed = _DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(values)
-    amax = _amax_of_call(values, role, call, split, wanted) if delayed is None else delayed.amax
+    amax = input_amax(values, role, call, split, wanted) if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
@@ -175,24 +177,15 @@ def gemm_operands(
     return GemmOperands(as_is, kept, sums, poison)
 
 
-def _amax_of_call(
-    values: Tensor, role: TensorRole, call: LinearContext, split: OperandSplit | None, wanted: OperandUsage
-) -> Tensor | None:
-    """The amax of a whole input, if that is what it is scaled by; backward has that of the forward, as with kernels."""
-    read = call.recipe.activations[role]
-    if role is not TensorRole.INPUT or not operands.scales_by_one_amax(*read) or not operands.needs_amax(*read):
-        return None
-    if wanted.first:
-        call.amaxes[role, 0] = operands.whole_amax(values, split)
-    return call.amaxes.get((role, 0))
-
-
 def gradient_operands(
     grads: Sequence[Tensor], call: LinearContext, state: LinearState, wanted: Sequence[OperandUsage]
 ) -> Iterator[GemmOperands]:
     """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
     other that are alike, else one at a time."""
-    first, second = cells(call.recipe, TensorRole.GRAD_OUTPUT)
+    if len(grads) == 1:
+        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0])
+        return
+    pair = first, second = cells(call.recipe, TensorRole.GRAD_OUTPUT)
     together = not (first and first.scaling.stochastic_rounding) and not (second and second.scaling.stochastic_rounding)
 
     def kind(part: int) -> Hashable:
@@ -202,7 +195,7 @@ def gradient_operands(
     for _, group in groupby(range(len(grads)), kind):
         parts = list(group)
         values = [private_torch.plain(grads[part]) for part in parts]
-        if len(parts) == 1 or not _fits_kernels(values[0], state.split(TensorRole.GRAD_OUTPUT), first, second):
+        if len(parts) == 1 or not _fits_kernels(values[0], state.split(TensorRole.GRAD_OUTPUT), pair):
             for part, value in zip(parts, values, strict=True):
                 yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
             continue
@@ -213,26 +206,37 @@ def gradient_operands(
 def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[GemmOperands]:
     """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
     plan = asked[0].plan
-    if plan.by_amax and given[0].amax is None:
-        producers.measure_all(given)
-    elif plan.reads_values and not plan.by_amax:
-        return [each.of(source) for each, source in zip(asked, given, strict=True)]
-    outputs = [
-        each.outputs(amax=source.amax if plan.by_amax else None) for each, source in zip(asked, given, strict=True)
+    outputs = outputs_of(asked, given)
+    if plan.draws:  # each has words of its own
+        found = [source.emit(told) for source, told in zip(given, outputs, strict=True)]
+    else:
+        found = list(TensorProducer.emit_all(given, outputs))
+    kept: Sequence[TensorProducer | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
+    taken = [
+        each.taken(told, targets, values)
+        for each, told, targets, values in zip(asked, outputs, found, kept, strict=True)
     ]
-    found = TensorProducer.emit_all(given, outputs)
-    taken = [each.taken(told, targets) for each, told, targets in zip(asked, outputs, found, strict=True)]
     for each, source, made in zip(asked, given, taken, strict=True):
         if each.watching is not None:
             each.watching.see_both(source.values, made.first, made.second.operand, made.second.transposed)
     return taken
 
 
-def _fits_kernels(values: Tensor, split: OperandSplit | None, *by: Cell | None) -> bool:
-    return split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, *by)
+def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[EpilogueRequest]:
+    """What a kernel is told for several matrices whose values are there, and whose amaxes are taken here if need be."""
+    plan = asked[0].plan
+    if not plan.reads_values:
+        return [each.outputs() for each in asked]
+    poisons = [workspace.zero(each.device) if plan.raised else None for each in asked]
+    amaxes = plan.measure(given, asked[0].known, poisons)
+    return [each.outputs(both, poison) for each, both, poison in zip(asked, amaxes, poisons, strict=True)]
 
 
-def cells(recipe: Recipe, role: TensorRole) -> tuple[Cell | None, Cell | None]:
+def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> bool:
+    return split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, by)
+
+
+def cells(recipe: Recipe, role: TensorRole) -> CellPair:
     """How an input or output gradient is quantized: as it stands, and for wgrad."""
     return recipe.activations[role]
 
@@ -246,23 +250,26 @@ class OperandRequest:
     def __init__(
         self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
     ) -> None:
-        first, second = call.recipe.activations[role]
+        pair = call.recipe.activations[role]
         self.watching: OperandWatch | None = None
         if observation.active is not None:
             self.watching = watch(role, call, state.record, state.weights[part])
             if self.watching is not None:
                 wanted = wanted._replace(passing=0)  # codes are looked at, not their values
-        self.delayed = _DelayedScale.of(role, first or second, call, state, part)
+        cell = pair[0] or pair[1]
+        self.delayed = _DelayedScale.of(role, cell, call, state, part) if call.recipe.is_delayed else None
         self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
         known = None if self.delayed is None else self.delayed.amax
-        if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(first, second):
+        if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(pair):
             self.amaxes = call.amaxes
             known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
         self.known = known
         if call.recipe.weight is None:  # it may be of another dtype
             wanted = wanted._replace(passing=0)
-        kind = producers.OperandKind(like.dtype, scaled_products.capability_of(like.device))
-        self.plan = producers.plan_operand(first, second, wanted, known is not None, like.shape, kind)
+        # an operator's results are what formats store
+        stored = call.recipe.weight is None or self.watching is not None or workspace.separate.on
+        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), stored)
+        self.plan = producers.plan_operand(pair, wanted, known is not None, like.shape, kind)
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
@@ -270,7 +277,10 @@ class OperandRequest:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         amax = source.amax if self.plan.by_amax else None
         given = source.measured() if self.plan.reads_values and amax is None else None
-        outputs = self.outputs(given, amax)
+        if given is None:
+            outputs = self.outputs(None if amax is None else (amax, amax))
+        else:
+            (outputs,) = outputs_of([self], [given])
         measured = amax if given is None else given.amax
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
@@ -280,46 +290,44 @@ class OperandRequest:
             self.watching.see_both(values, taken.first, taken.second.operand, taken.second.transposed)
         return taken
 
-    def outputs(self, given: TensorProducer | None = None, amax: Tensor | None = None) -> EpilogueRequest:
-        """The same as a kernel is told it; `given`: the values, if they are in memory; `amax`: theirs, if that is
-        known."""
-        (one, two, _, _, kind, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
-        past = self.known if amax is None else amax
-        poison = scale = sums = noted = first = second = None
-        if kind == "scalar" or (one is not None and one.spec.poison == "apart"):
-            poison = workspace.zero(device)
-            scale = None if kind == "scalar" else poison
+    def outputs(
+        self, amaxes: producers.BothAmaxes | None = None, measured_poison: Tensor | None = None
+    ) -> EpilogueRequest:
+        """The same as a kernel is told it; `amaxes`: if not by those of the past; `measured_poison`: what was raised as
+        they were measured."""
+        (one, two, _, _, _, raised, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
+        amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
+        poison = workspace.zero(device) if raised and measured_poison is None else measured_poison
+        sums = noted = first = second = None
         if delayed is not None and delayed.notes:
             noted = delayed.slot(device)
         if self.wanted.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(False, given, past, None if words is None else words.of(DGRAD_STREAM), scale)
+            first = one.request(amax, None if words is None else words.of(DGRAD_STREAM), poison)
         if two is not None:
-            second = two.request(True, given, past, None if words is None else words.of(WGRAD_STREAM), None)
-        return EpilogueRequest(first, second, None, noted, poison, sums)
+            second = two.request(other_amax, None if words is None else words.of(WGRAD_STREAM), poison)
+        return EpilogueRequest(first, second, None, noted, poison if raised == "quantizing" else None, sums)
 
     def taken(
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, _, poison, _), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, _, _, poison, _, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.operand(found)
         second: Operand | None = None if two is None or turned is None else two.operand(turned)
         if one is not None and found is not None and found.transposed is not None:
             second = one.operand(found, transposed=True)
-        kept = _or_nothing(values if second is None and wanted.second else second)
+        kept = values if second is None and wanted.second else second
+        if kept is None:
+            kept = torch.empty(0, dtype=torch.float32, device="cpu")
         if first is None:  # of an operator no two results may be one
-            first = _or_nothing(values)
+            first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
         return GemmOperands(
             first, WgradOperand(kept, second is not None),
             outputs.sums, outputs.poison if poison == "scalar" else None,
         )  # fmt: skip
-
-
-def _or_nothing(operand: Operand | None) -> Operand:
-    return torch.empty(0, dtype=torch.float32, device="cpu") if operand is None else operand
 
 
 def _in_pieces(
@@ -388,7 +396,7 @@ def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) ->
     """
     if second is None or not serves_both(first, second):
         return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, first, second)
+    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, CellPair((first, second)))
 
 
 class _GradientRandomBits:
@@ -401,18 +409,17 @@ class _GradientRandomBits:
     def __init__(self, state: LinearState, part: int) -> None:
         self.weight = state.weights[part]
         self.group = state.tp.group if state.data_group is None else state.data_group
-        self.draw: int | Tensor | None = None
+        self.drawn: tuple[int, int | Tensor] | None = None
 
     def of(self, stream: int) -> operands.WordsOf:
         """Words of one of the uses of a gradient, for any rectangle of it."""
         return partial(self._words, stream)
 
     def _words(self, stream: int, shard: Shard) -> RandomBits:
-        if self.draw is None:
-            self.draw = next_draw(self.weight)
+        if self.drawn is None:
+            self.drawn = int(self.weight[KEY]), next_draw(self.weight)
         base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-        key = int(self.weight[KEY])
-        return RandomBits(key, self.draw, base + stream, shard.global_shape, shard.origin, shard.shape)
+        return RandomBits(*self.drawn, base + stream, shard.global_shape, shard.origin, shard.shape)
 
 
 AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}

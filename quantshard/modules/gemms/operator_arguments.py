@@ -111,7 +111,7 @@ class LayerArguments(NamedTuple):
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             found += [(TensorRole.WEIGHT, part) for part in range(len(asked.weights))]
         read = cells(recipe, TensorRole.INPUT)
-        if asked.remakes and needs_amax(*read) and scales_by_one_amax(*read):
+        if asked.remakes and needs_amax(*read) and scales_by_one_amax(read):
             found.append((TensorRole.INPUT, 0))
         return found
 

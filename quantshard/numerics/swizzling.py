@@ -1,0 +1,26 @@
+"""The order in which tensor cores of compute capability 10 read the scales of blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantshard.numerics import Pair
+
+
+def swizzled(grid: Tensor) -> Tensor:
+    """Bytes [R, C] -> tiles of 128 x 4, in each of which rows i, i + 32, i + 64 and i + 96 lie together, flat.
+
+    The layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling factors
+    layout"). What fills up the last tiles is zero.
+    """
+    more = (0, -grid.shape[1] % 4, 0, -grid.shape[0] % 128)
+    padded = torch.nn.functional.pad(grid, more) if any(more) else grid  # of any strides
+    tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzled(flat: Tensor, shape: Pair) -> Tensor:
+    """Inverse of `swizzled`: the bytes of a grid [R, C]."""
+    tiles = flat.view(-(shape[0] // -128), -(shape[1] // -4), 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tiles.shape[0] * 128, -1)[: shape[0], : shape[1]]

@@ -1,0 +1,245 @@
+"""Operands that kernels make as scaled products read them: swizzled scales, PyTorch's dtypes, and what makes them NaN.
+
+Products are the stand-in of `tests.gemm.test_backend`, which reads scales where cuBLAS documents that they lie, so that
+layers on kernels have the bits of layers without.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+import quantshard as qs
+from quantshard import kernel_dispatch, numerics, private_torch
+from quantshard.formats import E8M0, FORMATS, Copy
+from quantshard.gemm import backend, producers, scaled_products
+from quantshard.gemm.operands import Operand, OperandUsage
+from quantshard.kernels import workspace
+from quantshard.kernels.quantize.swizzle import swizzle
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.linear_operands import LinearState, gemm_operands
+from quantshard.numerics import swizzling
+from quantshard.recipe import Cell, TensorRole, resolve
+from quantshard.tensor import observation
+from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
+from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = torch.bfloat16
+CAPABILITIES = dict.fromkeys(("current", "delayed", "block", "rowwise"), HOPPER) | dict.fromkeys(
+    ("mxfp8", "nvfp4"), BLACKWELL
+)
+"""Of the GPUs that have the products of a recipe."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, in the interpreter
+    pytest.mark.usefixtures("kernels_on_cpu"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="of products that a stand-in takes the place of"),
+]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]:
+    """What the GPU is, under "is": tests set it."""
+    gpu = {"is": BLACKWELL}
+    monkeypatch.setattr(scaled_products, "capability_of", lambda device: gpu["is"])
+    monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
+    for each in (backend.product_plan, producers.plan_operand):
+        each.cache_clear()
+    yield gpu
+    for each in (backend.product_plan, producers.plan_operand):
+        each.cache_clear()
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
+
+
+def stepped(module: nn.Module, x: Tensor, dy: Tensor, name: str) -> list[Tensor]:
+    """Output, and gradients of input and parameters."""
+    leaf = x.clone().requires_grad_()
+    with qs.autocast(recipe=name):
+        y = module(leaf)
+    return [y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 200), (256, 128)])
+@pytest.mark.parametrize(
+    ("name", "turned"),
+    [
+        ("mxfp8_32x32", False),
+        ("mxfp8_32x32", True),
+        ("nvfp4_16x16", False),
+        ("nvfp4_16x16", True),
+        ("mxfp8_1x32", False),
+    ],
+)
+def test_a_stored_matrix_is_swizzled(name: str, turned: bool, shape: tuple[int, int]) -> None:
+    """Two at once, of different shapes, the first of them poisoned, and of the poison another's scales."""
+    stored = FORMATS[name].copies[Copy.ROWWISE]
+    for bad in (0.0, float("nan")):
+        given = []
+        for part, size in enumerate((shape, (64, 96))):
+            parts = numerics.quantize(values(*size, seed=part).float(), FORMATS[name])
+            amax = None if stored.amax is None else parts[stored.amax.name]
+            other = swizzling.swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.multiplied)
+            poisons = (torch.tensor(bad), other) if part == 0 else (None, None)
+            given.append((size, parts[stored.codes.name], parts[stored.scale.name], amax, *poisons))
+        theirs = copy.deepcopy(given)
+        with kernel_dispatch.kernels_only_on():
+            expected = kernel_dispatch.swizzle(stored, theirs, turned)
+        for mine, one in zip(swizzle(stored, given, turned), expected, strict=True):
+            for found, wanted in zip(mine, one, strict=True):
+                assert (found is None) == (wanted is None)
+                if found is not None and wanted is not None and found.dtype is torch.float32:
+                    torch.testing.assert_close(found.view(-1), wanted.view(-1), rtol=0, atol=0, equal_nan=True)
+                elif found is not None and wanted is not None:
+                    assert found.dtype is wanted.dtype
+                    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        mine, one = (each[0][5].view(torch.uint8) for each in (given, theirs))
+        assert torch.equal(mine, one) and bool((mine == 0xFF).any()) == (bad != bad)
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+@pytest.mark.parametrize("sizes", [(64, 128, 96), (50, 96, 80)], ids=["whole", "padded"])
+def test_layers_have_the_bits_of_those_without_kernels(
+    name: str, sizes: tuple[int, int, int], products: dict[str, tuple[int, int]]
+) -> None:
+    """And all of their gradients are NaN if one number of the output's is not finite."""
+    products["is"] = CAPABILITIES[name]
+    rows, features, outputs = sizes
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=name):
+        layer = qs.Linear(features, outputs, bias=False, params_dtype=BF16, device=DEVICE)
+    x = values(rows, features)
+    for bad in (False, True):
+        dy = values(rows, outputs, seed=1)
+        if bad:
+            dy[7, 9] = torch.inf
+        found = []
+        for types in (("cpu",), ()):
+            with kernel_dispatch.kernels_only_on(*types):
+                found.append(stepped(copy.deepcopy(layer), x, dy, name))
+        for on_kernels, without in zip(*found, strict=True):
+            torch.testing.assert_close(on_kernels, without, rtol=0, atol=0, equal_nan=True)
+        assert bad == found[0][1].isnan().all() == found[0][2].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["rowwise", "mxfp8", "nvfp4"])
+def test_several_weights_are_read_at_once(
+    name: str, products: dict[str, tuple[int, int]], launches: list[tuple[str, int]]
+) -> None:
+    """Both of a gated MLP's first layer, with a poison from one gradient to all; near what steps one by one give."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=name):
+        mlp = qs.LayerNormMLP(
+            64, 96, activation="swiglu", normalization="RMSNorm", bias=False, params_dtype=BF16, device=DEVICE
+        )
+    x, dy = values(64, 64), values(64, 64, seed=1)
+    found = []
+    launches.clear()
+    for types in (("cpu",), ()):
+        with kernel_dispatch.kernels_only_on(*types):
+            found.append(stepped(copy.deepcopy(mlp), x, dy, name))
+    for on_kernels, without in zip(*found, strict=True):
+        assert (on_kernels - without).norm() <= 2.0**-4 * without.norm()
+    counted = Counter(kernel for kernel, _ in launches)
+    if name != "rowwise":
+        assert counted["swizzle_kernel"] == 4  # of two layers, forward and backward
+    assert counted["amax_kernel"] == {"rowwise": 4, "mxfp8": 0, "nvfp4": 4}[name]
+    dy[7, 9] = torch.inf
+    _, dx, _, *of_weights = stepped(mlp, x, dy, name)
+    assert dx.isnan().all() and all(grad.isnan().all() for grad in of_weights)
+
+
+@pytest.mark.parametrize("name", ["current", "block", "rowwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("role", [TensorRole.INPUT, TensorRole.GRAD_OUTPUT])
+def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: dict[str, tuple[int, int]]) -> None:
+    """As the operands that formats store, which who observes gets, and which are read where there is no product."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    of_weight, call = weight_state(None, DEVICE), LinearContext(resolve(name), None, False)
+    x, found = values(160, 96), []
+    for stored in (False, True):
+        state = LinearState([copy.deepcopy(of_weight)], None, None, True)
+        with pytest.MonkeyPatch.context() as patch:
+            if stored:
+                patch.setattr(producers.OperandKind, "is_ready", lambda *_: False)
+            producers.plan_operand.cache_clear()
+            made = gemm_operands(x, role, call, state, OperandUsage(True, True, poison=role is TensorRole.GRAD_OUTPUT))
+        found.append((made.first, made.second.operand))
+    producers.plan_operand.cache_clear()
+    for ready, before in zip(*found, strict=True):
+        assert isinstance(ready, QuantizedStorage) and isinstance(before, QuantizedStorage)
+        part = ready.cell.format.copies[Copy.ROWWISE]
+        assert ready.components[part.codes.name].dtype is part.codes.encoding.multiplied
+        assert (SECOND_SCALE in ready.components) == (part.amax is not None)
+        assert torch.equal(ready.dequantize(), before.dequantize())
+        with kernel_dispatch.kernels_only_on():
+            assert torch.equal(ready.dequantize(), before.dequantize())
+
+
+def test_what_is_not_ready(products: dict[str, tuple[int, int]]) -> None:
+    """Squares under scales of 8 bits, which are laid out for every row when they are read; sizes that are padded; what
+    others than products read; and what no product of the GPU reads."""
+    mx, square, tensor = (Cell(FORMATS[name]) for name in ("mxfp8_1x32", "mxfp8_32x32", "fp8_e4m3"))
+    kind = producers.OperandKind(BF16, BLACKWELL)
+    assert kind.is_ready(mx, (32, 64)) and not kind.is_ready(square, (32, 64))
+    assert not any(kind.is_ready(mx, shape) for shape in ((0, 64), (24, 64), (32, 72)))
+    assert kind.is_ready(tensor, (32, 64)) and not kind._replace(stored=True).is_ready(tensor, (32, 64))
+    assert not kind._replace(capability=HOPPER).is_ready(mx, (32, 64))
+
+
+def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[str, tuple[int, int]]) -> None:
+    """Also where all of a sum is under one scale; that of an input is what it was."""
+    x = values(32, 96)
+    x[3, 5] = -torch.inf
+    call, state = (
+        LinearContext(resolve("nvfp4"), None, False),
+        LinearState([weight_state(None, DEVICE)], None, None, True),
+    )
+    for role in (TensorRole.GRAD_OUTPUT, TensorRole.INPUT):
+        made = gemm_operands(x, role, call, state, OperandUsage(True, True, poison=role is TensorRole.GRAD_OUTPUT))
+        assert made.poison is None
+        found = made.first
+        assert isinstance(found, QuantizedStorage)
+        assert bool(found.components[SECOND_SCALE].isnan()) == (role is TensorRole.GRAD_OUTPUT)
+
+
+def test_who_looks_at_operands_gets_what_formats_store(
+    products: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An observer, and an operator of a compiled function, whose results are told by formats."""
+
+    class Looking:
+        def see_operand(self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Operand) -> None:
+            seen.append(operand)
+
+    seen: list[Operand] = []
+    call, state = (
+        LinearContext(resolve("mxfp8"), None, False),
+        LinearState([weight_state(None, DEVICE)], None, None, True),
+    )
+
+    def made() -> list[Operand]:
+        found = gemm_operands(values(32, 96), TensorRole.INPUT, call, state, OperandUsage(True, True))
+        return [found.first, found.second.operand]
+
+    def scales(found: list[Operand]) -> set[torch.dtype]:
+        stored = [each for each in found if isinstance(each, QuantizedStorage)]
+        assert len(stored) == 2
+        return {each.components[each.cell.format.copies[Copy.ROWWISE].scale.name].dtype for each in stored}
+
+    assert scales(made()) == {E8M0.multiplied}
+    with workspace.separate_allocations():
+        assert scales(made()) == {torch.uint8}
+    monkeypatch.setattr(observation, "active", Looking())
+    assert scales(made()) == scales(seen) == {torch.uint8}
