@@ -228,6 +228,8 @@ def _states(own: StateOptions, preset: str | None, given: dict[str, Any]) -> dic
         known = MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES
         if isinstance(value, str) and value not in known:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: choose one of {', '.join(known)}")
+    if asked.get("master_weights") is False and "master_dtype" in asked:
+        raise ConfigurationError("--master-dtype would do nothing beside --no-master-weights; leave one of the two out")
     found = state_options(preset or "", asked if preset else as_settings(own) | asked)
     return {name: value for name, value in found.arguments.items() if name in STATE_SETTINGS.values()}
 

@@ -62,6 +62,8 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"{where}(eps={group['eps']}): use {_SMALLEST_EPS:g} or more, or a matrix of zeros would become NaN"
         )
+    if not isinstance(group["nesterov"], bool):
+        raise ConfigurationError(f"{where}(nesterov={group['nesterov']!r}): it must be True or False")
     coefficients, steps, adjusts = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
     try:
         a, b, c = map(float, coefficients)
@@ -70,7 +72,7 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
         is_finite = False
     if not is_finite:
         raise ConfigurationError(f"{where}(ns_coefficients={coefficients}): give three finite numbers, a, b and c")
-    if not isinstance(steps, int) or not 0 < steps < 100:
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
         raise ConfigurationError(f"{where}(ns_steps={steps}): it must be a whole number from 1 to 99; 5 is usual")
     if adjusts is not None and adjusts not in RATE_FACTORS:
         raise ConfigurationError(f"{where}(adjust_lr_fn={adjusts!r}): use one of {', '.join(RATE_FACTORS)}, or None")

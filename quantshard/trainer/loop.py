@@ -120,7 +120,7 @@ class Trainer:
         """
         for group in self.optimizer.param_groups:
             _set_rate(group, learning_rate(self.settings, step))
-        stop = torch.tensor(float(self.stop.raised), dtype=torch.float64, device=self.place.device)
+        stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
         sums = self._stepped(batch, stop) if self._captured is None else self._captured(batch, stop, eager=eager)
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched

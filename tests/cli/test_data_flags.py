@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer import worker
 from quantshard.trainer.data import from_table
 from quantshard.trainer.data.preparation import Preparation
@@ -92,6 +93,18 @@ def test_rows_are_added_where_no_weights_say_how_many_there_are(folder):
     )
     sizes = [{}, {"init_from": "/a"}, {"vocabulary": 401}, {"model": "/a"}, {"tokenizer": ""}]
     assert [Preparation(replace(settings, **each)).settings.vocabulary for each in sizes] == [512, 400, 401, 400, 0]
+
+
+def test_a_vocabulary_that_is_left_to_the_tokenizer_changes_no_run(folder):
+    """That of a run from before rows were added stays."""
+    data = {"data": (str(folder / "text"),), "tokenizer": str(folder / "tokenizer")}
+    new, run = TrainSettings(**(vars(SMALL) | data)), RunDir(folder / "run")
+    worker.create_run(run, new.resolved(), 1)
+    config = folder / "run" / "config.toml"
+    config.write_text(config.read_text().replace("vocabulary = 512", "vocabulary = 400"))
+    assert "vocabulary" not in worker.changes(run, new.resolved(), ["vocabulary", "tokenizer", "data"], 1)
+    with pytest.raises(ConfigurationError, match="was started with vocabulary = 400"):
+        worker.changes(run, replace(new, vocabulary=512).resolved(), ["vocabulary"], 1)
 
 
 def test_the_next_try_finds_the_tokens(folder):

@@ -242,6 +242,10 @@ def test_names_are_broken_behind_dots() -> None:
             ["plan", "config.json", "--preset", "lean8", "--master-dtype", "float32"],
             "preset = 'lean8' has master_dtype = 'float16', but master_dtype = 'float32' is given",
         ),
+        (
+            ["plan", "config.json", "--no-master-weights", "--master-dtype", "float16"],
+            "--master-dtype would do nothing beside --no-master-weights",
+        ),
         (["plan", "config.json", "--mesh", "tp=5"], "q_proj.weight (64, 64), dim 0 of 64 over 5 ranks of 'tp'"),
         (["plan", "config.json", "--wdie"], "--wdie"),
         (["plan", "config.json", "--batch", "2"], "the memory of a step is not counted: give --batch and --seq-length"),

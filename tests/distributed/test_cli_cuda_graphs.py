@@ -3,6 +3,7 @@ one, and what cannot be captured is refused. What a graph holds, on GPUs: tests/
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import UnsupportedOperationError
+from quantshard.tensor import observation
 from quantshard.trainer import loop, step_graph, worker
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
@@ -33,9 +35,19 @@ def rerun(run: str, order: str) -> tuple[str, str]:
     """What a process does where a replay runs the work that was captured."""
     with (
         patch.object(loop, "check_graphs", unchecked),
-        patch.object(step_graph, "recorded", lambda work: work),
+        patch.object(step_graph, "recorded", seen_by_nobody),
     ):
         return _work(run, order)
+
+
+def seen_by_nobody(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Work that runs again, but as a graph would, without what Python sees of it."""
+
+    def replay() -> torch.Tensor:
+        assert observation.active is None, "a step of which statistics are sampled was replayed"
+        return work()
+
+    return replay
 
 
 def train(run: Path, text: Path, *more: object) -> None:

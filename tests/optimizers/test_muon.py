@@ -165,6 +165,8 @@ def test_steps_in_a_row_that_are_skipped_end_with_the_parameters_name():
     [
         ({}, {"momentum": 1.0}, "with 1 or more no gradient would count"),
         ({}, {"ns_steps": 100}, "whole number from 1 to 99"),
+        ({}, {"ns_steps": True}, "whole number from 1 to 99"),
+        ({}, {"nesterov": "yes"}, "nesterov='yes'.: it must be True or False"),
         ({}, {"ns_coefficients": (1.0, 2.0)}, "three finite numbers"),
         ({}, {"adjust_lr_fn": "moonshot"}, "use one of original, match_rms_adamw, or None"),
         ({}, {"eps": 0.0}, "a matrix of zeros would become NaN"),

@@ -116,6 +116,15 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
         assert each["zoomed"] and each["whole"]
 
 
+def test_curves_of_many_steps_in_a_browser(tmp_path: Path) -> None:
+    """Steps that are equally far apart are told by the first and their distance."""
+    text = render([read_history(made_run(tmp_path / "run", steps=150))])
+    assert '{"first":1,"apart":1}' in text
+    found = checked(tmp_path, text, 1280)
+    assert found["errors"] == [] and found["finite"] and found["curves"] == [2, 1, 1, 1, 1, 1]
+    assert re.search(r"step (7\d|8\d)\s+run: loss", found["tip"]), found["tip"]  # in the middle
+
+
 def test_the_page_runs_its_own_script_alone(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", steps=3)
     (run / "config.toml").write_text(f"note = {json.dumps(BAD)}\n" + (run / "config.toml").read_text())

@@ -389,14 +389,15 @@ def _transposed_operand(
     return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
 
 
-def keeps_transposed(first: Cell | None, second: Cell | None, values: Tensor) -> bool:
+def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
     """True if what `gemm_operands` gives for wgrad is of the transposed values, where these are not cut.
 
     `values`: or a tensor of their dtype and device, also one that is traced.
     """
+    first, second = pair
     if second is None or not serves_both(first, second):
         return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, CellPair((first, second)))
+    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, pair)
 
 
 class _GradientRandomBits:

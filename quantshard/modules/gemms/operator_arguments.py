@@ -205,7 +205,7 @@ class SavedInput(NamedTuple):
     def of(layers: LayerArguments, layer: int, x_shape: Sequence[int], like: Tensor) -> SavedInput | None:
         """None if there is nothing, or if it is x itself. `like`: a tensor of the dtype of x, where that is."""
         structure = layers.structure
-        first, second = cells(structure.recipe, TensorRole.INPUT)
+        pair = _, second = cells(structure.recipe, TensorRole.INPUT)
         is_x = layer == 0 and second is None and not structure.normalization
         if not structure.layers[layer].keeps or is_x:
             return None
@@ -213,7 +213,7 @@ class SavedInput(NamedTuple):
         tokens = 1
         for size in leading:
             tokens = tokens * size
-        if second is None or not keeps_transposed(first, second, like):
+        if second is None or not keeps_transposed(pair, like):
             return SavedInput(second, False, (tokens, features))
         padding = -tokens % 16 if second.scaling.random_hadamard else 0  # the transform pads the summed dim
         return SavedInput(second, True, (features, tokens + padding))

@@ -26,8 +26,8 @@ from quantshard.trainer.settings.schema import shown_value
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
-"""Of the tokens of a model that is built here. cuBLAS multiplies a head of 50257 rows by kernels that read one element
-at a time: three times as slow as those for 50304."""
+"""Of the tokens of a model that is built here. cuBLAS multiplies by a head of 50257 rows in kernels that read one
+element at a time: at 125 TFLOP/s on an H200, whose large BF16 products run at 790 (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,13 @@ def _padded(facts: TokenFacts, settings: TrainSettings) -> int:
     """The tokens of a model that is built for a tokenizer. Bytes stay 257, as few as they are; weights that are there
     already have the rows that they have."""
     is_of_tokens = facts.tokenizer is None or bool(facts.digest)
-    multiple = _MULTIPLE if is_of_tokens and settings.is_by_sizes and not settings.init_from else 1
-    return -(-facts.vocabulary // multiple) * multiple
+    pads = is_of_tokens and settings.is_by_sizes and not settings.init_from
+    return rounded_up(facts.vocabulary) if pads else facts.vocabulary
+
+
+def rounded_up(vocabulary: int) -> int:
+    """The rows of a table of tokens that GPUs multiply by fast."""
+    return -(-vocabulary // _MULTIPLE) * _MULTIPLE
 
 
 def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts:

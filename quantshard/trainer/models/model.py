@@ -46,6 +46,7 @@ from quantshard.modules.base.module import QuantizedModule, WeightSpec
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
+from quantshard.trainer.data.preparation import rounded_up
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.models.mixture import MixtureLayer
 from quantshard.trainer.settings.config import TrainSettings
@@ -234,7 +235,7 @@ class ModelSpec:
                 return []
             return [
                 f"WARNING: vocabulary = {rows} is no multiple of {_ROWS}, so a GPU multiplies by the head several "
-                f"times as slowly as it could; --vocabulary {-(-rows // 128) * 128} has room for the same tokens"
+                f"times as slowly as it could; --vocabulary {rounded_up(rows)} has room for the same tokens"
             ]
         where, settings = self.settings.model, self.settings
         held, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
