@@ -76,3 +76,9 @@ def lasting_table(rows: Rows, device: torch.device) -> DeviceTable:
             _TABLES.clear()
         _TABLES[rows, device] = found
     return found
+
+
+def discard(device: torch.device) -> None:
+    """Forget the lasting tables of a device: the next one that is asked for is made, whatever ran before."""
+    for key in [key for key in _TABLES if key[1] == device]:
+        _TABLES.pop(key, None)

@@ -42,6 +42,12 @@ def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
     return list(block[:, :1].view(SCALARS, *shape).unbind())  # with strides of 1, so that they can be seen as bytes
 
 
+def discard(device: torch.device) -> None:
+    """Forget the free scalars of a device: the next one that is asked for brings an allocation, whatever ran before."""
+    for queue in [queue for queue in _FREE if queue[0] == device]:
+        _FREE.pop(queue, None)
+
+
 class _LocalState(threading.local):
     on = False
 

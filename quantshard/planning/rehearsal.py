@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from quantshard import kernels, private_torch
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
+from quantshard.kernels import tables, workspace
 from quantshard.modules import autocast, checkpoint
 from quantshard.observe.step_memory import KINDS, PhaseMemory
 from quantshard.planning.gpu_operations import GpuTimeline, gpu_attention
@@ -114,6 +115,8 @@ def rehearse(
         ConfigurationError: the model cannot run without values.
     """
     step.check()
+    for lasting in (workspace, tables):  # a plan is the same whatever was planned before
+        lasting.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
     recording = _Recording(twins, GpuTimeline(twins.held()))
     autocasting = partial(autocast, recipe=step.recipe) if step.recipe is not None else nullcontext

@@ -13,6 +13,7 @@ import quantshard as qs
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import scaled_products
+from quantshard.kernels import tables, workspace
 from quantshard.observe.step_memory import KINDS, StepMemory
 from quantshard.planning.peak import RESERVE
 from quantshard.planning.timeline import MemoryTimeline, meta_bytes
@@ -140,6 +141,16 @@ def test_stored_activations_are_their_codes() -> None:
     for phase in ("forward", "backward"):
         assert 3 * layer <= plain[phase] - codes[phase] <= 4 * layer, phase
     assert plain["optimizer step"] == pytest.approx(codes["optimizer step"], abs=4096)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_plan_is_the_same_whatever_was_planned_before(recipe: str) -> None:
+    """Scalars that share an allocation, and tables, outlive what asked for them."""
+    tables.discard(torch.device("meta"))
+    plans = [planned(Case(replace(SMALL.resolved(), recipe=recipe), 1), BLACKWELL) for _ in range(3)]
+    workspace.zero(torch.device("meta"))
+    plans.append(planned(Case(replace(SMALL.resolved(), recipe=recipe), 1), BLACKWELL))
+    assert plans == plans[:1] * 4
 
 
 def test_the_norm_of_gradients_takes_memory_before_the_optimizer() -> None:
