@@ -170,11 +170,14 @@ def add_quantization_error(
     copy: QuantizedCopy,
     parts: Mapping[str, Tensor],
     origin: Pair = (0, 0),
+    hadamard: bool = False,
 ) -> None:
-    """`quantization_error.add_error_`, to one of several rows [copies, columns] that count together."""
+    """`quantization_error.add_error_`, to one of several rows [copies, columns] that count together. `hadamard`: x was
+    quantized after `numerics.hadamard16`."""
     if _has_kernel(x, copy):
-        error_kernel.add_error(sums, extremes, x, copy, parts, origin)
+        error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard)
     else:
+        x = numerics.hadamard16(x) if hadamard else x
         quantization_error.add_error_(sums[0], extremes[0], x, copy, parts, origin)
 
 

@@ -204,12 +204,12 @@ def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16)
     )
 
 
-def error_case(x: Tensor, fmt: Format) -> KernelCase:
+def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
     """Counts, extremes and squares of the error of one copy, some of whose values saturate."""
-    copy, shape = fmt.copies[Copy.ROWWISE], (x.shape[0], x.shape[1])
-    amaxes = {name: grid * 0.75 for name, grid in numerics.amaxes(x, fmt).items()}
+    copy, exact = fmt.copies[Copy.ROWWISE], numerics.hadamard16(x) if hadamard else x
+    amaxes = {name: grid * 0.75 for name, grid in numerics.amaxes(exact, fmt).items()}
     parts, multipliers = numerics.scales_and_multipliers(amaxes, fmt, Scaling(), x.dtype)
-    parts[copy.codes.name] = numerics.quantize_codes(x, copy, multipliers)
+    parts[copy.codes.name] = numerics.quantize_codes(exact, copy, multipliers)
 
     def rows(copies: int) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(copies, len(quantization_error.SUMS), dtype=torch.float64, device=x.device)
@@ -218,15 +218,15 @@ def error_case(x: Tensor, fmt: Format) -> KernelCase:
 
     def launch() -> list[Tensor | None]:
         sums, extremes = rows(3)
-        error.add_error(sums, extremes, x, copy, parts)
+        error.add_error(sums, extremes, x, copy, parts, hadamard=hadamard)
         total = sums.sum(0)
         return [total[:6], torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), total[6:]]
 
     def oracle() -> list[Expected]:
         (sums,), (extremes,) = rows(1)
-        quantization_error.add_error_(sums, extremes, x, copy, parts)
+        quantization_error.add_error_(sums, extremes, exact, copy, parts)
         squares = sums[6:]
-        bound = (math.log2(shape[0] * shape[1]) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
+        bound = (math.log2(exact.numel()) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
         return [sums[:6], extremes, Bound(squares, bound)]
 
     read = [parts[c.name] for c in fmt.components if c.copy is Copy.ROWWISE]
@@ -292,6 +292,8 @@ QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
 ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
+_TURNED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4]
+ERRORS |= {f"error of {fmt.name} + random_hadamard": {"fmt": fmt, "hadamard": True} for fmt in _TURNED}
 DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 TRANSPOSE: Cases = {"transpose of bytes": {}, "transpose of bytes and scales": {"blocks": True}}
 SWIZZLED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].scale.encoding.bits == 8]

@@ -66,10 +66,9 @@ def add_error_(
     shape = (x.shape[0], x.shape[1])
     q = dequantize(copy, parts, shape, origin)
     grid = stored_scales(copy, parts)
-    scales, found = expand(grid, copy.block, shape, origin), grid[grid.isfinite()]
-    if found.numel():
-        extremes[1] = torch.maximum(extremes[1], found.amax())
-        extremes[2] = torch.minimum(extremes[2], found.amin())
+    scales, usable = expand(grid, copy.block, shape, origin), grid.isfinite()
+    extremes[1] = torch.maximum(extremes[1], torch.where(usable, grid, 0.0).amax())
+    extremes[2] = torch.minimum(extremes[2], torch.where(usable, grid, math.inf).amin())
     values = x.float()
     known = values.isfinite() & q.isfinite()
     exact, error = torch.where(known, x, 0).double(), torch.where(known, x.double() - q.double(), 0.0)

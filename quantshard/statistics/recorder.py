@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -120,10 +121,36 @@ class Statistics:
             )
         self._sample = observation.active = StepSample(self._names, self._optimizers)
 
-    def step(self, loss: float | None = None) -> list[StatisticsSample]:
+    @contextmanager
+    def whole_step(self) -> Iterator[StepSample]:
+        """Around a sampled step, from its forward through its optimizers' steps, which so may be captured as a CUDA
+        graph. Steps that are not sampled have a graph of their own:
+
+            with torch.cuda.graph(sampled), statistics.whole_step() as sample: train_step()  # once
+            if statistics.is_sampling:
+                sampled.replay(); statistics.step(loss, sample)
+            else:
+                plain.replay(); statistics.step(loss)
+
+        A collective call where there are ranks.
+
+        Raises:
+            ConfigurationError: the step is not sampled.
+        """
+        if self._sample is None:
+            raise ConfigurationError(
+                f"Statistics.whole_step: step {self.done + 1} is not sampled (every={self.every}): see is_sampling"
+            )
+        sample = self._sample
+        sample.captures = True
+        yield sample
+        sample.measure(self._group)
+
+    def step(self, loss: float | None = None, sample: StepSample | None = None) -> list[StatisticsSample]:
         """A step is over, its optimizer's included. A collective call if it was sampled.
 
         Args:
+            sample: of a sampled step that a CUDA graph replayed, what `whole_step` gave when that was captured.
             loss: of this step, if alarms of it are wanted: a number that is on the host, and the same on all ranks, as
                 a mean over them is. Nothing is exchanged to judge it, so of different losses a spike may be one rank's
                 alone, and the others wait for that rank for ever if `on_alarm` raises there.
@@ -131,9 +158,15 @@ class Statistics:
         Returns:
             What came to the host: the sample of the step before, if that was sampled; and of a step that was not, one
             without rows if it had an alarm.
+
+        Raises:
+            ConfigurationError: the loss is a tensor; a sample of a step that is not sampled, or that was not captured.
         """
         if isinstance(loss, Tensor):
             raise ConfigurationError("Statistics.step(loss=): a tensor would be waited for; give loss.item()")
+        if sample is not None and (self._sample is None or sample.numbers is None):
+            why = "is not sampled" if self._sample is None else "is sampled, and nothing was measured in whole_step()"
+            raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {why}")
         found = self.settle()
         self.done += 1
         alarm = None if loss is None else self._losses.add(self.done, loss)
@@ -141,8 +174,12 @@ class Statistics:
             self.add_alarm(alarm)
         alarms, self._told = self._told, []
         if self._sample is not None:
-            sample, self._sample = self._sample, None
-            self._pending = self.done, list(sample.order), sample.finish(self._group), alarms
+            current, self._sample = self._sample, None
+            current.stop()
+            sample = sample or current
+            if sample.numbers is None:
+                sample.measure(self._group)
+            self._pending = self.done, list(sample.order), sample.read(), alarms
             self._warn_of_nothing(sample)
         elif alarms:
             found.append(StatisticsSample(self.done, alarms=tuple(alarms)))

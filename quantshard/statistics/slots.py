@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch, numerics
+from quantshard import kernel_dispatch
 from quantshard.collectives import process_groups
 from quantshard.collectives.flags import DEFERRED_DEVICES
 from quantshard.collectives.process_groups import Group
@@ -33,9 +33,9 @@ KINDS: Final = (
 )
 """The operands of a weight: its role, and whether it was quantized for wgrad apart."""
 
-PARAMETER: Final = ("elements", "gradient", "update", "value", "codes", "changed")
-"""Columns of a parameter, float64: elements; sums of the squares of the gradient, of the update and of the values
-before it; codes, and those of them that the step changed."""
+PARAMETER: Final = ("elements", "codes", "gradient", "update", "value", "changed")
+"""Columns of a parameter, float64: elements; codes; sums of the squares of the gradient, of the update and of the
+values before it; and how many codes the step changed."""
 
 _COPIES: Final = 16
 """Of a row, where kernels add to it: those that run at once would wait for each other at one."""
@@ -56,7 +56,8 @@ class SampleBuffer:
     def __init__(self, weights: int, parameters: int, device: torch.device) -> None:
         copies, rows = _COPIES if kernel_dispatch.kernels_on(device) else 1, weights * len(KINDS)
         self.sums = torch.zeros(copies, rows, len(SUMS), dtype=torch.float64, device=device)
-        self._empty = torch.tensor(EMPTY, dtype=torch.float32, device="cpu").to(device)
+        # made there: from the host a captured graph copies nothing that is not pinned
+        self._empty = torch.cat([torch.full((1,), each, dtype=torch.float32, device=device) for each in EMPTY])
         self.extremes = self._empty.expand(copies, rows, len(EXTREMES)).contiguous()
         self.parameters = torch.zeros(parameters, len(PARAMETER), dtype=torch.float64, device=device)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,10 +76,10 @@ class SampleBuffer:
         if not isinstance(operand, QuantizedStorage):
             quantization_error.add_values_(sums[0], extremes[0], values)
             return
-        if operand.cell.scaling.random_hadamard:
-            values = numerics.hadamard16(values)
-        (copy, *_), shard = operand.cell.format.copies.values(), operand.shard
-        kernel_dispatch.add_quantization_error(sums, extremes, values, copy, operand.touched(), shard.origin)
+        cell, (copy, *_) = operand.cell, operand.cell.format.copies.values()
+        kernel_dispatch.add_quantization_error(
+            sums, extremes, values, copy, operand.touched(), operand.shard.origin, cell.scaling.random_hadamard
+        )
 
     def add_codes(self, row: int, storage: QuantizedStorage) -> None:
         """Add a weight of which no other values are known than its codes stand for: amax and scales, and no error."""
@@ -103,10 +104,9 @@ def _merged(extremes: Tensor) -> Tensor:
     return torch.cat([extremes[..., :2].amax(0), extremes[..., 2:].amin(0)], -1)
 
 
-def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> PendingNumbers:
-    """The numbers of all buffers and ranks of a group, on their way to the host; a collective call."""
-    many = weights * len(KINDS)
-    sizes = [many * len(SUMS), many * len(EXTREMES), parameters * len(PARAMETER)]
+def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> Tensor:
+    """The numbers of all buffers and ranks of a group: float64, as `PendingNumbers` reads them; a collective call."""
+    sizes = _sizes(weights, parameters)
     device = buffers[0].sums.device
     if group is not None:
         device = process_groups.collective_device(group)
@@ -116,7 +116,12 @@ def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, gro
         parts = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, flat, group=group)
         rows = torch.stack(parts)
-    return PendingNumbers(_reduced(rows, sizes), weights, sizes)
+    return _reduced(rows, sizes)
+
+
+def _sizes(weights: int, parameters: int) -> list[int]:
+    many = weights * len(KINDS)
+    return [many * len(SUMS), many * len(EXTREMES), parameters * len(PARAMETER)]
 
 
 def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -126,10 +131,10 @@ def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class PendingNumbers:
-    """Numbers on their way to the host."""
+    """What `gathered` gave, on its way to the host."""
 
-    def __init__(self, flat: Tensor, weights: int, sizes: Sequence[int]) -> None:
-        self._weights, self._sizes, self._arrival, self._flat = weights, list(sizes), None, flat
+    def __init__(self, flat: Tensor, weights: int, parameters: int) -> None:
+        self._weights, self._sizes, self._arrival, self._flat = weights, _sizes(weights, parameters), None, flat
         if flat.device.type in DEFERRED_DEVICES:
             self._flat = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             self._flat.copy_(flat, non_blocking=True)

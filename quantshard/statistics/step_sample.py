@@ -15,6 +15,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.process_groups import Group
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy
+from quantshard.kernels.tables import lasting_table
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
@@ -66,11 +67,17 @@ class ModelNames:
 
 
 class StepSample(Observer):
-    """One sampled step, from before its forward until after its optimizers' steps."""
+    """One sampled step, from before its forward until after its optimizers' steps.
+
+    `captures`: all of it may be in a CUDA graph, its `measure` included; the graph's replays then make `numbers` anew.
+    """
 
     def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._names, self._optimizers, self._rows = names, optimizers, names.rows()
         self._by_device = names.buffers
+        self.captures = False
+        self.numbers: Tensor | None = None
+        """What was measured, as `gathered` gives it; None before."""
         self.order: dict[int, None] = {}
         """Rows in the order in which operands were seen."""
         self._gradients: dict[str, Tensor] = {}
@@ -90,10 +97,11 @@ class StepSample(Observer):
         known = self._rows.get(id(key))
         if known is None:
             return
-        if kernel_dispatch.is_capturing():
+        if not self.captures and kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
                 "Statistics: a CUDA graph is captured in a step that is sampled, and each replay would be counted to "
-                "it; capture before Statistics is made, whose samples will not see what replays compute"
+                "it; capture before Statistics is made, whose samples will not see what replays compute, or capture a "
+                "whole step within `with statistics.whole_step()`"
             )
         row = known[1] + _KIND_NUMBERS[role, for_wgrad]
         self.order.setdefault(row)
@@ -151,11 +159,16 @@ class StepSample(Observer):
         for device, names in by_device.items():
             norms = torch.ops.aten._foreach_norm.Scalar([tensors[name] for name in names], 2, torch.float64)
             rows = self._buffer(device).parameters[:, PARAMETER.index(column)]
-            places = torch.tensor([self._names.places[name] for name in names], dtype=torch.int64, device="cpu")
-            rows.index_add_(0, places.to(device, non_blocking=True), torch.stack(norms).double().square())
+            places = lasting_table((tuple(self._names.places[name] for name in names),), device).tensor()[0]
+            rows.index_add_(0, places, torch.stack(norms).double().square())
+
+    def read(self) -> PendingNumbers:
+        """What was measured, on its way to the host."""
+        assert self.numbers is not None
+        return PendingNumbers(self.numbers, len(self._names.weights), len(self._names.sizes))
 
     @torch.no_grad()
-    def finish(self, group: Group) -> PendingNumbers:
+    def measure(self, group: Group) -> None:
         """After the optimizers' steps: look at the weights, and bring all numbers together. A collective call."""
         self.stop()
         owners = {
@@ -178,20 +191,17 @@ class StepSample(Observer):
             self._buffer(private_torch.local_tensor(next(iter(self._names.own.values()))).device)
         self._add_elements()
         buffers = list(self._by_device.values())
-        found = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
+        self.numbers = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
         for buffer in buffers:
             buffer.clear()
-        return found
+        for copies in (self._before, self._codes):  # a sample that was captured stays, and they are not read again
+            copies.clear()
 
     def _add_elements(self) -> None:
-        """What the host knows of parameters: in one copy to the device."""
-        counts = torch.zeros(len(self._names.sizes), 2, dtype=torch.float64, device="cpu")
-        for column, found in enumerate((self._elements, self._coded)):
-            for name, count in found.items():
-                counts[self._names.places[name], column] = count
+        """What the host knows of parameters, whose columns are the first."""
+        known = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
         buffer = next(iter(self._by_device.values()))
-        columns = [PARAMETER.index("elements"), PARAMETER.index("codes")]
-        buffer.parameters[:, columns] += counts.to(buffer.parameters.device, non_blocking=True)
+        buffer.parameters[:, :2] += lasting_table(known, buffer.parameters.device).tensor()
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None

@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -113,16 +113,18 @@ class Trainer:
 
     # One step --------------------------------------------------------------------------------------------------------
 
-    def step(self, step: int, *, eager: bool = False) -> tuple[float, float, bool]:
-        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop.
-
-        `eager`: though steps are replayed from a CUDA graph.
-        """
+    def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
+        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
         for group in self.optimizer.param_groups:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
-        sums = self._stepped(batch, stop) if self._captured is None else self._captured(batch, stop, eager=eager)
+        around = statistics.whole_step if statistics is not None and statistics.is_sampling else nullcontext
+        if self._captured is not None:
+            sums = self._captured(batch, stop, around)
+        else:
+            with around():
+                sums = self._stepped(batch, stop)
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
@@ -277,7 +279,7 @@ class Trainer:
         with statistics, self.progress.running(done), closing(self.loader), profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
-                loss, norm, stop = self.step(step, eager=statistics.is_sampling)
+                loss, norm, stop = self.step(step, statistics)
                 statistics.stepped(loss, partial(self.passes, step))
                 seconds = time.perf_counter() - began
                 profile.step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,43 +12,66 @@ from torch import Tensor
 from quantshard.errors import UnsupportedOperationError
 
 WARMUP = 2
-"""Eager steps before the capture, in which kernels are compiled and FSDP2 finds the order of its gathers."""
+"""Eager steps before a capture, in which kernels are compiled and FSDP2 finds the order of its gathers."""
 
 DeviceStep = Callable[[Tensor, Tensor], Tensor]
 """What the device does in a step, of a batch and a flag; it reads nothing back, and returns what is to be read."""
+StepContext = Callable[[], AbstractContextManager[Any]]
+"""What is entered around a step, in which the device does more then."""
 
 
 class StepGraph:
     """A step that runs eagerly `WARMUP` times, is captured, and replayed from then on, with the same bits.
 
-    A graph reads its arguments at the addresses of the capture, so they are copied there. What a replay returns is
-    overwritten by the next one.
+    So is the step within each of the contexts that are entered around it, as a graph of its own. Graphs share memory:
+    what a replay returns, or leaves behind in memory of a graph, is overwritten by the next replay of any.
+
+    A graph reads its arguments at the addresses of the capture, so they are copied there.
     """
 
     def __init__(self, step: DeviceStep) -> None:
-        self._step, self._left = step, WARMUP
+        self._step = step
+        self._eager: dict[StepContext, int] = {}
+        self._replays: dict[StepContext, Callable[[], Tensor]] = {}
         self._arguments: tuple[Tensor, Tensor] | None = None
-        self._replay: Callable[[], Tensor] | None = None
+        self._pool: Any = None
 
-    def __call__(self, batch: Tensor, flag: Tensor, *, eager: bool = False) -> Tensor:
-        """A step. `eager`: of which something is wanted that only Python sees.
+    def __call__(self, batch: Tensor, flag: Tensor, around: StepContext = nullcontext) -> Tensor:
+        """A step; `around`: equal at each call for the same.
 
         Raises:
             UnsupportedOperationError: it cannot be captured.
         """
-        if eager or self._left:
-            self._left -= not eager
-            return self._step(batch, flag)
-        if self._replay is None:
-            kept = self._arguments = batch.clone(), flag.clone()
-            self._replay = recorded(lambda: self._step(*kept))
-        assert self._arguments is not None
+        count = self._eager.get(around, 0)
+        if count < WARMUP:
+            self._eager[around] = count + 1
+            with around():
+                return self._step(batch, flag)
+        if self._arguments is None:
+            self._arguments = batch.clone(), flag.clone()
         for argument, value in zip(self._arguments, (batch, flag), strict=True):
             argument.copy_(value)
-        return self._replay()
+        if around not in self._replays:
+            self._replays[around] = self._captured(around, self._arguments)
+        return self._replays[around]()
+
+    def _captured(self, around: StepContext, arguments: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+        if self._pool is None:
+            self._pool = graph_pool()
+
+        def work() -> Tensor:
+            with around():
+                return self._step(*arguments)
+
+        return recorded(work, self._pool)
 
 
-def recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def graph_pool() -> Any:
+    """Memory that CUDA graphs share."""
+    return torch.cuda.graph_pool_handle()
+
+
+def recorded(work: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
     """The replay of a CUDA graph of some work, which is not run now.
 
     Raises:
@@ -54,7 +79,8 @@ def recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # batches are pinned by another thread
+        # batches are pinned by another thread
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
     except RuntimeError as error:
         cause = error.__context__ or error  # the end of a capture raises too

@@ -3,7 +3,8 @@ one, and what cannot be captured is refused. What a graph holds, on GPUs: tests/
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,8 +13,8 @@ import torch
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import UnsupportedOperationError
-from quantshard.tensor import observation
 from quantshard.trainer import loop, step_graph, worker
+from quantshard.trainer.monitoring.statistics import RunStatistics
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 SIZES = (
     "--hidden 64 --heads 2 --layers 2 --ffn 96 --seq-length 16 --global-batch 6 --micro-batches 2 --eval-sequences 4 "
-    "--warmup 1 --recipe layers.0=nvfp4,*=delayed --save-every 4 --eval-every 4 --statistics-every 5"
+    "--warmup 1 --recipe layers.0=nvfp4,*=delayed --save-every 4 --eval-every 4 --statistics-every 2"
 )
 _work = commands._work
 
@@ -35,19 +36,33 @@ def rerun(run: str, order: str) -> tuple[str, str]:
     """What a process does where a replay runs the work that was captured."""
     with (
         patch.object(loop, "check_graphs", unchecked),
-        patch.object(step_graph, "recorded", seen_by_nobody),
+        patch.object(step_graph, "recorded", again),
+        patch.object(step_graph, "graph_pool", unchecked),
+        patch.object(RunStatistics, "whole_step", seen_once),
     ):
         return _work(run, order)
 
 
-def seen_by_nobody(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Work that runs again, but as a graph would, without what Python sees of it."""
+def again(work: Callable[[], torch.Tensor], pool: object) -> Callable[[], torch.Tensor]:
+    """Work that runs again."""
+    return work
 
-    def replay() -> torch.Tensor:
-        assert observation.active is None, "a step of which statistics are sampled was replayed"
-        return work()
 
-    return replay
+_whole_step = RunStatistics.whole_step
+
+
+@contextmanager
+def seen_once(statistics: RunStatistics) -> Iterator[None]:
+    """As of a graph: Python sees what was captured, and a replay's numbers come to where that one's are."""
+    first = statistics._sample
+    with _whole_step(statistics):
+        yield
+    if first is not None:
+        unseen = statistics._sample
+        assert first.numbers is not None and unseen is not None and unseen.numbers is not None
+        first.numbers.copy_(unseen.numbers)
+        unseen.numbers, statistics._sample = None, first
+        unseen.order.clear()
 
 
 def train(run: Path, text: Path, *more: object) -> None:
@@ -57,7 +72,7 @@ def train(run: Path, text: Path, *more: object) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """Losses, held-out losses and checkpoints, also of a run that goes on eagerly; sampled steps are eager."""
+    """Losses, held-out losses, statistics and checkpoints, also of a run that goes on eagerly."""
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text())
     train(tmp_path / "eager", text, "--steps", 8, "--nproc-per-node", ranks)
@@ -74,24 +89,36 @@ def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank
     rates = [f"optimizer.param_groups.{number}.lr" for number in (0, 1)]  # a graph's is float32
     assert [each.key for each in found.differences] == ([] if goes_on else rates)
     lines = [(tmp_path / name / "statistics.jsonl").read_text() for name in ("eager", "replayed")]
-    assert lines[0] == lines[1] and '"step": 5' in lines[0]
+    assert lines[0] == lines[1] and '"step": 6' in lines[0]
 
 
 def test_a_graph_reads_what_was_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays read one address; an eager step among them reads its own."""
-    monkeypatch.setattr(step_graph, "recorded", lambda work: work)
+    """Replays read one address; the first steps read their own, and so do the first within a context, which has a graph
+    of its own in the memory of the other."""
+    pools: list[object] = []
+    monkeypatch.setattr(step_graph, "recorded", lambda work, pool: pools.append(pool) or work)
+    monkeypatch.setattr(step_graph, "graph_pool", object)
     read: list[int] = []
+    within: list[int] = []
+
+    @contextmanager
+    def sampled() -> Iterator[None]:
+        within.append(len(read))
+        yield
 
     def work(batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         read.append(batch.data_ptr())
         return batch + flag
 
     step = step_graph.StepGraph(work)
-    batches = [torch.tensor([float(number)]) for number in range(7)]
-    found = [step(batch, torch.ones(()), eager=number == 4).item() for number, batch in enumerate(batches)]
-    assert found == [batch.item() + 1 for batch in batches]
+    batches = [torch.tensor([float(number)]) for number in range(10)]
+    found = [
+        step(batch, torch.ones(()), *([sampled] if number % 2 else [])).item() for number, batch in enumerate(batches)
+    ]
+    assert found == [batch.item() + 1 for batch in batches] and within == [1, 3, 5, 7, 9]
     own = [read[number] == batch.data_ptr() for number, batch in enumerate(batches)]
-    assert own == [True, True, False, False, True, False, False] and read[2] == read[3] == read[6]
+    assert own == [True] * 4 + [False] * 6 and len(set(read[4:])) == 1
+    assert len(pools) == 2 and pools[0] is pools[1]
 
 
 def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +149,4 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     with pytest.raises(UnsupportedOperationError, match=r"be captured .operation not permitted.*without --cuda-"):
-        step_graph.recorded(fail)
+        step_graph.recorded(fail, None)

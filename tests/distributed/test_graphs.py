@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
+from quantshard.checkpoints.inspect.compare import compare
 from quantshard.collectives import delayed_scaling
 from quantshard.errors import RankMismatchError
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
+from tests.distributed.test_cli import losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS, TOKENS, HIDDEN = 20, 96, 64
@@ -134,3 +140,29 @@ def test_counts_go_where_the_model_goes(quantized: bool) -> None:
     on_cpu, moved = found
     assert on_cpu["weight_draws"].item() == 2
     assert all(value.device.type == "cpu" and torch.equal(value, on_cpu[name]) for name, value in moved.items())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recipe", ["current", "layers.0=nvfp4,*=delayed"])
+def test_the_train_command_replays_its_steps(tmp_path: Path, recipe: str) -> None:
+    """1 process: losses, statistics and checkpoint of a run that is not captured; every third step is sampled."""
+    text, sampled = tmp_path / "text.txt", {}
+    text.write_text(Path(__file__).read_text())
+    for name, more in (("eager", []), ("replayed", ["--cuda-graphs"])):
+        sizes = "--hidden 128 --heads 2 --layers 2 --ffn 256 --seq-length 128 --global-batch 4 --steps 12 --warmup 1"
+        options = [*sizes.split(), "--recipe", recipe, "--statistics-every", "3", *more]
+        command = [sys.executable, "-m", "quantshard", "train", "--run", tmp_path / name, "--data", text, *options]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (tmp_path / name / "statistics.jsonl").read_text().splitlines()
+        sampled[name] = [json.loads(line) for line in lines]
+    assert losses(tmp_path / "replayed") == losses(tmp_path / "eager")
+    found = compare(*(tmp_path / run / "checkpoints" / "step-000012" for run in ("eager", "replayed")))
+    assert {each.key.rpartition(".")[2] for each in found.differences} <= {"lr"}  # a graph's is float32
+    assert [each["step"] for each in sampled["eager"]] == [3, 6, 9, 12]
+    for one, other in zip(sampled["eager"], sampled["replayed"], strict=True):
+        assert one["alarms"] == other["alarms"]
+        for row, again in zip(one["rows"], other["rows"], strict=True):
+            assert row.pop("wgrad", {}) == pytest.approx(again.pop("wgrad", {}), rel=1e-9)
+            assert [row.pop("name"), row.pop("role")] == [again.pop("name"), again.pop("role")]
+            assert row == pytest.approx(again, rel=1e-9)

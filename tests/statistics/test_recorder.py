@@ -1,5 +1,6 @@
 """`Statistics`: its numbers are those of the tensors, training keeps its bits, and a step without it costs nothing."""
 
+import contextlib
 import math
 import sys
 import warnings
@@ -356,6 +357,76 @@ def test_a_capture_in_a_sampled_step_is_refused(monkeypatch):
     with pytest.raises(UnsupportedOperationError, match="a CUDA graph is captured in a step that is sampled"):
         loss_of(model, 0)
     statistics.close()
+
+
+def test_whole_steps_by_themselves():
+    """Measured within `whole_step`, a step has the numbers of one measured by `step`; what is not, is refused."""
+    found = []
+    for whole in (False, True):
+        model = perceptron()
+        optimizer = FusedAdam(model.parameters(), lr=1e-3)
+        with Statistics(model, optimizer, every=2, saturation=1) as statistics:
+            for step in range(4):
+                sampled = statistics.is_sampling
+                with statistics.whole_step() if whole and sampled else contextlib.nullcontext() as sample:
+                    loss_of(model, step).backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+                found += statistics.step(sample=sample)
+                if sample is not None:
+                    with pytest.raises(ConfigurationError, match=rf"sample=\): step {step + 2} is not sampled"):
+                        statistics.step(sample=sample)
+                    with pytest.raises(ConfigurationError, match=rf"step {step + 2} is not sampled .every=2"):
+                        statistics.whole_step().__enter__()
+            found += statistics.close()
+    assert len(found) == 4 and found[:2] == found[2:]
+    statistics = Statistics(model, None, every=1)
+    with pytest.raises(RuntimeError), statistics.whole_step() as sample:
+        raise RuntimeError
+    with pytest.raises(ConfigurationError, match=r"step 1 is sampled, and nothing was measured in whole_step"):
+        statistics.step(sample=sample)
+    statistics.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_captured_step_has_the_numbers_of_an_eager_one(recipe):
+    """1 process: each replay its own, and the bits of training; sums of squares are added in another order."""
+    kept, found = [], []
+    for captures in (False, True):
+        model, x = perceptron(recipe, device="cuda"), tokens(0).cuda()
+        qs.capturable_(model)
+        optimizer = FusedAdam(model.named_parameters(), lr=1e-3, capturable=True)
+
+        def train(model=model, x=x, optimizer=optimizer):
+            with qs.autocast(recipe=recipe):
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        graph, samples = None, []
+        with Statistics(model, optimizer, every=1, saturation=1) as statistics:
+            for step in range(5):
+                x.copy_(tokens(step))
+                if not captures or step < 2:
+                    train()
+                    samples += statistics.step()
+                    continue
+                if graph is None:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph), statistics.whole_step() as sample:
+                        train()
+                graph.replay()
+                samples += statistics.step(sample=sample)
+            samples += statistics.close()
+        kept.append(bits(model))
+        found.append([row.to_dict() for each in samples for row in each.rows])
+    assert kept[0] == kept[1] and len(found[0]) == len(found[1]) > 50
+    for row, other in zip(*found, strict=True):
+        wgrad, exact = row.pop("wgrad", {}), other.pop("wgrad", {})
+        names = row.pop("name"), row.pop("role")
+        assert names == (other.pop("name"), other.pop("role"))
+        assert row == pytest.approx(other, rel=1e-9) and wgrad == pytest.approx(exact, rel=1e-9), names
 
 
 def test_a_sampled_step_that_shows_nothing_warns():

@@ -22,7 +22,7 @@ from quantshard.formats import QuantizedCopy
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.dequantize import tiles_of
-from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
+from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of, transformed
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles
 from quantshard.numerics.quantization_error import beyond
 
@@ -35,7 +35,10 @@ def error_kernel(
 ):  # fmt: skip
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
-    row, col, i, j, inside = tile_of(where, H)
+    row, col, i, j, valued = tile_of(where, H)
+    inside = valued
+    if H.hadamard:  # what it pads is quantized too
+        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]
     if element.bits == 4:
         half = tl.max_contiguous((col - where.col_origin) // 2 + tl.arange(0, H.cols // 2), 4)
         valid = ((i >= 0) & (i < where.rows))[:, None] & ((half >= 0) & (half < codes_cols))[None, :]
@@ -49,7 +52,7 @@ def error_kernel(
     scale = ql.expand(grid, H.rows, H.cols, H.block_rows, H.block_cols)
     q = ql.decode(codes, element) * scale
     at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
-    x = ql.widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    x = transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
     size = tl.abs(x)
     infinity = float("inf")
     finite = inside & (size < infinity)
@@ -89,13 +92,15 @@ def add_error(
     copy: QuantizedCopy,
     parts: Mapping[str, Tensor],
     origin: tuple[int, int] = (0, 0),
+    hadamard: bool = False,
 ) -> None:
     """`numerics.quantization_error.add_error_` of x [R, C], float32, bfloat16 or float16 with any strides, added to one
-    of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]."""
+    of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]. `hadamard`: of
+    `numerics.hadamard16` of x."""
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
-    where, grid, constants = _plan(copy, x.shape, origin, x.device)
+    where, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard)
     launch_kernel(
         error_kernel, grid, x.device,
         x, *x.stride(), codes, codes.stride(0), codes.shape[1], scale,
@@ -106,10 +111,10 @@ def add_error(
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device
+    copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device, hadamard: bool
 ) -> tuple[Region, tuple[int, int], dict[str, Any]]:
     """What is the same in each launch of a shape: the rectangle, the programs, and the kernel's constants."""
-    how = tiles_of(copy, device)
-    where = Region(shape[0], shape[1], shape[1], *origin)
+    how = tiles_of(copy, device)._replace(hadamard=hadamard)
+    where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     constants = {"BEYOND": beyond(copy.codes.encoding), "H": how, "num_warps": WARPS, "enable_fp_fusion": False}
     return where, tiles(where, how), constants

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from quantshard.optimizers import ElementwiseOptimizer
 from quantshard.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
+from quantshard.statistics.step_sample import StepSample
 from quantshard.trainer.settings.config import TrainSettings
 
 
@@ -34,6 +36,7 @@ class RunStatistics:
     ) -> None:
         self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
         self._skipped, self._skips = optimizer.skipped_steps, False
+        self._sample: StepSample | None = None
         self._statistics = Statistics(
             model,
             optimizer,
@@ -49,8 +52,16 @@ class RunStatistics:
         """Whether the step that comes next is sampled."""
         return self._statistics.is_sampling
 
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Around all that the device does in a sampled step, which may be captured as a CUDA graph. What the step last
+        captured found is what its replays find."""
+        with self._statistics.whole_step() as self._sample:
+            yield
+
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
-        """A step is over. A collective call. `again`: makes its forward and backward once more."""
+        """A step is over, within `whole_step` if it was sampled. A collective call. `again`: makes its forward and
+        backward once more."""
         skipped = self._optimizer.skipped_steps
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
@@ -58,7 +69,7 @@ class RunStatistics:
             text = "a gradient was infinite or NaN; in the same pass made once more, none is"
             name, text = (found.name, found.text) if found is not None else ("gradient", text)
             self._statistics.add_alarm(Alarm("nan", name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
-        self._write(self._statistics.step(loss))
+        self._write(self._statistics.step(loss, self._sample if self.is_sampling else None))
 
     def settle(self) -> None:
         """Write what is known before a checkpoint is saved, from which a resume would not write it."""
