@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import quantshard as qs
 from benchmarks.convergence_peers import PLAIN, TENSORWISE, PlainModel
@@ -40,7 +39,8 @@ from quantshard.optimizers import FusedAdam
 from quantshard.presets import PRESETS
 from quantshard.tensor import components
 from quantshard.trainer.loop import learning_rate
-from quantshard.trainer.models.model import LanguageModel, extra_loss
+from quantshard.trainer.models.losses import token_losses
+from quantshard.trainer.models.model import LanguageModel, trained_loss
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.sizes import SIZES
 
@@ -156,7 +156,6 @@ class Training:
         for weight in map(components.quantized_local, self.model.parameters()):
             if weight is not None:
                 weight.clear_high_precision_init_val()  # the masters have them now, if there are any
-        self.loss = torch.compile(token_loss) if device == "cuda" else token_loss
         self.losses: list[float] = []
 
     def capture(self) -> None:
@@ -209,12 +208,9 @@ class Training:
         for part in range(settings.micro_batches):
             at = self.step * settings.global_batch + part * size
             inputs, targets = self.windows.take(at, size, self.device)
-            logits = self.model(inputs)
-            loss = self.loss(logits, targets) / settings.micro_batches
-            total += loss.detach()
-            if settings.experts:  # which are to be chosen alike often; of the loss that is told it is no part
-                loss = loss + extra_loss(self.model, logits, settings) / settings.micro_batches
-            loss.backward()
+            found = token_losses(self.model(inputs), targets)
+            total += found.cross_entropy.detach() / settings.micro_batches
+            (trained_loss(self.model, found, settings) / settings.micro_batches).backward()
         return total
 
     @torch.no_grad()
@@ -224,7 +220,7 @@ class Training:
         losses = []
         for start in range(0, self.settings.eval_sequences, AT_ONCE):
             inputs, targets = self.heldout.take(start, AT_ONCE, self.device)
-            losses.append(float(token_loss(self.model(inputs), targets)))
+            losses.append(float(token_losses(self.model(inputs), targets).cross_entropy))
         self.model.train()
         return math.fsum(losses) / len(losses)
 
@@ -241,11 +237,6 @@ class Training:
         if found is not None:
             self.step, self.losses, self.seconds = found.step, found.extra["losses"], found.extra["seconds"]
             self.times, self.peak = found.extra.get("times", []), found.extra.get("peak", 0.0)
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood, nats a token."""
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _padded(vocabulary: int) -> int:

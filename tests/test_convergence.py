@@ -95,7 +95,7 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
 def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
     resumed, whole = resumed_and_whole(corpus, "block lean8", EXPERTS)
     assert whole["model"] == MIXTURE and resumed["heldout"] == whole["heldout"]
-    monkeypatch.setattr(convergence, "extra_loss", lambda model, logits, settings: 0.0)
+    monkeypatch.setattr(convergence, "trained_loss", lambda model, found, settings: found.cross_entropy)
     without = convergence.run("block lean8", 1, Namespace(settings=EXPERTS, corpus=corpus, work=corpus / "a"), math.inf)
     monkeypatch.undo()
     balanced = convergence.run(

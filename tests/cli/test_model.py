@@ -2,15 +2,19 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.trainer.data import VOCABULARY
+from quantshard.trainer.models import losses
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel, generate
 from quantshard.trainer.optimizer import make_optimizer
@@ -39,7 +43,7 @@ def test_one_dtype_and_quantized_layers(architecture, tied):
     assert quantized == {n for n, p in model.named_parameters() if n.startswith("layers.") and p.ndim == 2}
     assert (model.head is None) == tied and (model.positions is None) == (architecture == "llama")
     logits = model(torch.randint(VOCABULARY, (2, 32)))
-    assert logits.shape == (2, 32, VOCABULARY) and logits.dtype == torch.float32
+    assert logits.shape == (2, 32, VOCABULARY) and logits.dtype == torch.bfloat16
 
 
 def test_the_optimizer_of_a_run_is_told_by_its_settings():
@@ -172,3 +176,42 @@ def test_a_head_of_an_odd_size_is_told():
     assert "vocabulary = 50257 is no multiple of 8" in line and "--vocabulary 50304" in line
     for quiet in ({"vocabulary": 50304}, {"vocabulary": 0}, {"vocabulary": 50257, "init_from": "/a"}):
         assert not models.ModelSpec(replace(SMALL, **quiet)).check()
+
+
+class _Float32(TorchDispatchMode):
+    """The most elements of a float32 tensor that an operation gave."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("at_once", [1 << 25, 1000, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_their_gradient_are_those_of_float64(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows at a time, without a float32 copy of all; the gradient is within a rounding to the logits' dtype."""
+    monkeypatch.setattr(losses, "ELEMENTS_AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(3, 50, 301, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 301, (3, 50), generator=generator)
+    with _Float32() as seen:
+        found = losses.token_losses(logits, targets)
+        (found.cross_entropy / 2 + found.z_loss / 10).backward()
+    assert dtype == torch.float32 or seen.most <= max(at_once, 301)
+    exact = logits.detach().double().requires_grad_()
+    entropy = nn.functional.cross_entropy(exact.flatten(0, 1), targets.flatten())
+    z_loss = exact.logsumexp(-1).square().mean()
+    (entropy / 2 + z_loss / 10).backward()
+    assert found.cross_entropy.item() == pytest.approx(entropy.item(), rel=1e-6)
+    assert found.z_loss.item() == pytest.approx(z_loss.item(), rel=1e-5)
+    assert exact.grad is not None and logits.grad is not None and logits.grad.dtype == dtype
+    step = torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
+    with torch.no_grad():
+        assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy

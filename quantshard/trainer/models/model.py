@@ -48,6 +48,7 @@ from quantshard.recipe import Recipe
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.trainer.data.preparation import rounded_up
 from quantshard.trainer.models import huggingface
+from quantshard.trainer.models.losses import TokenLosses, token_losses
 from quantshard.trainer.models.mixture import MixtureLayer
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import MeshSpec, split
@@ -142,7 +143,7 @@ class LanguageModel(nn.Module):
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, vocabulary].
+        """Tokens int64 [batch, sequence] -> logits [batch, sequence, vocabulary], in the dtype of parameters.
 
         The ranks of a tensor-parallel group give the same tokens and get the same logits.
         """
@@ -161,8 +162,7 @@ class LanguageModel(nn.Module):
         x = self.norm(x)
         if self.sequence_parallel:
             x = tensor_parallel.join_rows(x, self.tp)
-        logits = F.linear(x, self.embedding.table()) if self.head is None else self.head(x)
-        return logits.float()
+        return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
         own, settings = self.recipes[number], self.settings
@@ -312,10 +312,10 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens int64 [batch, sequence] -> logits float32 [batch, sequence, vocabulary], of either kind of model."""
+    """Tokens int64 [batch, sequence] -> logits [batch, sequence, vocabulary], of either kind of model."""
     if isinstance(model, LanguageModel):
         return cast(Tensor, model(tokens))
-    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits.float())
+    return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
 
 
 def batch_multiple(model: nn.Module) -> int:
@@ -335,22 +335,18 @@ def _prefetch(layers: Iterable[nn.Module]) -> None:
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats a token."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return token_losses(logits, targets).cross_entropy
 
 
-def extra_loss(model: nn.Module, logits: Tensor, settings: TrainSettings) -> Tensor | float:
-    """What is trained on besides the loss that is told."""
-    more: Tensor | float = settings.z_loss * z_loss(logits) if settings.z_loss else 0.0
+def trained_loss(model: nn.Module, found: TokenLosses, settings: TrainSettings) -> Tensor:
+    """The loss that is told, and what is trained on besides."""
+    more = found.cross_entropy
+    if settings.z_loss:
+        more = more + settings.z_loss * found.z_loss
     if isinstance(model, LanguageModel) and model.balance is not None and settings.balance_loss:
         balance, model.balance = model.balance, None  # of this forward, whose graph goes with it
         more = more + settings.balance_loss * balance
     return more
-
-
-def z_loss(logits: Tensor) -> Tensor:
-    """Mean of log(Z)^2 a token, Z being the denominator of the softmax (Chowdhery et al., 2022, arXiv:2204.02311): it
-    keeps logits from drifting away."""
-    return logits.logsumexp(-1).square().mean()
 
 
 @torch.no_grad()
