@@ -23,10 +23,11 @@ StepContext = Callable[[], AbstractContextManager[Any]]
 class StepGraph:
     """A step that runs eagerly `WARMUP` times, is captured, and replayed from then on, with the same bits.
 
-    So is the step within each of the contexts that are entered around it, as a graph of its own. Graphs share memory:
-    what a replay returns, or leaves behind in memory of a graph, is overwritten by the next replay of any.
+    So is the step within each of the contexts that are entered around it, as a graph of its own. Their memory is not
+    shared: what a capture leaves behind, as flags that are read later, a replay of another graph would overwrite.
 
-    A graph reads its arguments at the addresses of the capture, so they are copied there.
+    A graph reads its arguments at the addresses of the capture, so they are copied there. What a replay returns is
+    overwritten by its next one.
     """
 
     def __init__(self, step: DeviceStep) -> None:
@@ -34,7 +35,6 @@ class StepGraph:
         self._eager: dict[StepContext, int] = {}
         self._replays: dict[StepContext, Callable[[], Tensor]] = {}
         self._arguments: tuple[Tensor, Tensor] | None = None
-        self._pool: Any = None
 
     def __call__(self, batch: Tensor, flag: Tensor, around: StepContext = nullcontext) -> Tensor:
         """A step; `around`: equal at each call for the same.
@@ -56,22 +56,14 @@ class StepGraph:
         return self._replays[around]()
 
     def _captured(self, around: StepContext, arguments: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
-        if self._pool is None:
-            self._pool = graph_pool()
-
         def work() -> Tensor:
             with around():
                 return self._step(*arguments)
 
-        return recorded(work, self._pool)
+        return recorded(work)
 
 
-def graph_pool() -> Any:
-    """Memory that CUDA graphs share."""
-    return torch.cuda.graph_pool_handle()
-
-
-def recorded(work: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
+def recorded(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """The replay of a CUDA graph of some work, which is not run now.
 
     Raises:
@@ -79,8 +71,7 @@ def recorded(work: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
     """
     graph = torch.cuda.CUDAGraph()
     try:
-        # batches are pinned by another thread
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # batches are pinned by another thread
             result = work()
     except RuntimeError as error:
         cause = error.__context__ or error  # the end of a capture raises too
