@@ -39,6 +39,17 @@ def test_flags_go_before_file_before_defaults(tmp_path):
     assert merge({"hidden": None}, file).hidden == 96
 
 
+def test_recipes_of_a_file_may_be_a_table(tmp_path):
+    """In its order; written back, it is text."""
+    file = tmp_path / "some.toml"
+    file.write_text('recipe = { "layers.0" = "bf16", "*" = "mxfp8" }\n')
+    settings = merge({}, file)
+    settings.check()
+    assert settings.recipe == "layers.0=bf16,*=mxfp8"
+    file.write_text('[recipe]\n"*.down_proj" = "block"\n"*" = "mxfp8"\n')
+    assert merge({}, file).recipe == "*.down_proj=block,*=mxfp8"
+
+
 def test_toml_round_trip(tmp_path):
     settings = replace(TrainSettings(), lr=1 / 3, eps=1e-12, data=("/a b", "/c"), tied=True, seed=2**62)
     file = tmp_path / "config.toml"
@@ -140,6 +151,9 @@ def test_settings_spelled_out_are_the_preset(name):
         ("hidden = true", "hidden = True must be int"),
         ("data = 'x'", "must be a list of paths"),
         ("hidden =", "is not TOML"),
+        ("recipe = { 'layers.0' = 3 }", "recipe has 'layers.0' = 3; it must be a pattern"),
+        ("recipe = { 'a,b' = 'mxfp8' }", "recipe has 'a,b' = 'mxfp8'; it must be a pattern"),
+        ("recipe = {}", "recipe is a table without an entry"),
     ],
 )
 def test_refused_file(tmp_path, text, says):
