@@ -128,8 +128,8 @@ def test_from_the_meta_device() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo itself
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_each_layer_runs_by_its_own_recipe(compiled: bool) -> None:
+@pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
+def test_each_layer_runs_by_its_own_recipe(how: str) -> None:
     """In an autocast of any; the output and the gradients of a forward that enters one around each layer."""
     model, twin = born(), one_by_one()
     wanted = X
@@ -144,9 +144,11 @@ def test_each_layer_runs_by_its_own_recipe(compiled: bool) -> None:
         wanted = twin.mixture.experts(wanted, [4, 2])
     wanted = twin.head(wanted)
     wanted.float().square().mean().backward()
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     with qs.autocast(recipe="current"):
-        out = run(X)
+        if how == "recomputed":
+            out = qs.checkpoint(model, X)
+        else:
+            out = (torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model)(X)
     out.float().square().mean().backward()
     assert torch.equal(out, wanted)
     for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):
@@ -340,6 +342,11 @@ WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     ),
     "in one of ours": ({"*": "mxfp8"}, partial(with_optimizer, FusedAdam), "a FusedAdam was made inside"),
 }  # fmt: skip
+
+
+def test_an_autocast_has_one_recipe() -> None:
+    with pytest.raises(ConfigurationError, match=r"takes one recipe.*run by these"):
+        qs.autocast(recipe=RECIPES)
 
 
 @pytest.mark.parametrize("case", WRONG)

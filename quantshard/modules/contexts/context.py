@@ -97,6 +97,11 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     It has a digest of what graphs depend on, since a compile cache hands them to other processes. They do not depend on
     the process group, which is known by its number in this process.
     """
+    if by_name(recipe):
+        raise ConfigurationError(
+            "autocast(recipe=...) takes one recipe; give any that quantizes, in which layers whose recipes go by their "
+            "names (quantized_model_init, convert) run by these"
+        )
     asked = resolve(recipe) if enabled else _HIGH_PRECISION
     key = (id(asked), id(group), strict)
     if (name := _names.get(key, "")) != "":
