@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -62,17 +63,17 @@ class Blocks(nn.Module):
         return self.lm_head(x)
 
 
-def ours(cols: int, rows: int, bias: bool) -> nn.Module:
-    return qs.Linear(cols, rows, bias=bias, params_dtype=BF16)
+def ours(cols: int, rows: int, bias: bool, device: str = "cpu") -> nn.Module:
+    return qs.Linear(cols, rows, bias=bias, params_dtype=BF16, device=device)
 
 
 def plain(cols: int, rows: int, bias: bool) -> nn.Module:
     return nn.Linear(cols, rows, bias=bias, dtype=BF16)
 
 
-def by_init(recipes: dict[str, str]) -> nn.Module:
+def by_init(recipes: dict[str, str], device: str = "cpu") -> nn.Module:
     with qs.quantized_model_init(recipe=recipes):
-        model = Blocks(ours)
+        model = Blocks(partial(ours, device=device))
     return sharded(model)
 
 
@@ -179,8 +180,9 @@ def on_ranks(folder: str) -> dict[str, object]:
 
 
 def cut() -> list[str]:
-    """Layers that tensor parallelism cuts, and experts spread over ranks, are those of a context around each; a layer
-    that is sharded before the context is left is refused: what is said."""
+    """Layers that tensor parallelism cuts, and experts spread over ranks, are those of a context around each; those
+    that are sharded on the meta device and filled then, those of the CPU. A layer that is sharded before the context
+    is left is refused: what is said."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds: list[Callable[[], nn.Module]] = [
         lambda: qs.Linear(96, 96, parallel_mode="column", tp_mesh=mesh, params_dtype=BF16),
@@ -201,6 +203,15 @@ def cut() -> list[str]:
     spread = [process_groups.is_spread(param) for param in model.parameters()]
     assert spread == [process_groups.is_spread(param) for param in twin.parameters()]
     assert any(spread) == (dist.get_world_size() > 1)
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        whole = by_init({"0.down": "delayed", "up": "nvfp4", "*": "bf16"}, device)
+        for layer in whole.layers if device == "meta" else ():
+            for linear in (layer.up, layer.down):
+                linear.reset_parameters()
+        found.append({name: value for name, value in bits(whole).items() if name.startswith("layers.")})
+    assert found[0] == found[1] and "layers.0.down.input_amax_history" in found[0]
     with pytest.raises(ConfigurationError) as caught, qs.quantized_model_init(recipe={"*": "mxfp8"}):
         sharded(Blocks(ours))
     return [str(caught.value)]
