@@ -11,10 +11,11 @@ from quantshard.conversion import checks, fusion, gated_mlp, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
-from quantshard.conversion.selection import Filter, LayerChoice, Recipes, choices, stacked_experts, transposed_linears
+from quantshard.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
+from quantshard.modules.contexts.layer_recipes import Recipes
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 
@@ -46,7 +47,8 @@ def convert(
             devices and nominal dtypes stay. Subclasses of `nn.Linear`, and layers whose weight is shared with another
             module or computed, are left.
         recipe: a recipe or its name; or a mapping from patterns of layers' names to recipes, of which the first that
-            matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`. "bf16" leaves a layer as it is.
+            matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`; or a function of module and name that gives one
+            for each. "bf16" leaves a layer as it is.
         filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
             match a whole name or its end behind a dot. By default all but the head and routers.
         modules: "linear": each layer by itself. "fused": besides, the gated MLPs of transformers' Llama, Mistral, Qwen

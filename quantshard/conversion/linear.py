@@ -13,7 +13,6 @@ from quantshard import private_torch
 from quantshard.conversion import packing
 from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
-from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
 from quantshard.modules.gemms.linear_operands import LinearState
@@ -32,31 +31,8 @@ class _LinearInterface(nn.Linear):
         nn.Module.__init__(self)
 
 
-class ConvertedLinear(Linear, _LinearInterface):
-    """A `Linear` in the place of an `nn.Linear`.
-
-    `recipe`: by which its GEMMs run where that around quantizes any; None: that around. `model_recipe`: by which they
-    run where there is no autocast around, as where a part of the model is called by itself, and not the model, whose
-    forward enters one; None: in high precision, by dequantized weights.
-    """
-
-    recipe: str | Recipe | None = None
-    model_recipe: str | Recipe | None = None
-
-    def forward(self, inp: Tensor, **others: Any) -> Any:  # type: ignore[override]
-        own = self.own_autocast()
-        if own is None:
-            return super().forward(inp, **others)
-        with own:
-            return super().forward(inp, **others)
-
-    def own_autocast(self) -> context.autocast | None:
-        """What its forward enters; None where it runs by the autocast around."""
-        if self.model_recipe is not None and not context.in_autocast():
-            return context.autocast(recipe=self.model_recipe)
-        if self.recipe is None or not context.quantizes(context.current_setting()):
-            return None
-        return context.autocast_by(self.recipe)
+class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
+    """A `Linear` in the place of an `nn.Linear`."""
 
     def checked_input(self, x: Tensor) -> Tensor:
         """The input as it computes with it."""

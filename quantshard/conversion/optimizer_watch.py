@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quantshard.observe import optimizer_members
+from quantshard.tensor import components
 
 _LOOKS = (2, 8, 64)
 """Before which training forwards: an optimizer may be made after the first."""
@@ -47,7 +48,7 @@ def note_forward(model: nn.Module) -> None:
         return
     watch.forwards += 1
     if watch.forwards in _LOOKS:
-        optimizers = optimizer_members.living()
+        optimizers = components.living_optimizers()
         if _told_of_replaced(watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
             end(model)
         elif watch.forwards == _LOOKS[-1]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from quantshard.errors import ConfigurationError
-from quantshard.recipe import Recipe, resolve
+from quantshard.modules.contexts.layer_recipes import (
+    HIGH_PRECISION,
+    Recipes,
+    check_patterns,
+    check_recipes,
+    matches,
+    recipes_of,
+)
+from quantshard.recipe import Recipe
 
 HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs unembed".split())
 """Last parts of the names under which models keep their head, in transformers, torchtitan and timm."""
@@ -22,11 +27,7 @@ ROUTERS = frozenset("gate router wg shared_expert_gate".split())
 ADAPTERS = "lora_"
 """How parts of the names of PEFT's adapters begin."""
 
-HIGH_PRECISION = "bf16"
-"""The recipe that leaves a layer as it is."""
-
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
-Recipes = str | Recipe | Mapping[str, str | Recipe]
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,17 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         ConfigurationError: a pattern matches no linear layer, or a recipe is not known.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    by_pattern = _resolved(recipes)
     if not layers:
+        check_recipes("convert", recipes)
         return []
-    _check_patterns("recipe", by_pattern, layers)
+    given = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
     if filter is not None and not callable(filter):
-        _check_patterns("filter", filter, layers)
+        check_patterns("convert(filter=", filter, list(layers))
     elsewhere, head = _users_of_weights(model), _output_layer(model)
     found = []
-    for name, module in layers.items():
-        recipe = next((recipe for pattern, recipe in by_pattern.items() if matches(pattern, name)), None)
+    for (name, module), recipe in zip(layers.items(), given, strict=True):
         reason = (
             _unfit(module, [user for user in elsewhere.get(id(module.weight), []) if user != name])
             or _unwanted(name, module, filter, module is head)
@@ -84,33 +84,6 @@ def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def transposed_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Linear layers of transformers whose weights are [in_features, out_features], which GPT-2 has; not converted."""
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
-
-
-def matches(pattern: str, name: str) -> bool:
-    """True if a pattern (`*`, `?`, `[...]`) covers the whole name, or the end of it behind a dot."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def _resolved(recipes: Recipes) -> dict[str, Recipe]:
-    by_pattern = recipes if isinstance(recipes, Mapping) else {"*": recipes}
-    if not by_pattern:
-        raise ConfigurationError(
-            "convert(recipe={}): a mapping needs an entry, as {'*.down_proj': 'block', '*': 'mxfp8'}"
-        )
-    return {pattern: resolve(recipe) for pattern, recipe in by_pattern.items()}
-
-
-def _check_patterns(
-    argument: str, patterns: Sequence[str] | Mapping[str, Recipe], layers: Mapping[str, nn.Linear]
-) -> None:
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in layers):
-            ends = sorted({name.rsplit(".", 1)[-1] for name in layers})
-            near = get_close_matches(pattern.rsplit(".", 1)[-1], ends, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"their names end in {', '.join(ends[:12])}"
-            raise ConfigurationError(
-                f"convert({argument}={pattern!r}) matches none of the {len(layers)} linear layers of this model; {hint}"
-            )
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 
 from quantshard.conversion.convert import convert
-from quantshard.conversion.selection import Filter, Recipes
+from quantshard.conversion.selection import Filter
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.modules.contexts.layer_recipes import Recipes
 from quantshard.tensor import components
 
 __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]

@@ -20,9 +20,10 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.conversion.selection import HEADS, ROUTERS, matches
+from quantshard.conversion.selection import HEADS, ROUTERS
 from quantshard.errors import ConfigurationError
 from quantshard.modules import quantized_model_init
+from quantshard.modules.contexts.layer_recipes import matches
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import resolve
 from quantshard.tensor.components import FORMAT_SUFFIX

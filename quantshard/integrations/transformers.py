@@ -24,7 +24,7 @@ from quantshard.conversion import forward, packing
 from quantshard.conversion.convert import check_modules, convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
-from quantshard.conversion.selection import ADAPTERS, Filter, Recipes
+from quantshard.conversion.selection import ADAPTERS, Filter
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.integrations import transformers_files as files
 from quantshard.integrations.transformers_files import METHOD, NATIVE
@@ -32,7 +32,7 @@ from quantshard.integrations.transformers_trainer import AdamFactory, QuantizedT
 from quantshard.layouts import table
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import NOTED_AMAX
-from quantshard.recipe import resolve
+from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes
 from quantshard.tensor import components
 
 __all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
@@ -52,7 +52,7 @@ class QuantshardConfig(QuantizationConfigMixin):
     loading in high precision, bit for bit, but one weight at a time is in high precision.
 
     Args:
-        recipe: a recipe, its name, or a mapping from patterns of layers' names to recipes.
+        recipe: a recipe, its name, a mapping from patterns of layers' names to recipes, or a function; see `convert`.
         filter: which layers to convert: a function of module and name, or patterns of names.
         modules: "linear" or "fused".
         autocast: make the model's forward enter the recipe.
@@ -75,8 +75,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         layout: str = NATIVE,
     ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        for each in recipe.values() if isinstance(recipe, Mapping) else [recipe]:
-            resolve(each)
+        check_recipes("QuantshardConfig", recipe)
         check_modules("QuantshardConfig", modules)
         self.recipe, self.filter, self.modules, self.autocast = recipe, filter, modules, autocast
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
@@ -90,7 +89,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         return (found, kwargs) if return_unused_kwargs else found
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it: recipes by what they print, a function of a filter by its name."""
+        """As JSON can write it: recipes and functions by what they print."""
         recipe = self.recipe if isinstance(self.recipe, Mapping) else {"*": self.recipe}
         return {
             "quant_method": METHOD, "recipe": {pattern: str(each) for pattern, each in recipe.items()},

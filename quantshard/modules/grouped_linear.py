@@ -17,9 +17,11 @@ from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import backend
-from quantshard.modules.base.module import HISTORIES, InitMethod, QuantizedModule
+from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import recompute, unsupported
+from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped
 from quantshard.modules.gemms.linear_operands import LinearState
 from quantshard.recipe import Recipe, TensorRole
@@ -114,6 +116,11 @@ class GroupedLinear(QuantizedModule):
         super().reset_parameters()
         self._note_spread()
 
+    def take_plan(self, plan: InitPlan, name: str) -> None:
+        """As of all modules."""
+        super().take_plan(plan, name)
+        self._note_spread()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
         super()._apply(fn, recurse)
         self._note_spread()
@@ -123,6 +130,7 @@ class GroupedLinear(QuantizedModule):
         super().__setstate__(state)
         self._note_spread()
 
+    @by_own_recipe
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.own_recipe import by_own_recipe
 from quantshard.modules.base.projections import joined, split_sizes
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import unsupported
@@ -74,6 +75,7 @@ class LayerNormLinear(QuantizedModule):
         sizes = split_sizes("LayerNormLinear", out_features, parameters_split)
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
+    @by_own_recipe
     def forward(self, inp: Tensor, **others: Any) -> Any:
         """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
 

@@ -22,6 +22,7 @@ from quantshard.modules import fused
 from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
 from quantshard.modules.base import inputs
 from quantshard.modules.base.module import InitMethod, QuantizedModule
+from quantshard.modules.base.own_recipe import by_own_recipe
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 from quantshard.modules.contexts import context, unsupported
 from quantshard.modules.gemms.compiled import TracedLinear
@@ -283,6 +284,7 @@ class LayerNormMLP(QuantizedModule):
             mode="row" if set_parallel_mode else None
         )  # fmt: skip
 
+    @by_own_recipe
     def forward(
         self, inp: Tensor, *, residual: Tensor | None = None, **others: Any
     ) -> Tensor | tuple[Tensor | None, ...]:

@@ -53,8 +53,8 @@ def explain(
     Args:
         model: any module, on any device, wrapped by `fully_shard` or not; if it is wrapped, the outermost module.
         optimizer: whose state to describe: `FusedAdam`, or any other that keeps tensors in `optimizer.state`.
-        recipe: what autocast will run with. Without it, weights in high precision are taken to be computed with as
-            they are, and quantized ones by their own format.
+        recipe: what autocast will run with; layers that have a recipe of their own run by that. Without it, weights in
+            high precision are taken to be computed with as they are, and quantized ones by their own format.
         strict: raise if anything falls back.
 
     It warns of parameters that train and are in no optimizer, and of the optimizer's that are not the model's.
@@ -80,7 +80,7 @@ def explain(
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         optimizer_members.warn_of_strangers(model, optimizer)
-        optimizer_members.warn_of_unheld(model, [optimizer, *optimizer_members.living()])  # it may be one of two
+        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])  # it may be one of two
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
@@ -99,6 +99,8 @@ def _row(
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
+    if chosen is not None and chosen.table:  # in whose autocast a layer with a recipe of its own runs by that
+        chosen = recipes.resolve(getattr(module, "recipe", None) or chosen)
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
     gemm = gemm_of(leaf, module, param, storage, chosen)

@@ -8,7 +8,6 @@ nor of an optimizer that holds no parameter of the model at all: that may be ano
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.errors import warn_once
@@ -38,11 +36,6 @@ def registered(model: nn.Module) -> dict[Tensor, str]:
             name = private_torch.without_wrappers(f"{prefix}.{leaf}" if prefix else leaf)
             found.setdefault(param if known is None else known.param, name)
     return found
-
-
-def living() -> list[Optimizer]:
-    """The optimizers of this process. It goes through all objects of Python, a tenth of a second for some 200,000."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]  # isinstance asks objects, too
 
 
 def held(optimizers: Iterable[Any]) -> dict[Tensor, str]:

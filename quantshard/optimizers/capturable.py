@@ -41,10 +41,20 @@ def wrong_rates(groups: list[Group], count: int) -> Tensor:
 
 
 class BadStepRecord:
-    """The flags of the last bad step."""
+    """The flags of the last bad step. They say which it was, too large or not finite, in one number of a parameter, on
+    the device; it is read where somebody asks, after a bad step, and a step makes no launch and waits for nothing
+    more."""
 
     def __init__(self) -> None:
         self._flags: guards.GradientFlags | None = None
+
+    def keep(self, flags: guards.GradientFlags) -> None:
+        """The same of a step that the host has found to be bad."""
+        self._flags = flags
+
+    def large_gradient(self) -> str:
+        """As of the flags."""
+        return "" if self._flags is None else self._flags.large_gradient()
 
     def finish(self, left: list[ParameterStep], flags: guards.GradientFlags, groups: list[Group]) -> None:
         """What a step does after the reduction: a bad step is undone, not left out."""

@@ -133,6 +133,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 group["step"] += 1
         self._finished(is_made)
         if not is_made:
+            self._remembered.keep(flags)
             return loss
         if any(item.grad is not None for item in work):
             self._kept = parameter_registry.UPDATES

@@ -296,10 +296,15 @@ class GradientFlags:
             group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
         if bad:
             self.check_skipped(groups, most_in_a_row)
-            if self.table[2].amax() == TOO_LARGE:
-                name = self._first(self.table[2])
-                warnings.warn(f"{_too_large(name)}; this step is skipped", stacklevel=4)
+            if name := self.large_gradient():
+                warnings.warn(f"{too_large(name)}; this step is skipped", stacklevel=4)
         return bad
+
+    def large_gradient(self) -> str:
+        """The first parameter whose gradient is finite, but too large, where nothing worse is wrong; else "". Alike on
+        all ranks, but for the name."""
+        is_all = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
+        return self._first(self.table[2]) if is_all else ""
 
     def check_missing(self) -> None:
         """Raise on every rank if a gradient is missing on some, once.
@@ -328,7 +333,7 @@ class GradientFlags:
         name = self._first(self.table[2] == worst)
         raise NonFiniteGradientError(
             {
-                TOO_LARGE: f"{in_a_row} steps in a row were skipped: {_too_large(name)}",
+                TOO_LARGE: f"{in_a_row} steps in a row were skipped: {too_large(name)}",
                 NOT_FINITE: f"{in_a_row} steps in a row had infinite or NaN gradients, first in {name}; no weight was "
                 "changed by them. Lower the learning rate, look at the data of these steps and whether weights are "
                 "finite, or load an older checkpoint",
@@ -343,7 +348,8 @@ class GradientFlags:
         return self._names[int(chosen.nonzero()[0])]
 
 
-def _too_large(name: str) -> str:
+def too_large(name: str) -> str:
+    """What is said of a parameter whose gradient is finite, but too large."""
     return (
         f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
         "float64), so that its square overflows, and so would the second moment, for good; scale the loss down, or "

@@ -145,6 +145,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         return int(self.param_groups[0]["skipped_steps"])
 
     @property
+    def large_gradient(self) -> str:
+        """Of the last step that was skipped: the first parameter whose gradient was finite, but too large
+        (`guards.LARGEST_GRADIENT`), if nothing worse was wrong with any; else "". It waits for the device."""
+        return self._remembered.large_gradient()
+
+    @property
     def _seed(self) -> int | None:
         """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
         seed: int | None = self.param_groups[0].get(SEED)

@@ -16,8 +16,8 @@ from quantshard.errors import ConfigurationError
 class Alarm:
     """What happened, to what, how large it was, and a sentence.
 
-    `kind`: "loss spike", "saturation" or "nan". `name`: of the parameter, of the module, "loss", or "gradient" if the
-    source of one that was infinite or NaN was not found.
+    `kind`: "loss spike", "saturation", "nan" or "large gradient". `name`: of the parameter, of the module, "loss", or
+    "gradient" if the source of one that was infinite or NaN was not found.
     """
 
     kind: str

@@ -71,6 +71,24 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, code, say
     assert lines[0].startswith("quantshard: ") and sorted(p.name for p in tmp_path.iterdir()) == ["text"]
 
 
+def test_a_flag_goes_before_the_preset_of_a_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(launch, "launch", lambda processes, arguments: None)
+    (tmp_path / "some.toml").write_text('preset = "lean8"\nseq_length = 16\n')
+    command = ["quantshard", "train", "--run", "r", "--data", "text", "--config", "some.toml", "--nproc-per-node", "1"]
+    monkeypatch.setattr("sys.argv", [*command, "--exp-avg-dtype", "float32"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert not caught.value.code, shown
+    assert "some.toml: preset = 'lean8', but for exp_avg_dtype = 'float32'; of it stay master_weights = True" in shown
+    settings = RunDir(tmp_path / "r").read_config()[0]
+    assert (settings.preset, settings.master_dtype, settings.exp_avg_dtype) == ("", "float16", "float32")
+    (tmp_path / "some.toml").write_text('preset = "lean8"\nexp_avg_dtype = "bfloat16"\n')
+    code, lines = run(monkeypatch, capsys, *command[1:])
+    assert code == 1 and len(lines) == 1
+    assert "some.toml: preset = 'lean8' has exp_avg_dtype = 'fp8', but exp_avg_dtype = 'bfloat16' is given" in lines[0]
+
+
 def test_run_that_saved_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "launch", lambda processes, arguments: None)
     assert run(monkeypatch, capsys, "train", "--run", "r", "--data", "text", "--nproc-per-node", 2) == (0, [])

@@ -9,7 +9,7 @@ from quantshard.presets import PRESETS
 from quantshard.trainer.restarts import overrides
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.optimizer_states import as_settings, undecided
+from quantshard.trainer.settings.optimizer_states import as_settings, below_flags, dropped_preset
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
 from quantshard.trainer.settings.unused_settings import check_used
 
@@ -37,6 +37,17 @@ def test_flags_go_before_file_before_defaults(tmp_path):
     settings = merge({"hidden": 64, "heads": None, "tied": False}, file)
     assert (settings.hidden, settings.lr, settings.heads) == (64, 1.0, TrainSettings().heads)
     assert merge({"hidden": None}, file).hidden == 96
+
+
+def test_recipes_of_a_file_may_be_a_table(tmp_path):
+    """In its order; written back, it is text."""
+    file = tmp_path / "some.toml"
+    file.write_text('recipe = { "layers.0" = "bf16", "*" = "mxfp8" }\n')
+    settings = merge({}, file)
+    settings.check()
+    assert settings.recipe == "layers.0=bf16,*=mxfp8"
+    file.write_text('[recipe]\n"*.down_proj" = "block"\n"*" = "mxfp8"\n')
+    assert merge({}, file).recipe == "*.down_proj=block,*=mxfp8"
 
 
 def test_toml_round_trip(tmp_path):
@@ -107,8 +118,8 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text(to_toml(TrainSettings().resolved(), {}))
     in_file = given_values({}, file)
-    assert in_file["exp_avg_dtype"] == "float32" and undecided(in_file, {"lr": 1.0}) == in_file
-    settings = TrainSettings(**undecided(in_file, {"preset": "lean8"}) | {"preset": "lean8"}).resolved()
+    assert in_file["exp_avg_dtype"] == "float32" and below_flags(in_file, {"lr": 1.0}, "it") == in_file
+    settings = TrainSettings(**below_flags(in_file, {"preset": "lean8"}, "it") | {"preset": "lean8"}).resolved()
     assert as_settings(settings.state_options) == {
         "master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
     }  # fmt: skip
@@ -116,6 +127,61 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
     settings.check()
     with pytest.raises(ConfigurationError, match=r"preset = 'lean8' .*master_dtype = 'float32' is given"):
         TrainSettings(**in_file | {"preset": "lean8"}).check()
+
+
+LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "preset", "states"),
+    [
+        ({"lr": 1.0}, "lean8", {}),
+        ({"exp_avg_dtype": "fp8"}, "lean8", {}),
+        ({"exp_avg_dtype": "auto", "master_weights": True}, "lean8", {}),
+        ({"exp_avg_dtype": "float32"}, "", {"exp_avg_dtype": "float32"}),
+        ({"master_dtype": "float32", "exp_avg_dtype": "fp8"}, "", {"master_dtype": "float32"}),
+        ({"master_weights": False}, "", {"master_weights": False, "master_dtype": "float32"}),
+        ({"preset": "lean6"}, "lean6", {"exp_avg_sq_dtype": "bfloat16"}),
+    ],
+)
+@pytest.mark.parametrize("said", ["by name", "by a run"])
+def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, states):
+    """The preset then decides the other states alone, and a line says so; a run's file has them spelled out, too."""
+    file = tmp_path / "some.toml"
+    file.write_text(
+        'preset = "lean8"\n' if said == "by name" else to_toml(TrainSettings(preset="lean8").resolved(), {})
+    )
+    in_file = given_values({}, file)
+    below = below_flags(in_file, flags, str(file))
+    settings = TrainSettings(**below | flags)
+    settings.check()
+    check_used(flags, settings)
+    settings = settings.resolved()
+    assert settings.preset == preset and as_settings(settings.state_options) == LEAN8 | states
+    told = dropped_preset(in_file, below, flags, str(file))
+    assert bool(told) == (preset == "")
+    if told:
+        changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8'"
+        assert told.startswith(f"{file}: preset = 'lean8', but for ") and f"{changed[0]} = {changed[1]!r}" in told
+        assert told.partition("; of it stay ")[2].endswith(kept) and changed[0] not in told.partition(";")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            'preset = "lean8"\nexp_avg_dtype = "float32"',
+            "preset = 'lean8' has exp_avg_dtype = 'fp8', but exp_avg_dtype",
+        ),
+        ('preset = "laen8"', "preset = 'laen8': there is no such preset; did you mean 'lean8'?"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_named(tmp_path, text, says):
+    file = tmp_path / "some.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        below_flags(given_values({}, file), {"lr": 1.0}, str(file))
+    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
 
 
 def test_a_run_of_an_earlier_release_goes_on_though_it_says_less_of_masters():
@@ -140,6 +206,9 @@ def test_settings_spelled_out_are_the_preset(name):
         ("hidden = true", "hidden = True must be int"),
         ("data = 'x'", "must be a list of paths"),
         ("hidden =", "is not TOML"),
+        ("recipe = { 'layers.0' = 3 }", "recipe has 'layers.0' = 3; it must be a pattern"),
+        ("recipe = { 'a,b' = 'mxfp8' }", "recipe has 'a,b' = 'mxfp8'; it must be a pattern"),
+        ("recipe = {}", "recipe is a table without an entry"),
     ],
 )
 def test_refused_file(tmp_path, text, says):

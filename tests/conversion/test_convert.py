@@ -180,9 +180,16 @@ def test_a_model_that_holds_itself_is_copied() -> None:
     assert twin.__dict__["root"] is twin and torch.equal(twin(TOKENS), model(TOKENS))
 
 
-def test_recipes_by_pattern() -> None:
+def by_function(module: nn.Module, name: str) -> str:
+    """The recipes of the mapping of `test_recipes_by_name`."""
+    assert isinstance(module, nn.Linear)
+    return "bf16" if name == "blocks.1.down" else "block" if module.out_features == 48 else "mxfp8"
+
+
+@pytest.mark.parametrize("recipes", [{"*.1.down": "bf16", "down": "block", "*": "mxfp8"}, by_function])
+def test_recipes_by_name(recipes: object) -> None:
     model = born()
-    report = qs.convert(model, {"*.1.down": "bf16", "down": "block", "*": "mxfp8"})
+    report = qs.convert(model, recipes)
     assert {layer.name: layer.recipe for layer in report.converted} == {
         "blocks.0.up": "mxfp8", "blocks.0.down": "block", "blocks.1.up": "mxfp8",
     }  # fmt: skip
@@ -192,6 +199,7 @@ def test_recipes_by_pattern() -> None:
         layer = model.get_submodule(name)
         layer._project = partial(noted, seen, name, layer._project)
     model(TOKENS)
+    assert not any(row.warnings for row in qs.explain(model, recipe="mxfp8").rows)
     assert seen == {layer.name: layer.recipe for layer in report.converted}
 
 
@@ -343,6 +351,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "an unknown recipe": (lambda: qs.convert(born(), "mxpf8"), "unknown recipe 'mxpf8'"),
     "nothing quantized": (lambda: qs.convert(born(), "bf16"), "none of the 7.*recipe bf16"),
     "no recipe": (lambda: qs.convert(born(), {}), "a mapping needs an entry"),
+    "None in a mapping": (lambda: qs.convert(born(), {"up": None, "*": "block"}), "'up' has None.*'bf16' leaves"),
+    "a function of None": (lambda: qs.convert(born(), lambda *_: None), r"blocks\.0\.up has None.*'bf16' leaves"),
     "converted already": (lambda: qs.convert(converted(), "block"), "quantized already, to mxfp8_32x32.*revert"),
     "modules": (lambda: qs.convert(born(), "mxfp8", modules="fussed"), "modules='fussed'.*linear"),
 }

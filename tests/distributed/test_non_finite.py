@@ -6,6 +6,7 @@ Each test names its rank count.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.errors import QuantshardError
+from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
-from tests.distributed.models import Case, bits, build
+from tests.distributed.models import Case, bits, build, set_gradients
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_robustness import whole_values
 
@@ -85,3 +87,33 @@ def test_values_that_are_not_finite_are_raised_on_every_rank(recipe: str) -> Non
         assert "1.weight: " in loaded and "the first, -inf, at [95, 3]" in loaded and "rank 2" in loaded, loaded
         assert "Linear.weight: 1 of 4096 values" in born and "the first, nan, at [2, 5]" in born
         assert first == 32 * rank
+
+
+def large_gradients(case: Case) -> list[tuple[str, str]]:
+    """What optimizers say of gradients where the last rank has a large one, and where the first has a NaN beside."""
+    found = []
+    for capturable in (False, True):
+        model = build(case)
+        optimizer = FusedAdam(model.named_parameters(), lr=1e-3, capturable=capturable)
+        said = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the step that is skipped
+            for bad in (False, True):
+                set_gradients(model, 0)
+                grads = [param.grad for param in model.parameters()]
+                if torch.distributed.get_rank() == case.ranks - 1:
+                    grads[2].to_local()[-1, 7] = 2e19
+                if bad and torch.distributed.get_rank() == 0:
+                    grads[0].to_local()[0, 0] = NAN
+                optimizer.step()
+                said.append(optimizer.large_gradient)
+        assert optimizer.skipped_steps == 2
+        found.append((said[0], said[1]))
+    return found
+
+
+def test_large_gradients_are_told_from_those_that_are_not_finite_on_every_rank() -> None:
+    """1 and 3 ranks; what ranks then do together depends on it."""
+    for ranks in (1, 3):
+        for found in run_ranks(ranks, large_gradients, Case("mxfp8", (ranks,), shapes=SHAPES)):
+            assert found == [("1.weight", "")] * 2

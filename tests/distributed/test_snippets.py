@@ -28,6 +28,7 @@ RUN_BY = {
     "README.md": f"{DOCS}readme.py",
     "docs/accelerate-and-peft.md": "tests/integrations/test_examples.py",
     "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
+    "docs/choosing.md": "tests/modules/test_recipes_by_name.py",
     "docs/converting.md": "tests/transformer_engine/test_convert.py",
     "docs/determinism.md": HERE,
     "docs/existing-models.md": HERE,

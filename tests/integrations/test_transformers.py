@@ -120,6 +120,19 @@ def adam_of(model: nn.Module) -> FusedAdam:
 # Loading
 
 
+def test_a_function_of_names_is_the_mapping_that_it_stands_for(folder: Path, tmp_path: Path) -> None:
+    """Written and read again, by the names of layers; shown, it is what it prints."""
+
+    def recipe(module: nn.Module, name: str) -> str:
+        return next((each for pattern, each in MIXED.items() if name.endswith(pattern[1:])), "mxfp8")
+
+    found = load(folder, recipe)
+    assert differing(load(folder, MIXED), found) == []
+    found.save_pretrained(tmp_path)
+    assert differing(found, load(tmp_path)) == []
+    assert "function" in qt.QuantshardConfig(recipe).to_dict()["recipe"]["*"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMED)
 def test_quantizing_while_loading_is_converting_after_it(recipe: Any, folder: Path) -> None:
     """Bits, report and logits; and it is a converted model like any other, which can be reverted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -25,9 +26,9 @@ SETTINGS = TrainSettings(statistics_every=4)
 class Run:
     """A model, trained by hand; in some steps its second layer gives NaN."""
 
-    def __init__(self, folder, settings=SETTINGS, bad=()):
+    def __init__(self, folder, settings=SETTINGS, bad=(), capturable=False):
         self.model = perceptron()
-        self.optimizer = FusedAdam(self.model.parameters(), lr=1e-3)
+        self.optimizer = FusedAdam(self.model.named_parameters(), lr=1e-3, capturable=capturable)
         self.run, self.bad, self.now, self.passes = RunDir(folder), bad, 0, 0
         self.model[1].register_forward_hook(lambda *a: a[2] * (math.nan if self.now in self.bad else 1.0))
         record, note = partial(self.run.append, self.run.statistics), Progress(settings, shown=True).note
@@ -101,6 +102,30 @@ def test_a_skipped_step_whose_nan_does_not_come_again_is_told_too(folder):
         run.statistics.stepped(loss, once)
     alarm = run.lines[0]["alarms"][0]
     assert (alarm["kind"], alarm["name"]) == ("nan", "gradient") and "step 1 was skipped: a gradient" in alarm["text"]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_of_large_gradients_is_told_apart(folder, capturable):
+    """Without a pass made once more, as of gradients that are not finite. Step 2 has one large one, step 4 also a NaN,
+    which is worse; a capturable optimizer knows it from its flags on the device."""
+    run = Run(folder, replace(SETTINGS, statistics_every=0, alarm_loss_spike=0.0), capturable=capturable)
+    with warnings.catch_warnings(), run.statistics:
+        warnings.simplefilter("ignore")  # of a step that is not capturable
+        for run.now in range(1, 6):
+            loss = run.forward_and_backward().item()
+            if run.now in (2, 4):
+                run.model[2].weight.grad.view(-1)[3] = 2e19
+            if run.now == 4:
+                run.model[1].bias.grad[0] = math.nan
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.statistics.stepped(loss, run.forward_and_backward)
+    alarms = [(line["step"], alarm) for line in run.lines for alarm in line["alarms"]]
+    assert [(step, alarm["kind"], alarm["name"]) for step, alarm in alarms] == [
+        (2, "large gradient", "2.weight"), (4, "nan", "gradient")
+    ]  # fmt: skip
+    assert "step 2 was skipped: the gradient of 2.weight is finite, but above 1e+19" in alarms[0][1]["text"]
+    assert run.passes == 5 + 1 and run.optimizer.skipped_steps == 2 and run.optimizer.large_gradient == ""
 
 
 def test_alarms_change_no_bit(folder):

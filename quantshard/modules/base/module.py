@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from quantshard import limits, numerics, private_torch, sharding
+from quantshard import limits, numerics, private_torch
 from quantshard.collectives import flat_max
 from quantshard.distributed import distribute, tensor_parallel
-from quantshard.distributed.module_meshes import TensorParallelConfig, TensorParallelModule
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.gemm import backend
 from quantshard.modules.base import devices, inputs
-from quantshard.modules.base.assignment import PiecewiseAssignment
+from quantshard.modules.base.own_recipe import HISTORIES, RecipeModule
 from quantshard.modules.base.projections import Projection, joined
 from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
@@ -42,9 +42,6 @@ from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 InitMethod = Callable[[Tensor], Any]
 DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
-
-HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "grad_output_amax_history"}
-"""The names of the amax histories of a layer's activations."""
 
 _PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
@@ -74,7 +71,7 @@ class WeightSpec:
         return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
 
 
-class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
+class QuantizedModule(RecipeModule):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`.
 
     `shared_input`: what its layer has in common with those of other modules that read the same tensors.
@@ -102,6 +99,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}
+        self._history_prefixes: list[str] = []
         self._awaits_values = self_device.type == "meta"
         self._handle = operator_arguments.handle(self, self_device)
 
@@ -128,7 +126,8 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 self.add_vector(name, size, 0.0, bias_cut)
             else:
                 self.register_parameter(name, None)
-        self._add_histories(prefix)
+        self._history_prefixes.append(prefix)
+        self._make_histories(prefix)
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
@@ -142,17 +141,7 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
         state = storages.weight_state(cell, self._device)
         stored = cell if self._plan.quantize else None
         self._born_states[name] = state if stored is None else {key: value.clone() for key, value in state.items()}
-        param: nn.Parameter
-        if self.tp_mesh is not None:
-            param = distribute.empty_parameter(
-                spec.shape, self.tp_mesh, cut, dtype=self._dtype, device=self._device, cell=stored, state=state
-            )
-        elif stored is None:
-            param = nn.Parameter(torch.empty(spec.shape, dtype=self._dtype, device=self._device))
-        else:
-            storage = storages.empty(stored, sharding.whole(spec.shape), self._device, state)
-            param = nn.Parameter(QuantizedTensor(storage, self._dtype))
-        self.register_parameter(name, param)
+        self.register_parameter(name, self._empty_weight(name, stored, state, self._dtype, self._device))
         if not self.get_parameter(name).is_meta:
             self._fill([name])
 
@@ -171,12 +160,6 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
                 f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "
                 f"{cut}, and {shape[cut]} is not a multiple of {self.tp_size}; choose sizes that tp_size divides"
             )
-
-    def _add_histories(self, prefix: str = "") -> None:
-        """Register the amax histories that delayed scaling of this layer's activations needs, if it is planned."""
-        for role, length in self._plan.recipe.histories.items():
-            zeros = torch.zeros(length, dtype=torch.float32, device=self._device)
-            self.register_buffer(prefix + HISTORIES[role], zeros)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,21 +23,28 @@ from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
 from quantshard.modules.contexts import context_warnings
 from quantshard.modules.contexts.context_warnings import InitWatch
+from quantshard.modules.contexts.layer_recipes import RecipeByName, Recipes, by_name, check_recipes
+from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
 from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 
 @dataclass(frozen=True)
 class InitPlan:
-    """How modules that are built now store their weights."""
+    """How modules that are built now store their weights.
+
+    `unnamed`: those whose recipes are found by their names, later; until then they are built in high precision.
+    """
 
     recipe: Recipe
     quantize: bool
     preserve_high_precision: bool
+    unnamed: UnnamedLayers | None = None
 
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+_INIT = "quantized_model_init"
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
 _init_plans: list[InitPlan] = []
 _autocasts: list[autocast] = []
@@ -90,6 +97,11 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     It has a digest of what graphs depend on, since a compile cache hands them to other processes. They do not depend on
     the process group, which is known by its number in this process.
     """
+    if by_name(recipe):
+        raise ConfigurationError(
+            "autocast(recipe=...) takes one recipe; give any that quantizes, in which layers whose recipes go by their "
+            "names (quantized_model_init, convert) run by these"
+        )
     asked = resolve(recipe) if enabled else _HIGH_PRECISION
     key = (id(asked), id(group), strict)
     if (name := _names.get(key, "")) != "":
@@ -169,6 +181,11 @@ def init_plan() -> InitPlan:
     """How a module built now stores its weights; each that asks is counted as built."""
     context_warnings.counts.built += 1
     return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
+
+
+def quantizes_weights() -> bool:
+    """True inside a `quantized_model_init` that quantizes, or may: recipes by name are told when it is left."""
+    return bool(_init_plans) and (_init_plans[-1].quantize or _init_plans[-1].unnamed is not None)
 
 
 def in_autocast() -> bool:
@@ -293,25 +310,39 @@ class quantized_model_init:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
         recipe: a `Recipe` or its name; its weight format is used. With `enabled=False` the recipe only tells which
             autocast to prepare for: under delayed scaling the amax histories exist from the start, and are in the state
-            dict before the first step.
+            dict before the first step. Or, as `convert` takes it, a mapping from patterns of layers' names to recipes,
+            of which the first that matches holds, or a function of module and name: `{"layers.0.*": "bf16", "*":
+            "mxfp8"}`. Layers have their names when the context is left, from the outermost module that was built, or
+            given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
+            what is built under another context inside goes by that one. In an autocast that quantizes, whichever its
+            recipe, each of these layers runs by its own; in none, quantized weights are dequantized, as ever.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
             optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
             DTensor.
 
     Raises:
-        ConfigurationError: `enabled` is not a bool, or the recipe is not known.
+        ConfigurationError: `enabled` is not a bool, or the recipe is not known. When it is left, of recipes by name: a
+            pattern matches no layer; a layer has no name; a weight is sharded already, another module's too, or in an
+            optimizer.
     """
 
     def __init__(
         self,
         enabled: bool = True,
-        recipe: str | Recipe | None = None,
+        recipe: Recipes | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         check_flags("quantized_model_init", enabled=enabled)
-        resolved = resolve(recipe)
-        self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
-        self._watches: list[InitWatch | None] = []
+        self._by_name: RecipeByName | None = None
+        if by_name(recipe):
+            self._by_name = recipe  # type: ignore[assignment]
+            check_recipes(_INIT, recipe)  # type: ignore[arg-type]
+        self._enabled, self._preserve = enabled, preserve_high_precision_init_val
+        self.plan = self._plan_of(HighPrecision() if self._by_name else resolve(recipe))  # type: ignore[arg-type]
+        self._entered: list[tuple[InitPlan, InitWatch | None]] = []
+
+    def _plan_of(self, recipe: Recipe) -> InitPlan:
+        return InitPlan(recipe, self._enabled and recipe.weight is not None, self._preserve)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("quantized_model_init", function)
@@ -324,16 +355,21 @@ class quantized_model_init:
         return inside
 
     def __enter__(self) -> None:
-        silent = not self.plan.quantize or is_told(context_warnings.INIT)
-        what = f"quantized_model_init(recipe={self.plan.recipe.name!r})"
-        self._watches.append(None if silent else InitWatch(what))
-        _init_plans.append(self.plan)
+        plan, silent = self.plan, not self.plan.quantize or is_told(context_warnings.INIT)
+        if self._by_name is not None:
+            plan = replace(plan, unnamed=UnnamedLayers(_INIT, self._by_name))
+        self._entered.append((plan, None if silent else InitWatch(f"{_INIT}(recipe={plan.recipe.name!r})")))
+        _init_plans.append(plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _leave(_init_plans, self.plan)
-        watch = self._watches.pop()
+        plan, watch = self._entered.pop()
+        _leave(_init_plans, plan)
         if watch is not None:
             watch.end(failed=kind is not None)
+        if plan.unnamed is not None:
+            plan.unnamed.leave()
+            if kind is None:
+                plan.unnamed.give(self._plan_of)
 
 
 class autocast:

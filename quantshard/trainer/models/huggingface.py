@@ -23,11 +23,11 @@ from quantshard import checkpoints, private_torch
 from quantshard.conversion.convert import convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
-from quantshard.conversion.selection import HIGH_PRECISION
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import FieldReader, shown
 from quantshard.layouts.files import SUFFIX, read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
+from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION
 from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer.settings.recipes import LayerRecipes

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from quantshard.optimizers import ElementwiseOptimizer
+from quantshard.optimizers.guards import too_large
 from quantshard.statistics import Alarm, Statistics, StatisticsSample, first_nonfinite
 from quantshard.statistics.step_sample import StepSample
 from quantshard.trainer.settings.config import TrainSettings
@@ -20,9 +21,10 @@ class RunStatistics:
     collective call.
 
     An alarm is shown when it is known, and written with its step: those of the loss and of a skipped step at once,
-    others with the sample, a step later. The first of some skipped steps in a row is run once more, to find where its
-    values that are not finite come from, or to say that none came again (`first_nonfinite`); that changes nothing, so
-    all losses stay what they are without alarms.
+    others with the sample, a step later. Of some skipped steps in a row the first is looked at. If its gradients were
+    finite, but too large, the optimizer knows of which parameter; else it is run once more, to find where its values
+    that are not finite come from, or to say that none came again (`first_nonfinite`); that changes nothing, so all
+    losses stay what they are without alarms.
     """
 
     def __init__(
@@ -65,11 +67,18 @@ class RunStatistics:
         skipped = self._optimizer.skipped_steps
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
-            found = first_nonfinite(self._model, again)
-            text = "a gradient was infinite or NaN; in the same pass made once more, none is"
-            name, text = (found.name, found.text) if found is not None else ("gradient", text)
-            self._statistics.add_alarm(Alarm("nan", name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
+            kind, name, text = self._why_skipped(again)
+            self._statistics.add_alarm(Alarm(kind, name, 1.0, f"step {self._statistics.done + 1} was skipped: {text}"))
         self._write(self._statistics.step(loss, self._sample if self.is_sampling else None))
+
+    def _why_skipped(self, again: Callable[[], object]) -> tuple[str, str, str]:
+        """The kind, name and text of the alarm of the step that is over. A collective call."""
+        if name := self._optimizer.large_gradient:
+            return "large gradient", name, too_large(name)
+        found = first_nonfinite(self._model, again)
+        if found is None:
+            return "nan", "gradient", "a gradient was infinite or NaN; in the same pass made once more, none is"
+        return "nan", found.name, found.text
 
     def settle(self) -> None:
         """Write what is known before a checkpoint is saved, from which a resume would not write it."""

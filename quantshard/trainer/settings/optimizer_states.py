@@ -46,19 +46,26 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
         ConfigurationError: there is no such preset, or a setting contradicts it.
     """
     options = check_preset(f"preset = {shown_value(preset)}", preset) if preset else StateOptions()
-    given = {
+    given = _given(preset, settings)
+    for name in _contradicting(options, given) if preset else ():
+        raise ConfigurationError(
+            f"preset = {shown_value(preset)} has {name} = {word_of(getattr(options, STATE_SETTINGS[name]))!r}, but "
+            f"{name} = {word_of(given[name])!r} is given; leave one of the two out"
+        )
+    return StateOptions(**options.arguments | {STATE_SETTINGS[name]: value for name, value in given.items()})
+
+
+def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings ask for, as options have it."""
+    return {
         name: MOMENT_DTYPES.get(value, value)
         for name, value in settings.items()
         if value not in (AUTO, None) and not (preset and name == "master_weights" and value)
     }
-    for name, value in given.items() if preset else ():
-        own = getattr(options, STATE_SETTINGS[name])
-        if value != own:
-            raise ConfigurationError(
-                f"preset = {shown_value(preset)} has {name} = {word_of(own)!r}, but {name} = {word_of(value)!r} is "
-                "given; leave one of the two out"
-            )
-    return StateOptions(**options.arguments | {STATE_SETTINGS[name]: value for name, value in given.items()})
+
+
+def _contradicting(options: StateOptions, given: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in given.items() if value != getattr(options, STATE_SETTINGS[name])]
 
 
 def as_settings(options: StateOptions) -> dict[str, Any]:
@@ -66,10 +73,44 @@ def as_settings(options: StateOptions) -> dict[str, Any]:
     return {name: word_of(getattr(options, option)) for name, option in STATE_SETTINGS.items()}
 
 
-def undecided(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's settings without those that the preset of a flag decides; flags go before the file."""
-    decided = STATE_SETTINGS if flags.get("preset") else {}
-    return {name: value for name, value in file.items() if name not in decided}
+def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A file's settings where flags go before them.
+
+    The preset of a flag decides all of `STATE_SETTINGS`. A preset of the file that a flag of one of these contradicts
+    is spelled out instead, so that it still decides the others.
+
+    Args:
+        file: its settings.
+        flags: those that were given.
+        where: the file.
+
+    Raises:
+        ConfigurationError: naming the file: there is no preset of that name, or it contradicts its own.
+    """
+    if flags.get("preset"):
+        return {name: value for name, value in file.items() if name not in STATE_SETTINGS}
+    preset = "" if "preset" in flags else file.get("preset", "")
+    if not preset:
+        return dict(file)
+    try:
+        options = state_options(preset, {name: file[name] for name in STATE_SETTINGS if name in file})
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from None
+    given = {name: flags[name] for name in STATE_SETTINGS if name in flags}
+    if not _contradicting(options, _given(preset, given)):
+        return dict(file)
+    kept = {**file, **as_settings(options)}
+    unused = {"preset", *(["master_dtype"] if given.get("master_weights") is False else [])}
+    return {name: value for name, value in kept.items() if name not in unused}
+
+
+def dropped_preset(file: Mapping[str, Any], below: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> str:
+    """What to tell where `below_flags` has spelled out the preset of a file; "" where it has not."""
+    if "preset" in flags or not file.get("preset") or "preset" in below:
+        return ""
+    said = ", ".join(f"{name} = {flags[name]!r}" for name in STATE_SETTINGS if name in flags)
+    kept = ", ".join(f"{name} = {below[name]!r}" for name in STATE_SETTINGS if name in below and name not in flags)
+    return f"{where}: preset = {shown_value(file['preset'])}, but for {said}; of it stay {kept}"
 
 
 HELP: Final = f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}"

@@ -7,12 +7,29 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from quantshard import recipe
-from quantshard.conversion.selection import matches
 from quantshard.errors import ConfigurationError
+from quantshard.modules.contexts.layer_recipes import matches
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.trainer.settings.schema import shown_value
 
 _ALL = "*"
+
+
+def text_of(table: Mapping[str, object], where: str) -> str:
+    """A table of a file, pattern -> recipe, as `LayerRecipes.parse` reads it.
+
+    Raises:
+        ConfigurationError: it is empty, a recipe is no name, or a pattern has what stands between patterns.
+    """
+    if not table:
+        raise ConfigurationError(f"{where}: recipe is a table without an entry; give one, as '*' = 'mxfp8'")
+    for pattern, name in table.items():
+        if not isinstance(name, str) or not pattern or "=" in pattern or "," in pattern:
+            raise ConfigurationError(
+                f"{where}: recipe has {shown_value(pattern)} = {shown_value(name)}; it must be a pattern without ',' "
+                "and '=', and the name of a recipe"
+            )
+    return ",".join(f"{pattern}={name}" for pattern, name in table.items())
 
 
 @dataclass(frozen=True)

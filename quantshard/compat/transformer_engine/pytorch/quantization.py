@@ -111,7 +111,7 @@ class FP8GlobalStateManager:
     @staticmethod
     def with_fp8_parameters() -> bool:
         """True inside a `quantized_model_init` that quantizes."""
-        return context.init_plan().quantize
+        return context.quantizes_weights()
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:
