@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
 from quantshard.doctor.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
 from quantshard.doctor.timing import bytes_of
-from quantshard.formats import Copy, Format
+from quantshard.formats import ALL, Copy, Format
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from quantshard.numerics import Pair
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as ka
@@ -28,6 +29,8 @@ if kernels.USABLE:
     from quantshard.kernels.fused import rotary as kr
     from quantshard.kernels.fused import rounded_sum
     from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
+    from quantshard.kernels.quantize import amax
+    from quantshard.kernels.quantize.targets import AmaxRequest, BlockAmaxes
 
 EPS = 1e-5
 GATED = "swiglu"
@@ -230,6 +233,47 @@ def activation_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> Kern
     return KernelCase(launch, lambda: together, 5 * bytes_of(x) + _bytes(together))
 
 
+def measured_case(x: Tensor, covers: Pair, hadamard: bool = False) -> KernelCase:
+    """A normalization, and an activation forward and backward, as values beside the amaxes of their blocks, by rows and
+    by columns; `hadamard`: of columns alone, transformed."""
+    rows, dh, up = (random_like(x, seed) for seed in range(3))
+    p, statistics = norm_parameters(rows, True), kn.norm_statistics(rows, EPS, True)[0]
+    one, two = None if hadamard else BlockAmaxes(covers), BlockAmaxes(covers, hadamard)
+    plan = amax.plan_amaxes((x.shape[0], x.shape[1]), one, two)
+    sizes = [0 if spans is None else math.prod(spans) for spans in (plan.spans, plan.other_spans)]
+
+    def launch() -> list[Tensor | None]:
+        highs = [torch.empty_like(x) for _ in range(4)]
+        grids = plan.grids(x, len(highs))
+        of_norm, of_result, *of_gradients = (
+            EpilogueRequest(high=high, measured=AmaxRequest(one, two, grid))
+            for high, grid in zip(highs, grids, strict=True)
+        )
+        kn.normalize_and_quantize(rows, statistics, p, of_norm)
+        ka.activate_and_quantize(rows, GATED, up, of_result)
+        ka.activate_backward_and_quantize(dh, rows, GATED, up, *of_gradients)
+        return [
+            *highs,
+            *(
+                part if part is None else part.view(-1)[:size]
+                for grid in grids
+                for part, size in zip(grid, sizes, strict=True)
+            ),
+        ]
+
+    def oracle() -> list[Expected]:
+        highs = launch()[:4]
+        found: list[Expected] = [*highs]
+        for high in highs:
+            assert high is not None
+            across = numerics.hadamard16(high.t()) if hadamard else high.t()
+            found.append(None if hadamard else numerics.block_amax(high, covers).view(-1))
+            found.append(numerics.block_amax(across, covers).view(-1))
+        return found
+
+    return KernelCase(launch, oracle, 9 * bytes_of(x))
+
+
 def gradient_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
     """The gradient of an output as it is, with its amax and the sum over its rows; `decoded`: as values, of both
     directions."""
@@ -306,6 +350,10 @@ NORMS = {
     "LayerNorm of long rows, forward and backward": {"centered": True, "longer": True},
 }
 NORM_CODES, ACTIVATION_CODES, GRADIENT_CODES = map(_of_formats, ("LayerNorm", "activation", "gradient"))
+MEASURED: dict[str, dict[str, Any]] = {
+    "values and amaxes of rows and columns": {"covers": (1, ALL)},
+    "values and amaxes of columns, transformed": {"covers": (ALL, ALL), "hadamard": True},
+}
 FUNCTIONS = {f"{name}, forward and backward": {"name": name} for name in ACTIVATIONS}
 ROTATIONS = {
     f"rotary embedding{words}, forward and backward": {"interleaved": bool(words)} for words in ("", ", interleaved")
@@ -324,6 +372,10 @@ ROWS = (
     KernelRow(
         {"activate_kernel", "activate_backward_kernel"},
         activation_codes_case, ACTIVATION_CODES, timed_of(ACTIVATION_CODES), (35, 290),
+    ),
+    KernelRow(
+        {"normalize_kernel", "activate_kernel", "activate_backward_kernel"},
+        measured_case, MEASURED, list(MEASURED), (35, 290),
     ),
     KernelRow({"deliver_kernel"}, gradient_codes_case, GRADIENT_CODES, timed_of(GRADIENT_CODES), (35, 290)),
     KernelRow({"rotate_kernel"}, rotary_case, ROTATIONS, list(ROTATIONS), (3, 40)),

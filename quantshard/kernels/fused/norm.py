@@ -43,10 +43,10 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused.activation import RANDOM
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.quantize.random_words import RANDOM
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers: `PER_THREAD` by each of 1024 threads, the most
@@ -159,7 +159,7 @@ def normalize_kernel(
     y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
     deliver(
         tl.where(valued, y, 0.0), place, where, sink, out, other_where, other_out,
-        k0, k1, draw, stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
+        (k0, k1, draw), stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
 
 
