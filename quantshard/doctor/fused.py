@@ -132,20 +132,28 @@ def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
 
 
 def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
-    """LayerNorm with quantization, by rows and by columns: the amax and the oracle's codes of its results; `decoded`:
-    values in place of those by rows."""
+    """LayerNorm with quantization, by rows and by columns: the amax, or those of rows and columns, and the oracle's
+    codes of its results; `decoded`: values in place of those by rows."""
     x, p = random_like(x, 0), norm_parameters(x, True)
     high = torch.empty_like(x)
     kn.normalize_and_quantize(x, kn.norm_statistics(x, EPS, True)[0], p, EpilogueRequest(high=high))
     outputs, expected = _wanted(high, fmt, int(decoded))
+    by_rows = fmt.copies[Copy.ROWWISE].block == (1, ALL)
 
     def launch() -> list[Tensor | None]:
-        amax = torch.zeros((), dtype=torch.float32, device=x.device)
-        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
-        return [amax, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
+        amax, rows, cols = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((), *x.shape))
+        of_rows = (rows, cols) if by_rows else (None, None)
+        asked = None if by_rows else amax
+        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=asked, of_rows=of_rows)
+        return [asked, *of_rows, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
 
-    moved = 2 * bytes_of(x) + _bytes(expected)
-    return KernelCase(launch, lambda: [high.abs().amax().float(), *expected], moved)
+    def oracle() -> list[Expected]:
+        magnitudes = high.abs().float()
+        if by_rows:
+            return [None, magnitudes.amax(1), magnitudes.amax(0), *expected]
+        return [magnitudes.amax(), None, None, *expected]
+
+    return KernelCase(launch, oracle, 2 * bytes_of(x) + _bytes(expected))
 
 
 # ---------------------------------------------------------------------------------------------------------- activations

@@ -22,6 +22,7 @@ from quantshard.gemm import scaled_products
 from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, needs_amax, quantized_cells
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
+from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
@@ -45,11 +46,18 @@ from quantshard.recipe import Cell, CellPair
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import SECOND_SCALE, OperandLayout, QuantizedStorage, operand_layout
 
+BothAmaxes = tuple[Tensor | None, Tensor | None]
+"""Those by which a matrix is quantized, and its transpose."""
+
+_WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
+
 
 class OperandProducer(ABC):
     """A matrix [R, C] of one of the dtypes of kernels; `amax`: of all of it, float32 [1, 1], if it is known."""
 
     amax: Tensor | None
+    of_rows: BothAmaxes = (None, None)
+    """Those of each row, and of each column, if they are known."""
 
     @property
     @abstractmethod
@@ -65,6 +73,12 @@ class OperandProducer(ABC):
     def dtype(self) -> torch.dtype:
         """Dtype of the values."""
         return self.like.dtype
+
+    def known(self, plan: OperandPlan) -> BothAmaxes | None:
+        """The amaxes by which a plan quantizes, and nothing else, if they are known."""
+        if plan.by_amax:
+            return None if self.amax is None else (self.amax, self.amax)
+        return self.of_rows if plan.by_rows and self.of_rows[0] is not None else None
 
     def measured(self, plan: OperandPlan | None = None) -> TensorProducer:
         """The matrix as values in memory, with what a plan measures; one kernel makes all."""
@@ -145,6 +159,7 @@ class NormProducer(OperandProducer):
     statistics: norm_kernels.NormStatistics
     parameters: norm_kernels.NormParameters
     amax: Tensor | None = None
+    of_rows: BothAmaxes = (None, None)
 
     @property
     def like(self) -> Tensor:
@@ -210,6 +225,24 @@ def is_by_amax(cell: Cell | None) -> bool:
 def are_by_amax(cells: CellPair) -> bool:
     """True if `is_by_amax` is true of both."""
     return all(map(is_by_amax, cells))
+
+
+@lru_cache(MOST_PLANS)
+def are_by_rows(cells: CellPair) -> bool:
+    """True if values are quantized by both by the amaxes of rows, and by nothing else that is measured."""
+    scalings = [cell is not None and cell.scaling for cell in cells]
+    plain = all(each and not (each.history or each.random_hadamard) for each in scalings)
+    copies = [cell.format.copies[Copy.ROWWISE] for cell in cells if cell is not None]
+    return plain and all(copy.block == _ROWS.covers and copy.amax is None for copy in copies)
+
+
+def row_amaxes(cells: CellPair, like: Tensor, both: bool) -> BothAmaxes:
+    """Memory for the amaxes of the rows of values like these [..., C] and, if `both`, of columns, zero, if cells
+    quantize by these; else none."""
+    if not are_by_rows(cells):
+        return None, None
+    plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
+    return plan.grids(like, 1)[0]
 
 
 @lru_cache(MOST_PLANS)
@@ -295,9 +328,6 @@ class DirectionPlan(NamedTuple):
         return QuantizedStorage(self.cell, layout.shard, components, layout=layout)
 
 
-_WHOLE = BlockAmaxes((ALL, ALL))
-
-
 class OperandKind(NamedTuple):
     """Dtype of a matrix, and compute capability of the GPU that multiplies it. `stored`: codes and scales are wanted as
     formats store them, since not products alone read them. `turned`: it is multiplied first with a weight whose codes
@@ -332,10 +362,6 @@ class OperandKind(NamedTuple):
         )
 
 
-BothAmaxes = tuple[Tensor | None, Tensor | None]
-"""Those by which a matrix is quantized, and its transpose."""
-
-
 operand_kind = lru_cache(MOST_PLANS)(OperandKind)
 """It is the same in each call."""
 
@@ -350,9 +376,9 @@ class OperandPlan(NamedTuple):
 
     `measured`: the blocks whose amaxes a kernel takes; `others`: if that of all values is known, which serves the
     directions that are `by_whole`. `reads_values`: a GEMM takes the values themselves, or they must be measured before
-    they are quantized. `by_amax`: only by the amax of all of them. `poison`: where it is known that not all values are
-    finite: nowhere, in a scalar of its own, or in scales. `raised`: by which kernel a scalar is raised for that: none,
-    the one that quantizes, or the one that measures. `draws`: random words are needed.
+    they are quantized. `by_amax`, `by_rows`: only by the amax of all of them, or by those of rows. `poison`: where it
+    is known that not all values are finite: nowhere, in a scalar of its own, or in scales. `raised`: by which kernel a
+    scalar is raised for that: none, the one that quantizes, or the one that measures. `draws`: random words are needed.
     """
 
     one: DirectionPlan | None
@@ -362,6 +388,7 @@ class OperandPlan(NamedTuple):
     by_whole: tuple[bool, bool]
     reads_values: bool
     by_amax: bool
+    by_rows: bool
     poison: Literal["", "scalar", "scale"]
     raised: Literal["", "quantizing", "measuring"]
     draws: bool
@@ -409,6 +436,7 @@ def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pa
     ways = [way for way in (one, two) if way is not None]
     measured = not delayed and needs_amax(*[way.cell for way in ways])
     by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
+    by_rows = measured and not plain and all(way.measured == _ROWS for way in ways)
     in_scale = bool(ways) and all(way.spec.poison for way in ways)
     poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
     raised: Literal["", "quantizing", "measuring"] = "quantizing" if poison == "scalar" else ""
@@ -417,7 +445,7 @@ def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pa
         raised = "quantizing" if "apart" in kinds else "measuring" if "given" in kinds else ""
     draws = any(way.cell.scaling.stochastic_rounding for way in ways)
     blocks = own, None if all(by_whole) else other
-    return OperandPlan(one, two, blocks, others, by_whole, plain or measured, by_amax, poison, raised, draws)
+    return OperandPlan(one, two, blocks, others, by_whole, plain or measured, by_amax, by_rows, poison, raised, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

@@ -275,13 +275,13 @@ class OperandRequest:
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        amax = source.amax if self.plan.by_amax else None
-        given = source.measured(self.plan) if self.plan.reads_values and amax is None else None
+        known = source.known(self.plan)
+        given = source.measured(self.plan) if self.plan.reads_values and known is None else None
         if given is None:
-            outputs = self.outputs(None if amax is None else (amax, amax))
+            outputs = self.outputs(known)
         else:
             (outputs,) = outputs_of([self], [given])
-        measured = amax if given is None else given.amax
+        measured = (known and known[0]) if given is None else given.amax
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
         taken = self.taken(outputs, (source if given is None else given).emit(outputs), given)
