@@ -151,6 +151,11 @@ class Format:
         return len(self.copies) == 1 and rows == cols
 
     @cached_property
+    def serves_columns(self) -> bool:
+        """True if products that sum along columns read its codes: of square blocks, or of a columnwise copy."""
+        return self.transposable or Copy.COLUMNWISE in self.copies
+
+    @cached_property
     def is_narrow(self) -> bool:
         """True if it is one copy of codes of 8 bits or fewer: what activations are quantized into by kernels."""
         return len(self.copies) == 1 and self.copies[Copy.ROWWISE].codes.encoding.bits <= 8

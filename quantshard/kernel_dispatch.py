@@ -151,6 +151,16 @@ def dequantize(
     return (values if poison is None else values + poison).to(dtype)
 
 
+def dequantize_together(
+    copy: QuantizedCopy, stored: Sequence[tuple[Mapping[str, Tensor], Pair, Pair]], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """`dequantize` of several, each by its components, shape and origin."""
+    given = [(as_stored(copy, parts, shape), shape, origin) for parts, shape, origin in stored]
+    if has_kernels(given[0][0][copy.codes.name]) and copy.codes.encoding.bits <= 8:
+        return dequantize_kernel.dequantize_matrices(copy, given, dtype)
+    return [numerics.dequantize(copy, *each).to(dtype) for each in given]
+
+
 def as_stored(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
     """Components of a whole matrix that a kernel made for a scaled product (`QuantizeSpec.ready`), as formats store
     them; others as they are."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch, kernels
+from quantshard import kernel_dispatch, kernels, numerics
 from quantshard.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
 from quantshard.doctor.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
 from quantshard.doctor.timing import bytes_of
-from quantshard.formats import Copy, Format
+from quantshard.formats import ALL, Copy, Format
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from quantshard.numerics import Pair
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as ka
@@ -28,6 +29,8 @@ if kernels.USABLE:
     from quantshard.kernels.fused import rotary as kr
     from quantshard.kernels.fused import rounded_sum
     from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
+    from quantshard.kernels.quantize import amax
+    from quantshard.kernels.quantize.targets import AmaxRequest, BlockAmaxes
 
 EPS = 1e-5
 GATED = "swiglu"
@@ -129,20 +132,28 @@ def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
 
 
 def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
-    """LayerNorm with quantization, by rows and by columns: the amax and the oracle's codes of its results; `decoded`:
-    values in place of those by rows."""
+    """LayerNorm with quantization, by rows and by columns: the amax, or those of rows and columns, and the oracle's
+    codes of its results; `decoded`: values in place of those by rows."""
     x, p = random_like(x, 0), norm_parameters(x, True)
     high = torch.empty_like(x)
     kn.normalize_and_quantize(x, kn.norm_statistics(x, EPS, True)[0], p, EpilogueRequest(high=high))
     outputs, expected = _wanted(high, fmt, int(decoded))
+    by_rows = fmt.copies[Copy.ROWWISE].block == (1, ALL)
 
     def launch() -> list[Tensor | None]:
-        amax = torch.zeros((), dtype=torch.float32, device=x.device)
-        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
-        return [amax, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
+        amax, rows, cols = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((), *x.shape))
+        of_rows = (rows, cols) if by_rows else (None, None)
+        asked = None if by_rows else amax
+        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=asked, of_rows=of_rows)
+        return [asked, *of_rows, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
 
-    moved = 2 * bytes_of(x) + _bytes(expected)
-    return KernelCase(launch, lambda: [high.abs().amax().float(), *expected], moved)
+    def oracle() -> list[Expected]:
+        magnitudes = high.abs().float()
+        if by_rows:
+            return [None, magnitudes.amax(1), magnitudes.amax(0), *expected]
+        return [magnitudes.amax(), None, None, *expected]
+
+    return KernelCase(launch, oracle, 2 * bytes_of(x) + _bytes(expected))
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -230,6 +241,47 @@ def activation_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> Kern
     return KernelCase(launch, lambda: together, 5 * bytes_of(x) + _bytes(together))
 
 
+def measured_case(x: Tensor, covers: Pair, hadamard: bool = False) -> KernelCase:
+    """A normalization, and an activation forward and backward, as values beside the amaxes of their blocks, by rows and
+    by columns; `hadamard`: of columns alone, transformed."""
+    rows, dh, up = (random_like(x, seed) for seed in range(3))
+    p, statistics = norm_parameters(rows, True), kn.norm_statistics(rows, EPS, True)[0]
+    one, two = None if hadamard else BlockAmaxes(covers), BlockAmaxes(covers, hadamard)
+    plan = amax.plan_amaxes((x.shape[0], x.shape[1]), one, two)
+    sizes = [0 if spans is None else math.prod(spans) for spans in (plan.spans, plan.other_spans)]
+
+    def launch() -> list[Tensor | None]:
+        highs = [torch.empty_like(x) for _ in range(4)]
+        grids = plan.grids(x, len(highs))
+        of_norm, of_result, *of_gradients = (
+            EpilogueRequest(high=high, measured=AmaxRequest(one, two, grid))
+            for high, grid in zip(highs, grids, strict=True)
+        )
+        kn.normalize_and_quantize(rows, statistics, p, of_norm)
+        ka.activate_and_quantize(rows, GATED, up, of_result)
+        ka.activate_backward_and_quantize(dh, rows, GATED, up, *of_gradients)
+        return [
+            *highs,
+            *(
+                part if part is None else part.view(-1)[:size]
+                for grid in grids
+                for part, size in zip(grid, sizes, strict=True)
+            ),
+        ]
+
+    def oracle() -> list[Expected]:
+        highs = launch()[:4]
+        found: list[Expected] = [*highs]
+        for high in highs:
+            assert high is not None
+            across = numerics.hadamard16(high.t()) if hadamard else high.t()
+            found.append(None if hadamard else numerics.block_amax(high, covers).view(-1))
+            found.append(numerics.block_amax(across, covers).view(-1))
+        return found
+
+    return KernelCase(launch, oracle, 9 * bytes_of(x))
+
+
 def gradient_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
     """The gradient of an output as it is, with its amax and the sum over its rows; `decoded`: as values, of both
     directions."""
@@ -306,6 +358,10 @@ NORMS = {
     "LayerNorm of long rows, forward and backward": {"centered": True, "longer": True},
 }
 NORM_CODES, ACTIVATION_CODES, GRADIENT_CODES = map(_of_formats, ("LayerNorm", "activation", "gradient"))
+MEASURED: dict[str, dict[str, Any]] = {
+    "values and amaxes of rows and columns": {"covers": (1, ALL)},
+    "values and amaxes of columns, transformed": {"covers": (ALL, ALL), "hadamard": True},
+}
 FUNCTIONS = {f"{name}, forward and backward": {"name": name} for name in ACTIVATIONS}
 ROTATIONS = {
     f"rotary embedding{words}, forward and backward": {"interleaved": bool(words)} for words in ("", ", interleaved")
@@ -324,6 +380,10 @@ ROWS = (
     KernelRow(
         {"activate_kernel", "activate_backward_kernel"},
         activation_codes_case, ACTIVATION_CODES, timed_of(ACTIVATION_CODES), (35, 290),
+    ),
+    KernelRow(
+        {"normalize_kernel", "activate_kernel", "activate_backward_kernel"},
+        measured_case, MEASURED, list(MEASURED), (35, 290),
     ),
     KernelRow({"deliver_kernel"}, gradient_codes_case, GRADIENT_CODES, timed_of(GRADIENT_CODES), (35, 290)),
     KernelRow({"rotate_kernel"}, rotary_case, ROTATIONS, list(ROTATIONS), (3, 40)),

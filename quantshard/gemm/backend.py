@@ -23,7 +23,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, Copy
 from quantshard.gemm import scaled_products
 from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
-from quantshard.gemm.operands import Operand
+from quantshard.gemm.operands import Operand, is_large
 from quantshard.gemm.scaled_products import Capability, ScaledProduct
 from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.tensor.storage import OperandLayout, QuantizedStorage
@@ -106,6 +106,21 @@ def read_together(
         readers, storages, [poison if each.takes_poison else None for each, poison in zip(readers, given, strict=True)]
     )
     return found, False
+
+
+def values_together(a: Tensor, rights: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
+    """The right operands of several emulated products a @ b as values, by one kernel; as they are if one cannot make
+    them all, and if they are large: then each is there only while it is multiplied."""
+    stored = [each for each in rights if isinstance(each, QuantizedStorage)]
+    if len(stored) < max(len(rights), 2) or len({each.cell.format for each in stored}) > 1:
+        return rights
+    copies = stored[0].cell.format.copies
+    which = Copy.COLUMNWISE if Copy.COLUMNWISE in copies else Copy.ROWWISE
+    if any(not each.has(which) or is_large(each.components[copies[which].codes.name]) for each in stored):
+        return rights
+    dtype = _read_dtype(a, stored[0], precision)
+    parts = [(each.touched(), each.shard.shape, each.shard.origin) for each in stored]
+    return kernel_dispatch.dequantize_together(copies[which], parts, dtype)
 
 
 def _swizzled_scales(operand: Operand | None) -> Tensor | None:
@@ -207,11 +222,7 @@ def _emulated(
     poison: Tensor | None,
     precision: torch.dtype,
 ) -> Tensor:
-    lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # else float32 would be rounded
-    kind = a.device.type
-    on_gpu = kind == "cuda" or (kind == "meta" and scaled_products.META_CAPABILITY is not None)
-    halves = on_gpu and precision.itemsize == 2 and lasts
-    dtype = torch.bfloat16 if halves else torch.float32
+    dtype = _read_dtype(a, b, precision)
     if poison is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
         a = a + poison.to(a.dtype)
     # where codes are read it is taken in by the way
@@ -226,6 +237,14 @@ def _emulated(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def _read_dtype(a: Operand, b: Operand, precision: torch.dtype) -> torch.dtype:
+    """In which an emulated product reads operands."""
+    lasts = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))  # else float32 would be rounded
+    kind = a.device.type
+    on_gpu = kind == "cuda" or (kind == "meta" and scaled_products.META_CAPABILITY is not None)
+    return torch.bfloat16 if on_gpu and precision.itemsize == 2 and lasts else torch.float32
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -298,7 +317,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     if stored is None:
         return (*taken, "quantized each forward") if cell is not None else ()
     fmt = stored.cell.format
-    if not fmt.transposable and Copy.COLUMNWISE not in fmt.copies:
+    if not fmt.serves_columns:
         taken.append("turned")
     if stored.gathered and not stored.has(Copy.ROWWISE):
         taken.append("fetched")

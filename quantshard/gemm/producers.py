@@ -22,13 +22,16 @@ from quantshard.gemm import scaled_products
 from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, needs_amax, quantized_cells
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
+from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
-from quantshard.kernels.quantize.amax import BlockAmaxes
+from quantshard.kernels.quantize.random_words import KEYS
 from quantshard.kernels.quantize.targets import (
     MOST_PLANS,
+    AmaxRequest,
+    BlockAmaxes,
     Given,
     Poison,
     QuantizedOutput,
@@ -43,11 +46,18 @@ from quantshard.recipe import Cell, CellPair
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import SECOND_SCALE, OperandLayout, QuantizedStorage, operand_layout
 
+BothAmaxes = tuple[Tensor | None, Tensor | None]
+"""Those by which a matrix is quantized, and its transpose."""
+
+_WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
+
 
 class OperandProducer(ABC):
     """A matrix [R, C] of one of the dtypes of kernels; `amax`: of all of it, float32 [1, 1], if it is known."""
 
     amax: Tensor | None
+    of_rows: BothAmaxes = (None, None)
+    """Those of each row, and of each column, if they are known."""
 
     @property
     @abstractmethod
@@ -64,30 +74,50 @@ class OperandProducer(ABC):
         """Dtype of the values."""
         return self.like.dtype
 
-    def measured(self) -> TensorProducer:
-        """The matrix as values in memory, with their amax; one kernel makes both."""
-        producer = TensorProducer.empty(self.like)
+    def known(self, plan: OperandPlan) -> BothAmaxes | None:
+        """The amaxes by which a plan quantizes, and nothing else, if they are known."""
+        if plan.by_amax:
+            return None if self.amax is None else (self.amax, self.amax)
+        return self.of_rows if plan.by_rows and self.of_rows[0] is not None else None
+
+    def measured(self, plan: OperandPlan | None = None) -> TensorProducer:
+        """The matrix as values in memory, with what a plan measures; one kernel makes all."""
+        producer = TensorProducer.empty(self.like, plan)
         self.emit(producer.wanted)
         return producer
 
 
 @dataclass
 class TensorProducer(OperandProducer):
-    """Values [R, C] that are there."""
+    """Values [R, C] that are there; of blocks of them the amaxes that a plan measures, and the scalar that is NaN if
+    they are not finite, if what made them took these."""
 
     values: Tensor
     amax: Tensor | None = None
+    blocks: AmaxRequest | None = None
+    poison: Tensor | None = None
 
     @staticmethod
-    def empty(like: Tensor) -> TensorProducer:
-        """Memory for values of a shape and dtype [R, C], and for their amax, which a kernel is to write as `wanted`."""
-        values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return TensorProducer(values, workspace.zero(like.device))
+    def empty(like: Tensor, plan: OperandPlan | None = None) -> TensorProducer:
+        """Memory for values of a shape and dtype [R, C], and for what a plan measures, which a kernel is to write as
+        `wanted`."""
+        made = TensorProducer(torch.empty(like.shape, dtype=like.dtype, device=like.device))
+        if plan is None:
+            return made
+        one, two = plan.others
+        if one is not None or two is not None:
+            ((of_rows, of_cols),) = amax_kernels.plan_amaxes(like.shape, one, two).grids(like, 1)
+            made.blocks = AmaxRequest(one, two, (of_rows, of_cols))
+        if made.blocks is None or any(plan.by_whole):
+            made.amax = workspace.zero(like.device)
+        if plan.raised == "measuring":
+            made.poison = workspace.zero(like.device)
+        return made
 
     @property
     def wanted(self) -> EpilogueRequest:
-        """Both."""
-        return EpilogueRequest(high=self.values, amax=self.amax)
+        """All of it."""
+        return EpilogueRequest(high=self.values, amax=self.amax, poison=self.poison, measured=self.blocks)
 
     @property
     def like(self) -> Tensor:
@@ -100,8 +130,12 @@ class TensorProducer(OperandProducer):
 
     @staticmethod
     def emit_all(producers: Sequence[TensorProducer], outputs: Sequence[EpilogueRequest]) -> Sequence[Targets]:
-        """What is asked alike of several that are alike (`quantize_gradients`), by one kernel."""
-        values, (request, other, high, amax, poison, sums) = [each.values for each in producers], outputs[0]
+        """What is asked alike of several that are alike (`quantize_gradients`), by one kernel; for each `KEYS` of them
+        by one, if random words are needed."""
+        values, (request, other, high, amax, poison, sums, _) = [each.values for each in producers], outputs[0]
+        if len(values) > KEYS and any(each is not None and each.words is not None for each in (request, other)):
+            few = producers[:KEYS], outputs[:KEYS]
+            return [*TensorProducer.emit_all(*few), *TensorProducer.emit_all(producers[KEYS:], outputs[KEYS:])]
         if poison is None and sums is None and high is None:
             if request is not None:
                 return quantize_kernels.quantize_matrices(values, outputs)
@@ -112,7 +146,7 @@ class TensorProducer(OperandProducer):
                 return [(None, one) for one, _ in found]
         return activation_kernels.quantize_gradients(values, outputs)
 
-    def measured(self) -> TensorProducer:
+    def measured(self, plan: OperandPlan | None = None) -> TensorProducer:
         """This producer, whose values are in memory already."""
         return self
 
@@ -125,6 +159,7 @@ class NormProducer(OperandProducer):
     statistics: norm_kernels.NormStatistics
     parameters: norm_kernels.NormParameters
     amax: Tensor | None = None
+    of_rows: BothAmaxes = (None, None)
 
     @property
     def like(self) -> Tensor:
@@ -193,6 +228,24 @@ def are_by_amax(cells: CellPair) -> bool:
 
 
 @lru_cache(MOST_PLANS)
+def are_by_rows(cells: CellPair) -> bool:
+    """True if values are quantized by both by the amaxes of rows, and by nothing else that is measured."""
+    scalings = [cell is not None and cell.scaling for cell in cells]
+    plain = all(each and not (each.history or each.random_hadamard) for each in scalings)
+    copies = [cell.format.copies[Copy.ROWWISE] for cell in cells if cell is not None]
+    return plain and all(copy.block == _ROWS.covers and copy.amax is None for copy in copies)
+
+
+def row_amaxes(cells: CellPair, like: Tensor, both: bool) -> BothAmaxes:
+    """Memory for the amaxes of the rows of values like these [..., C] and, if `both`, of columns, zero, if cells
+    quantize by these; else none."""
+    if not are_by_rows(cells):
+        return None, None
+    plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
+    return plan.grids(like, 1)[0]
+
+
+@lru_cache(MOST_PLANS)
 def covers(dtype: torch.dtype, cells: CellPair) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
     return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
@@ -215,11 +268,10 @@ class DirectionPlan(NamedTuple):
 
     @staticmethod
     def of(
-        cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool, like: OperandKind, passes: bool
+        cell: Cell | None, shape: Pair, delayed: bool, shared: bool, poisons: bool, like: OperandKind, decodes: bool
     ) -> DirectionPlan | None:
-        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite. `passes`: nobody
-        keeps it, so values are wanted in place of codes if they are what products read, where one tile sees all of a
-        block."""
+        """`shared`: codes of the transpose are made too. `poisons`: not all values may be finite. `decodes`: values are
+        wanted in place of codes: nobody keeps it, and they are what products read."""
         if cell is None:
             return None
         copy, scaling = cell.format.copies[Copy.ROWWISE], cell.scaling
@@ -233,9 +285,10 @@ class DirectionPlan(NamedTuple):
             poison = "amax"  # of all values: the second scale
         elif poisons and given and not delayed and copy.block != (ALL, ALL):
             poison = "given"  # by the kernel that measures
-        decodes = passes and not (shared or given) and like.is_emulated(cell)
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        spec = QuantizeSpec(copy, plain, (0, 0), shared, read_by_columns(copy), given, poison, decodes, ready)
+        spec = QuantizeSpec(
+            copy, plain, (0, 0), shared, read_by_columns(copy), given, poison, decodes and not shared, ready
+        )
         rows, cols = shape[0], shape[1] + padding(shape[1], spec)
         blocks = copy.block if given else None if copy.amax is None else copy.amax.covers
         measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
@@ -275,23 +328,22 @@ class DirectionPlan(NamedTuple):
         return QuantizedStorage(self.cell, layout.shard, components, layout=layout)
 
 
-_WHOLE = BlockAmaxes((ALL, ALL))
-
-
 class OperandKind(NamedTuple):
     """Dtype of a matrix, and compute capability of the GPU that multiplies it. `stored`: codes and scales are wanted as
-    formats store them, since not products alone read them."""
+    formats store them, since not products alone read them. `turned`: it is multiplied first with a weight whose codes
+    are in no such product, whatever the hardware."""
 
     dtype: torch.dtype
     capability: scaled_products.Capability | None
     stored: bool = False
+    turned: bool = False
 
-    def is_emulated(self, cell: Cell | None) -> bool:
+    def is_emulated(self, cell: Cell | None, first: bool = False) -> bool:
         """True if products read the matrix, quantized by `cell`, as values of its dtype: on this hardware its codes are
-        in none."""
+        in none, or in none with the weight that it is multiplied with `first`."""
         if cell is None or self.capability is None or self.dtype is not torch.bfloat16:  # read in another dtype
             return False
-        return not self._has_product(cell)
+        return (first and self.turned) or not self._has_product(cell)
 
     def is_ready(self, cell: Cell, shape: Pair) -> bool:
         """True if codes and scales of a matrix [R, C] can be made as products read them: there is one, and it asks for
@@ -310,28 +362,33 @@ class OperandKind(NamedTuple):
         )
 
 
-BothAmaxes = tuple[Tensor | None, Tensor | None]
-"""Those by which a matrix is quantized, and its transpose."""
-
-
 operand_kind = lru_cache(MOST_PLANS)(OperandKind)
 """It is the same in each call."""
+
+
+MeasuredBlocks = tuple[BlockAmaxes | None, BlockAmaxes | None]
+"""Those of a matrix, and of its transpose, whose amaxes are taken."""
 
 
 class OperandPlan(NamedTuple):
     """What is done with matrices [R, C] of one shape that two GEMMs read: `one` as they stand, `two` transposed; the
     first's codes are transposed too if the second GEMM reads these.
 
-    `reads_values`: a GEMM takes the values themselves, or they must be measured before they are quantized. `by_amax`:
-    only by the amax of all of them. `poison`: where it is known that not all values are finite: nowhere, in a scalar of
-    its own, or in scales. `raised`: by which kernel a scalar is raised for that: none, the one that quantizes, or the
-    one that measures. `draws`: random words are needed.
+    `measured`: the blocks whose amaxes a kernel takes; `others`: if that of all values is known, which serves the
+    directions that are `by_whole`. `reads_values`: a GEMM takes the values themselves, or they must be measured before
+    they are quantized. `by_amax`, `by_rows`: only by the amax of all of them, or by those of rows. `poison`: where it
+    is known that not all values are finite: nowhere, in a scalar of its own, or in scales. `raised`: by which kernel a
+    scalar is raised for that: none, the one that quantizes, or the one that measures. `draws`: random words are needed.
     """
 
     one: DirectionPlan | None
     two: DirectionPlan | None
+    measured: MeasuredBlocks
+    others: MeasuredBlocks
+    by_whole: tuple[bool, bool]
     reads_values: bool
     by_amax: bool
+    by_rows: bool
     poison: Literal["", "scalar", "scale"]
     raised: Literal["", "quantizing", "measuring"]
     draws: bool
@@ -341,17 +398,11 @@ class OperandPlan(NamedTuple):
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need of several matrices that are alike; `past`: one that is known, to scale
         by. The `poisons` of those that are not finite become NaN on the way, where scales take them."""
-        one, two = self.one, self.two
-        own = None if one is None or (past is not None and one.spec.given) else one.measured
-        other = None if two is None or (past is not None and two.spec.given) else two.measured
-        by_whole, other_by_whole = own == _WHOLE, other == _WHOLE
-        if given[0].amax is not None or (by_whole and other_by_whole):
-            other = None if other_by_whole else other
-        if given[0].amax is not None and by_whole:
-            own = None
-        found: Sequence[BothAmaxes] = [(None, None)] * len(given)
-        if own is not None or other is not None:
+        own, other = self.measured if given[0].amax is None else self.others
+        found: Sequence[BothAmaxes] = [(None, None) if each.blocks is None else each.blocks.grids for each in given]
+        if given[0].blocks is None and (own is not None or other is not None):
             found = amax_kernels.block_amaxes([each.values for each in given], own, other, poisons)
+        by_whole, other_by_whole = self.by_whole
         results = list[BothAmaxes]()
         for each, (amax, other_amax) in zip(given, found, strict=True):
             if each.amax is None and (by_whole or other_by_whole):
@@ -375,12 +426,17 @@ def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pa
     first, second = cells
     quantized, transposed, shared = quantized_cells(first, second, wanted)
     poisons, passing = wanted.poison, wanted.passing
-    one = DirectionPlan.of(quantized, shape, delayed, shared, poisons, like, passing >= 1)
-    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, poisons, like, passing >= 2)
+    decodes = passing >= 1 and like.is_emulated(quantized, True), passing >= 2 and like.is_emulated(transposed)
+    one = DirectionPlan.of(quantized, shape, delayed, shared, poisons, like, decodes[0])
+    two = DirectionPlan.of(transposed, shape[::-1], delayed, False, poisons, like, decodes[1])
+    own, other = (None if way is None or (delayed and way.spec.given) else way.measured for way in (one, two))
+    by_whole = own == _WHOLE, other == _WHOLE
+    others = None if by_whole[0] else own, None if by_whole[1] else other
     plain = (wanted.first and first is None) or (wanted.second and second is None)
     ways = [way for way in (one, two) if way is not None]
     measured = not delayed and needs_amax(*[way.cell for way in ways])
     by_amax = measured and not plain and all(is_by_amax(way.cell) for way in ways)
+    by_rows = measured and not plain and all(way.measured == _ROWS for way in ways)
     in_scale = bool(ways) and all(way.spec.poison for way in ways)
     poison: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.poison else ""
     raised: Literal["", "quantizing", "measuring"] = "quantizing" if poison == "scalar" else ""
@@ -388,7 +444,8 @@ def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pa
         kinds = {way.spec.poison for way in ways}
         raised = "quantizing" if "apart" in kinds else "measuring" if "given" in kinds else ""
     draws = any(way.cell.scaling.stochastic_rounding for way in ways)
-    return OperandPlan(one, two, plain or measured, by_amax, poison, raised, draws)
+    blocks = own, None if all(by_whole) else other
+    return OperandPlan(one, two, blocks, others, by_whole, plain or measured, by_amax, by_rows, poison, raised, draws)
 
 
 def read_by_columns(copy: QuantizedCopy) -> bool:

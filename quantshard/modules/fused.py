@@ -212,23 +212,24 @@ class NormBackward(NamedTuple):
     mean: Tensor | None
 
     @staticmethod
-    def of(front: NormInput, amax: Tensor | None) -> NormBackward:
-        """With z of the shape of x: x itself if there is no residual. `amax`: raised to that of the normalized rows."""
+    def of(front: NormInput, amax: Tensor | None, of_rows: producers.BothAmaxes) -> NormBackward:
+        """With z of the shape of x: x itself if there is no residual. Normalized rows raise `amax` and `of_rows`."""
         if front.normalization is None or front.weight is None:
             return _NO_NORM
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
         other = None if residual is None else private_torch.plain(residual)
-        parameters = None if amax is None else parameters_of(front.weight, front.bias, rule)
+        plain = amax is None and of_rows[0] is None
+        parameters = None if plain else parameters_of(front.weight, front.bias, rule)
         statistics, total = norm_kernels.norm_statistics(
-            x, rule.eps, rule.centered, residual=other, parameters=parameters, amax=amax
+            x, rule.eps, rule.centered, residual=other, parameters=parameters, amax=amax, of_rows=of_rows
         )
         return NormBackward(total, front.weight, front.bias, *statistics)
 
-    def normalized(self, rule: NormConfig, amax: Tensor | None = None) -> NormProducer:
-        """The normalized rows as a source, if there is a normalization; `amax`: theirs, if it is known."""
+    def normalized(self, rule: NormConfig) -> NormProducer:
+        """The normalized rows as a source, if there is a normalization."""
         parameters = parameters_of(self.weight, self.bias, rule)
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
-        return NormProducer(epilogue.matrix(self.z), statistics, parameters, amax)
+        return NormProducer(epilogue.matrix(self.z), statistics, parameters)
 
     def again(self, layer: LinearBackward, rule: NormConfig | None, needed: LinearGradMask) -> WgradOperand | None:
         """What wgrad of a layer reads of them, if backward is to make it."""
@@ -277,24 +278,27 @@ def _no_second_derivative() -> None:
         raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
 
 
-def _entered(front: NormInput, recipe: Recipe) -> tuple[NormBackward, OperandProducer]:
+def _entered(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, OperandProducer]:
     """A normalization, and the source that it is for the layer behind it; without one, x is.
 
-    The amax by which its results are quantized, if it is theirs, is taken with the statistics.
+    Amaxes of all its results, or of rows and, if it `keeps` wgrad's operand, columns, are taken with the statistics.
     """
     if front.normalization is None:
         return _NO_NORM, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
-    by_amax = producers.are_by_amax(recipe.activations[TensorRole.INPUT])
-    amax = workspace.zero(front.x.device) if by_amax else None
-    entered = NormBackward.of(front, amax)
-    return entered, entered.normalized(front.normalization.rule, amax)
+    by = recipe.activations[TensorRole.INPUT]
+    amax = workspace.zero(front.x.device) if producers.are_by_amax(by) else None
+    of_rows = producers.row_amaxes(by, front.x, keeps)
+    entered = NormBackward.of(front, amax, of_rows)
+    source = entered.normalized(front.normalization.rule)
+    source.amax, source.of_rows = amax, of_rows
+    return entered, source
 
 
 def _run_norm_linear(
     front: NormInput, layer: PreparedLinear, keeps: bool
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """The outputs, and what backward needs."""
-    entered, source = _entered(front, layer.call.recipe)
+    entered, source = _entered(front, layer.call.recipe, keeps)
     outputs, kept = functional.forward_gemms(source, front.x.shape, *layer, keeps)
     return outputs, entered, kept
 
@@ -339,7 +343,7 @@ def _run_mlp(
     front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """The output, and what backward needs."""
-    entered, source = _entered(front, fc1.call.recipe)
+    entered, source = _entered(front, fc1.call.recipe, keeps[0])
     inner, kept1 = functional.forward_gemms(source, None, *fc1, keeps[0])
     between = ActivationInputs(*inner)
     (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])

@@ -88,7 +88,7 @@ def through_activation(
         return _one_at_a_time(asked, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
     is_large = operands.is_large(gate)
     if any(each.plan.reads_values or (is_large and each.plan.decodes) for each in asked):
-        given = [TensorProducer.empty(gate) for _ in asked]
+        given = [TensorProducer.empty(gate, each.plan) for each in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
         return _quantized(asked, given) if is_large else iter(operands_together(asked, given))
     outputs = [each.outputs() for each in asked]
@@ -125,7 +125,7 @@ def _one_at_a_time(
 def _emptying(asked: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
     """What is asked of the one source of a list. If its values must be there first, the source goes before they are
     quantized."""
-    return asked.of(sources.pop().measured() if asked.plan.reads_values else sources.pop())
+    return asked.of(sources.pop().measured(asked.plan) if asked.plan.reads_values else sources.pop())
 
 
 def _activation_backward(

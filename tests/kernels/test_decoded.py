@@ -44,7 +44,7 @@ def values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "rowwise"])
 @pytest.mark.parametrize("role", [TensorRole.INPUT, TensorRole.GRAD_OUTPUT])
 def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> None:
     """Of an input what wgrad reads is kept, as codes; tokens and features fill no tile."""
@@ -141,4 +141,7 @@ def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyP
     assert blackwell == {"mxfp8": False, "nvfp4": False, "current": False, "block": True}
     assert not any(asked(None, BF16) or asked((9, 0), torch.float32) for asked in cells.values())
     assert not producers.OperandKind(BF16, (9, 0)).is_emulated(None)
+    cell, _ = recipe.resolve("rowwise").activations[TensorRole.GRAD_OUTPUT]
+    kind = producers.OperandKind(BF16, (9, 0), turned=True)
+    assert kind.is_emulated(cell, True) and not kind.is_emulated(cell)
     assert scaled_products.capability_of(torch.device("cpu")) is None

@@ -76,11 +76,14 @@ def test_longer_rows_are_read_in_pieces(centered, monkeypatch):
     x, dy, p = values(4, 150, mean=1.0), values(4, 150, seed=1), parameters(150, centered)
     residual, more = values(4, 150, seed=5), values(4, 150, seed=6)
     amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
-    found, total = kn.norm_statistics(x, EPS, centered, residual=residual, parameters=p, amax=amax)
+    of_rows, of_cols = (torch.zeros(size, device=DEVICE) for size in x.shape)
+    given = {"residual": residual, "parameters": p, "amax": amax, "of_rows": (of_rows, of_cols)}
+    found, total = kn.norm_statistics(x, EPS, centered, **given)
     assert torch.equal(total, x + residual)
     exact = NormReference(total, p, centered)
     kn.normalize_and_quantize(total, found, p, EpilogueRequest(high=high))
     assert amax == high.abs().amax()
+    assert torch.equal(of_rows, high.abs().amax(1).float()) and torch.equal(of_cols, high.abs().amax(0).float())
     got = kn.norm_backward(dy, total, found, p, residual_gradient=more)
     dx, *of_parameters = exact.gradients(dy)
     check([high, *got], [exact.result(), added(dx, more), *of_parameters])
@@ -119,9 +122,11 @@ def test_rows_that_are_not_finite_stay_apart():
     x, p = values(4, 33), parameters(33, True)
     x[1, 7], x[2, 3], x[3] = torch.nan, torch.inf, 0.0
     amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
-    found, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax)
+    of_rows = torch.zeros(4, device=DEVICE)
+    found, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax, of_rows=(of_rows, None))
     kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
     assert high.isfinite().all(1).tolist() == [True, False, False, True] and amax.isnan()
+    assert of_rows.isfinite().tolist() == [True, False, False, True]
     assert torch.equal(high[3], p.beta)
 
 

@@ -24,7 +24,7 @@ from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import swizzle
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import LinearState, gemm_operands
+from quantshard.modules.gemms.linear_operands import LinearState, OperandRequest, gemm_operands, gradient_operands
 from quantshard.numerics import swizzling
 from quantshard.recipe import Cell, TensorRole, resolve
 from quantshard.tensor import observation
@@ -152,12 +152,74 @@ def test_several_weights_are_read_at_once(
     for on_kernels, without in zip(*found, strict=True):
         assert (on_kernels - without).norm() <= 2.0**-4 * without.norm()
     counted = Counter(kernel for kernel, _ in launches)
+    assert counted["dequantize_kernel"] == (2 if name == "rowwise" else 0)  # weights that dgrad reads
     if name != "rowwise":
         assert counted["swizzle_kernel"] == 4  # of two layers, forward and backward
-    assert counted["amax_kernel"] == {"rowwise": 4, "mxfp8": 0, "nvfp4": 4}[name]
+    assert counted["amax_kernel"] == (
+        name != "mxfp8"
+    )  # of the gradient, which is there; kernels measure what they make
     dy[7, 9] = torch.inf
     _, dx, _, *of_weights = stepped(mlp, x, dy, name)
     assert dx.isnan().all() and all(grad.isnan().all() for grad in of_weights)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
+def test_gradients_of_several_weights_are_those_of_each(
+    name: str, bias: bool, products: dict[str, tuple[int, int]], launches: list[tuple[str, int]]
+) -> None:
+    """Four at once, each by the random words of its weight, where one launch has those of three; `bias`: with sums."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    of_weights, call = [weight_state(None, DEVICE) for _ in range(4)], LinearContext(resolve(name), None, False)
+    grads = [values(64, 96, seed=part) for part in range(4)]
+    asked = [OperandUsage(True, True, bias, True)] * 4
+    found, counted = [], []
+    for together in (True, False):
+        state = LinearState([copy.deepcopy(each) for each in of_weights], None, None, True)
+        launches.clear()
+        if together:
+            made = [*gradient_operands(grads, call, state, asked)]
+        else:
+            made = [
+                gemm_operands(grad, TensorRole.GRAD_OUTPUT, call, state, asked[part], part)
+                for part, grad in enumerate(grads)
+            ]
+        found.append([parts for each in made for parts in (each.first, each.second.operand, each.sums)])
+        counted.append(len(launches))
+    assert counted == [{"rowwise": 2, "nvfp4": 3}[name], 8]
+    for one, other in zip(*found, strict=True):
+        if isinstance(one, QuantizedStorage) and isinstance(other, QuantizedStorage):
+            one, other = one.dequantize(), other.dequantize()
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
+def test_what_a_kernel_makes_is_measured_as_what_is_there(
+    name: str, bad: bool, products: dict[str, tuple[int, int]], launches: list[tuple[str, int]]
+) -> None:
+    """A gradient through an activation, one number of which may be infinite; with no launch that measures alone."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    of_weight, call = weight_state(None, DEVICE), LinearContext(resolve(name), None, False)
+    dh, gate, up = (values(160, 96, seed=part) for part in range(3))
+    if bad:
+        dh[7, 9] = torch.inf
+    source = producers.GatedGradientProducer(dh, gate, "swiglu", up)
+    found = []
+    for given in (source, source.measured()):
+        state = LinearState([copy.deepcopy(of_weight)], None, None, True)
+        asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True, poison=True), 0, gate)
+        launches.clear()
+        found.append(asked.of(given))
+        assert [kernel for kernel, _ in launches] == [
+            "activate_backward_kernel" if given is source else "amax_kernel", "quantize_kernel",
+        ]  # fmt: skip
+    for one, other in zip(*[(each.first, each.second.operand) for each in found], strict=True):
+        assert isinstance(one, QuantizedStorage) and isinstance(other, QuantizedStorage)
+        torch.testing.assert_close(one.dequantize(), other.dequantize(), rtol=0, atol=0, equal_nan=True)
+        assert SECOND_SCALE in one.components or bool(one.dequantize().isnan().all()) == bad
 
 
 @pytest.mark.parametrize("name", ["current", "block", "rowwise", "mxfp8", "nvfp4"])

@@ -39,6 +39,7 @@ from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
 """The function of the gate, of activations with two inputs."""
@@ -50,7 +51,6 @@ TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
 SATURATED = tl.constexpr(1e4)  # x**2 where gelu is x or 0, and above which only overflow could follow
 
-RANDOM = ["k0", "k1", "draw", "stream", "other_stream"]
 RANDOM_TWICE = [f"{of}_{name}" for of in ("gate", "up") for name in RANDOM]
 
 
@@ -120,7 +120,7 @@ def activate_kernel(
     if up_ptr is not None:
         h = h * load_tile(up_ptr, up_stride, i, j, valued)
     deliver(
-        h, place, where, sink, out, other_where, other_out, k0, k1, draw, stream, width, other_stream, other_width,
+        h, place, where, sink, out, other_where, other_out, (k0, k1, draw), stream, width, other_stream, other_width,
         gate_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def activate_backward_kernel(
     if up_ptr is not None:
         deliver(
             dh * h, place, where, up_sink, up_out, up_other_where, up_other_out,
-            up_k0, up_k1, up_draw, up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
+            (up_k0, up_k1, up_draw), up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
         )  # fmt: skip
         if UP_T is not None or TILE.rows * TILE.cols > 8192:
             # registers do not hold so much: read the tile again, from the nearest cache
@@ -153,15 +153,15 @@ def activate_backward_kernel(
         dh = dh * load_tile(up_ptr, up_stride, i, j, valued)
     deliver(
         dh * slope, place, where, gate_sink, gate_out, gate_other_where, gate_other_out,
-        gate_k0, gate_k1, gate_draw, gate_stream, gate_width, gate_other_stream, gate_other_width,
+        (gate_k0, gate_k1, gate_draw), gate_stream, gate_width, gate_other_stream, gate_other_width,
         dtype, GATE_H, GATE_T,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=RANDOM)
+@triton.jit(do_not_specialize=RANDOM_OF_PARTS)
 def deliver_kernel(
     x_ptrs, x_stride, where, sinks, outs, other_where, other_outs,
-    k0, k1, draw, stream, width, other_stream, other_width,
+    k0, k1, draw, k2, k3, draw1, k4, k5, draw2, stream, width, other_stream, other_width,
     PARTS: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     place = tile_of(where, TILE)
@@ -169,9 +169,10 @@ def deliver_kernel(
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             x = load_tile(x_ptrs[part], x_stride, i, j, valued)
+            key = key_of(part, (k0, k1, draw), (k2, k3, draw1), (k4, k5, draw2))
             deliver(
                 x, place, where, sinks[part], outs[part], other_where, other_outs[part],
-                k0, k1, draw, stream, width, other_stream, other_width, x_ptrs[part].dtype.element_ty, H, T,
+                key, stream, width, other_stream, other_width, x_ptrs[part].dtype.element_ty, H, T,
             )  # fmt: skip
 
 
@@ -244,17 +245,18 @@ def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[EpilogueReques
     """Gradients of linear layers' outputs [R, C] as they are: their codes, amaxes, poisons, and as `sums` those of
     biases, by one kernel.
 
-    They have one shape, row stride, dtype and device, and are quantized by the same specs, without random words unless
-    it is one. Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrices` does it.
+    They have one shape, row stride, dtype and device, and are quantized by the same specs, with random words at most
+    `KEYS` of them. Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrices` does it.
     """
     plans = [epilogue.plan_epilogue(asked, grad) for asked, grad in zip(outputs, grads, strict=True)]
     grads = [epilogue.by_rows(grad) for grad in grads]
     if grads[0].numel() > 0:
-        where, _, _, other_where, _, *words = plans[0].arguments
+        where, _, _, other_where, *_ = plans[0].arguments
         _, sinks, ones, _, twos, *_ = zip(*[plan.arguments for plan in plans], strict=True)
+        keys, streams, _ = random_arguments_of(outputs)
         launch_kernel(
             deliver_kernel, (*plans[0].programs, len(grads)), grads[0].device,
-            tuple(grads), grads[0].stride(0), where, sinks, ones, other_where, twos, *words,
+            tuple(grads), grads[0].stride(0), where, sinks, ones, other_where, twos, *keys, *streams,
             PARTS=len(grads), **plans[0].constants, enable_fp_fusion=False,
         )  # fmt: skip
     return [plan.finish() for plan in plans]

@@ -5,10 +5,11 @@
     amax   = max(amax, |result|)                               NaN wins
     poison = NaN if any result is infinite or NaN, else as it was
     sums   = sum of result over rows
+    amaxes of blocks of result, and of its transpose           (`quantize.amax.measure`)
 
-Each is optional. Codes saturate, so a gradient that overflowed would come out finite: `poison` is what is added to the
-results of its GEMMs. Sums are taken in float32, over the rows of a tile and then over tiles, in an order that depends
-on nothing but shape, format and device.
+Each is optional, and codes and amaxes of blocks exclude each other. Codes saturate, so a gradient that overflowed would
+come out finite: `poison` is what is added to the results of its GEMMs. Sums are taken in float32, over the rows of a
+tile and then over tiles, in an order that depends on nothing but shape, format and device.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.quantize.amax import measure, plan_amaxes
 from quantshard.kernels.quantize.matrix import NAN, emit
+from quantshard.kernels.quantize.random_words import NO_KEY, NO_STREAMS, random_arguments
 from quantshard.kernels.quantize.targets import (
     BOTH_WAYS,
     MOST_PLANS,
@@ -38,7 +41,6 @@ from quantshard.kernels.quantize.targets import (
     TileShape,
     layout,
     padding,
-    random_arguments,
     registers,
     smallest_tile,
     touched,
@@ -55,6 +57,8 @@ class EpilogueArguments(NamedTuple):
     poison: Any
     sums: Any
     sums_stride: int
+    spans: Any = None
+    """How many blocks there are along rows and columns, of the results and of their transpose, if they are measured."""
 
 
 @triton.jit
@@ -66,10 +70,10 @@ def load_tile(ptr, stride, i, j, valued):
 @triton.jit
 def deliver(
     values, place, where, sink, out, other_where, other_out,
-    k0, k1, draw, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    key, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of
-    `quantize.matrix.tile_of`.
+    `quantize.matrix.tile_of`; `out`, `other_out`: where amaxes go, if blocks are measured.
 
     Values must be zero where there are none.
     """
@@ -85,9 +89,12 @@ def deliver(
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
-    words = (k0, k1, draw, stream, width)
-    other_words = (k0, k1, draw, other_stream, other_width)
-    emit(x, row, col, where, out, words, other_where, other_out, other_words, dtype, H, T)
+    if sink.spans is not None:
+        measure(x, row, col, where, out, sink.spans[0], other_where, other_out, sink.spans[1], dtype, H, T)
+    else:
+        words = (key, stream, width)
+        other_words = (key, other_stream, other_width)
+        emit(x, row, col, where, out, words, other_where, other_out, other_words, dtype, H, T)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -121,8 +128,10 @@ def plan_epilogue(
     outputs: EpilogueRequest, like: Tensor, beside: EpilogueRequest | None = None, backward: bool = False
 ) -> EpilogueLaunch:
     """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
-    one, two, high, amax, poison, sums = outputs
-    words, *roundings = random_arguments(one, two)
+    one, two, high, amax, poison, sums, measured = outputs
+    if measured is not None or (beside is not None and beside.measured is not None):
+        return _plan_measurement(outputs, beside, like, backward)
+    key, streams, *roundings = random_arguments(one, two)
     plan = _plan(
         outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
         *roundings,
@@ -134,8 +143,28 @@ def plan_epilogue(
         partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = plan.outputs(one, two, like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, partial, cols)
-    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *words
+    arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
+
+
+def _plan_measurement(
+    outputs: EpilogueRequest, beside: EpilogueRequest | None, like: Tensor, backward: bool
+) -> EpilogueLaunch:
+    """The same where amaxes of blocks are asked for, of these results or of others beside them, or of both alike."""
+    _, _, high, amax, poison, sums, measured = outputs
+    of_tile = measured or (beside and beside.measured)
+    assert of_tile, "nothing is measured"
+    assert outputs.specs == (None, None) and sums is None, "what is quantized, or summed, is measured by another launch"
+    assert high is None or high.shape == like.shape, "high must have the shape of the results"
+    plan = plan_amaxes(like.shape, of_tile.one, of_tile.two)
+    # kernels do not compare a tuple that holds None
+    kinds, spans, (one, two) = plan.kinds, (plan.spans or (0, 0), plan.other_spans or (0, 0)), of_tile.grids
+    if measured is None:
+        kinds, one, two = dict.fromkeys(kinds), None, None
+    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, None, 0, spans)
+    constants = {"TILE": plan.tile, **kinds, **_launch_options(plan.tile, backward)}
+    arguments = plan.where, sink, one, plan.other, two, *NO_KEY, *NO_STREAMS
+    return EpilogueLaunch((None, None), plan.programs, arguments, constants, None, None)
 
 
 @lru_cache(MOST_PLANS)

@@ -43,10 +43,10 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused.activation import RANDOM
 from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
+from quantshard.kernels.quantize.random_words import RANDOM
 
 LONGEST: Final = 16384
 """Elements of a row, or of a piece of it, that are held in registers: `PER_THREAD` by each of 1024 threads, the most
@@ -100,7 +100,7 @@ def normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED: tl.constex
 @triton.jit
 def statistics_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, sum_ptr, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, amax_ptr,
-    rows, size, eps,
+    amax_of_row_ptr, amax_of_col_ptr, rows, size, eps,
     CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -129,20 +129,28 @@ def statistics_kernel(
         square = tl.div_rn(total, tl.zeros_like(total) + size)
     rstd = tl.div_rn(tl.zeros_like(square) + 1.0, tl.sqrt_rn(square + eps))
     tl.store(rstd_ptr + i, rstd, mask=i < rows)
-    if amax_ptr is not None:
+    if amax_ptr is not None or amax_of_row_ptr is not None:
         amax = 0
+        amax_of_row = tl.zeros((ROWS,), tl.int32)
         for piece in tl.static_range(PIECES):
             j = piece * PIECE + tl.arange(0, PIECE)
             valued = (i < rows)[:, None] & (j < size)[None, :]
             if PIECES > 1:
                 z = load_z(x_ptr, x_stride, residual_ptr, residual_stride, i, j, valued)
             y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, size, CENTERED, OFFSET)
-            amax = tl.maximum(
-                amax, ql.largest_bits(ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty)))
-            )
-        tl.atomic_max(
-            ql.as_bits(amax_ptr), amax, sem="relaxed"
-        )  # of integers, so the order of programs does not matter
+            y = ql.widen(ql.narrow(tl.where(valued, y, 0.0), x_ptr.dtype.element_ty))
+            if amax_ptr is not None:
+                amax = tl.maximum(amax, ql.largest_bits(y))
+            bits = tl.abs(y).to(tl.int32, bitcast=True)
+            if amax_of_row_ptr is not None:
+                amax_of_row = tl.maximum(amax_of_row, tl.max(bits, 1))
+            if amax_of_col_ptr is not None:
+                tl.atomic_max(ql.as_bits(amax_of_col_ptr + j), tl.max(bits, 0), mask=j < size, sem="relaxed")
+        # of integers, so the order of programs does not matter
+        if amax_ptr is not None:
+            tl.atomic_max(ql.as_bits(amax_ptr), amax, sem="relaxed")
+        if amax_of_row_ptr is not None:
+            tl.store(ql.as_bits(amax_of_row_ptr + i), amax_of_row, mask=i < rows)
 
 
 @triton.jit(do_not_specialize=RANDOM)  # else a draw that is 1, or a multiple of 16, would compile another kernel
@@ -159,7 +167,7 @@ def normalize_kernel(
     y = normalized(z, mean, rstd, gamma_ptr, beta_ptr, j, where.value_cols, CENTERED, OFFSET)
     deliver(
         tl.where(valued, y, 0.0), place, where, sink, out, other_where, other_out,
-        k0, k1, draw, stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
+        (k0, k1, draw), stream, width, other_stream, other_width, x_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
 
 
@@ -338,6 +346,7 @@ def norm_statistics(
     residual: Tensor | None = None,
     parameters: NormParameters | None = None,
     amax: Tensor | None = None,
+    of_rows: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[NormStatistics, Tensor]:
     """Statistics of the R rows of x [..., C], or of x + residual; and that sum, or x itself.
 
@@ -346,10 +355,13 @@ def norm_statistics(
         eps: added to the mean square.
         centered: subtract the mean (LayerNorm), or not (RMSNorm).
         residual: of the shape and dtype of x.
-        parameters: those of the normalization, if `amax` is given.
+        parameters: those of the normalization, if amaxes are asked for.
         amax: float32 scalar, made the larger of itself and the amax of the normalized result in the dtype of x.
+        of_rows: float32 [R], made the amaxes of its rows, and perhaps [C], made the larger of itself and those of its
+            columns.
     """
-    assert (amax is None) == (parameters is None), "an amax needs parameters, and they serve nothing else here"
+    asked = amax is not None or of_rows[0] is not None
+    assert asked == (parameters is not None), "amaxes need parameters, and they serve nothing else here"
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype), "x and residual differ"
     rows, size = math.prod(x.shape[:-1]), x.shape[-1]
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -363,7 +375,7 @@ def norm_statistics(
         launch_kernel(
             statistics_kernel, (-(rows // -r.rows),), x.device,
             *rows_of_x, *rows_of_residual, total, found.mean, rstd,
-            gamma, beta, amax, rows, size, eps, CENTERED=centered,
+            gamma, beta, amax, *of_rows, rows, size, eps, CENTERED=centered,
             OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return found, x if total is None else total

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL
 from quantshard.kernels import language as ql
 from quantshard.kernels import workspace
 from quantshard.kernels.launch import launch_kernel
@@ -24,6 +23,7 @@ from quantshard.kernels.quantize.matrix import NAN, grid_of_tile, tile_of, trans
 from quantshard.kernels.quantize.targets import (
     MOST_PLANS,
     WARPS,
+    BlockAmaxes,
     KernelConfig,
     Region,
     TileShape,
@@ -32,19 +32,6 @@ from quantshard.kernels.quantize.targets import (
     touched,
 )
 from quantshard.numerics import Pair
-
-
-class BlockAmaxes(NamedTuple):
-    """The blocks of a matrix that are measured; `hadamard`: of its rows after `numerics.hadamard16`."""
-
-    covers: Pair
-    hadamard: bool = False
-
-    @property
-    def finite(self) -> Pair:
-        """Rows and columns of a block within one tile."""
-        rows, cols = self.covers
-        return 1 if rows == ALL else rows, 1 if cols == ALL else cols
 
 
 @triton.jit
@@ -61,10 +48,22 @@ def amax_kernel(
             if poisons[part] is not None:
                 infinite = ql.largest_bits(x) >= 0x7F800000
                 tl.atomic_max(ql.as_bits(poisons[part]), NAN, mask=infinite, sem="relaxed")
-            if H is not None:
-                _measure(transformed(x, values.dtype, H), row, col, where, grids[part], shape, H)
-            if T is not None:
-                _measure(transformed(x, values.dtype, T), col, row, other_where, other_grids[part], other_shape, T)
+            measure(
+                x, row, col, where, grids[part], shape, other_where, other_grids[part], other_shape, values.dtype, H, T
+            )  # fmt: skip
+
+
+@triton.jit
+def measure(
+    x, row, col, where, grid_ptr, shape, other_where, other_ptr, other_shape, dtype: tl.constexpr, H: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Amaxes of the blocks of a float32 tile of values of dtype, as H says, and of its transpose, as T does; either may
+    be None. Grids have these shapes."""
+    if H is not None:
+        _measure(transformed(x, dtype, H), row, col, where, grid_ptr, shape, H)
+    if T is not None:
+        _measure(transformed(x, dtype, T), col, row, other_where, other_ptr, other_shape, T)
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def block_amaxes(
     not all values are finite, else left as it is.
     """
     x = xs[0]
-    plan = _plan(x.shape, one, two, origin)
+    plan = plan_amaxes(x.shape, one, two, origin)
     found = plan.grids(x, len(xs))
     grids, others = zip(*found, strict=True)
     if x.numel() > 0:
@@ -115,21 +114,23 @@ def block_amaxes(
             amax_kernel, (*plan.programs, len(xs)), x.device,
             tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, others, plan.other_spans,
             (None,) * len(xs) if poisons is None else tuple(poisons),
-            PARTS=len(xs), **plan.constants,
+            PARTS=len(xs), **plan.kinds, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return found
 
 
-class _AmaxPlan(NamedTuple):
-    """What a launch needs besides tensors: rectangles and grids of the matrix, and of its transpose."""
+class AmaxPlan(NamedTuple):
+    """What a launch needs besides tensors: rectangles and grids of the matrix, and of its transpose. `kinds`: constants
+    that say how both are measured."""
 
     where: Region
     spans: Pair | None
     other: Region | None
     other_spans: Pair | None
     programs: Pair
+    tile: TileShape
     zeroed: bool
-    constants: dict[str, Any]
+    kinds: dict[str, Any]
 
     def grids(self, x: Tensor, parts: int) -> list[tuple[Tensor | None, Tensor | None]]:
         """Memory for the amaxes of several; more than one grid are flat pieces of one allocation."""
@@ -155,7 +156,8 @@ class _AmaxPlan(NamedTuple):
 
 
 @lru_cache(MOST_PLANS)
-def _plan(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair) -> _AmaxPlan:
+def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair = (0, 0)) -> AmaxPlan:
+    """For matrices of `shape` at an `origin`, and their transposes."""
     tile = _tile(one, two)
     where, spans, first = _measured(shape, one, origin, tile, False)
     other, other_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
@@ -164,8 +166,8 @@ def _plan(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin:
         down, across = tiles(other, second)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
     shared = [how.row_all or how.col_all for how in (first, second) if how is not None]
-    constants = {"H": first, "T": second, "num_warps": WARPS, "enable_fp_fusion": False}
-    return _AmaxPlan(where, spans, other, other_spans, programs, any(shared), constants)
+    kinds = {"H": first, "T": second}
+    return AmaxPlan(where, spans, other, other_spans, programs, tile, any(shared), kinds)
 
 
 def _measured(

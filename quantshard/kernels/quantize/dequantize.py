@@ -7,7 +7,7 @@ where largest is the largest code times the largest scale, and poison 0 or NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -19,13 +19,24 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling
+from quantshard.numerics import Pair
+
+StoredParts = tuple[Mapping[str, Tensor], Pair, Pair]
+"""The touched components of a copy, and shape and origin of the values."""
 
 
 @triton.jit
-def dequantize_kernel(
-    codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, poison_ptr, grid_row, grid_col, grid_rows, grid_cols,
-    out_ptr, out_stride, where, H: tl.constexpr,
-):  # fmt: skip
+def dequantize_kernel(matrices, PARTS: tl.constexpr, H: tl.constexpr):
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            _dequantize(matrices[part], H)
+
+
+@triton.jit
+def _dequantize(matrix, H: tl.constexpr):
+    codes, scales, out_ptr, out_stride, where = matrix
+    codes_ptr, codes_stride, codes_cols = codes
+    scale_ptr, amax_ptr, poison_ptr, grid_row, grid_col, grid_rows, grid_cols = scales
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
     row, col, i, j, inside = tile_of(where, H)
@@ -61,19 +72,32 @@ def dequantize(
     Arguments as of `numerics.dequantize`; `poison`: float32 scalar, 0 or NaN, which makes all of it NaN. With a packed
     encoding, `origin` has an even column.
     """
-    codes, scale = parts[copy.codes.name], parts[copy.scale.name]
-    out = torch.empty(shape, dtype=dtype, device=codes.device)
-    if out.numel() == 0:
-        return out
-    how = tiles_of(copy, codes.device)
-    where = Region(*shape, shape[1], *origin)
-    launch_kernel(
-        dequantize_kernel, tiles(where, how), codes.device,
-        codes, codes.stride(0), codes.shape[1], scale, parts[copy.amax.name] if copy.amax is not None else None, poison,
-        *scale.stride(), *scale.shape, out, out.stride(0), where,
-        H=how, num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    return dequantize_matrices(copy, [(parts, shape, origin)], dtype, poison)[0]
+
+
+def dequantize_matrices(
+    copy: QuantizedCopy, stored: Sequence[StoredParts], dtype: torch.dtype, poison: Tensor | None = None
+) -> list[Tensor]:
+    """The same of several on one device, by one kernel."""
+    device = stored[0][0][copy.codes.name].device
+    how, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
+    for parts, shape, origin in stored:
+        codes, scale = parts[copy.codes.name], parts[copy.scale.name]
+        out, where = torch.empty(shape, dtype=dtype, device=device), Region(*shape, shape[1], *origin)
+        results.append(out)
+        if out.numel() > 0:
+            amax = None if copy.amax is None else parts[copy.amax.name]
+            arguments.append((
+                (codes, codes.stride(0), codes.shape[1]), (scale, amax, poison, *scale.stride(), *scale.shape),
+                out, out.stride(0), where,
+            ))  # fmt: skip
+            grid = [*map(max, grid, tiles(where, how))]
+    if arguments:
+        launch_kernel(
+            dequantize_kernel, (*grid, len(arguments)), device, tuple(arguments),
+            PARTS=len(arguments), H=how, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return results
 
 
 def tiles_of(copy: QuantizedCopy, device: torch.device) -> KernelConfig:

@@ -27,7 +27,6 @@ from quantshard.kernels.quantize.targets import (
     QuantizeRequest,
     Targets,
     plan_quantization,
-    random_arguments,
 )
 
 NAN = tl.constexpr(0x7FC00000)
@@ -85,7 +84,8 @@ def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
     multiplier, scale = _scales(amax, row, col, where, out, H)
     scaled = x * multiplier
     if H.stochastic:
-        k0, k1, draw, stream, width = words
+        named, stream, width = words
+        k0, k1, draw = named
         number = tl.load(draw) if H.draw_loaded else draw
         key = (k0, k1, number, stream, width)
         index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
@@ -307,17 +307,18 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
     tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["k0", "k1", "draw", "stream", "other_stream"])
+@triton.jit(do_not_specialize=rw.RANDOM_OF_PARTS)
 def quantize_kernel(
-    x_ptrs, row_stride, col_stride, where, outs, other_where, other_outs, k0, k1, draw, stream, width, other_stream,
-    other_width, PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    x_ptrs, row_stride, col_stride, where, outs, other_where, other_outs, k0, k1, draw, k2, k3, draw1, k4, k5, draw2,
+    stream, width, other_stream, other_width, PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
-    words = (k0, k1, draw, stream, width)
-    other_words = (k0, k1, draw, other_stream, other_width)
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
+            key = rw.key_of(part, (k0, k1, draw), (k2, k3, draw1), (k4, k5, draw2))
+            words = (key, stream, width)
+            other_words = (key, other_stream, other_width)
             values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
             emit(
                 values, row, col, where, outs[part], words, other_where, other_outs[part], other_words, values.dtype,
@@ -340,11 +341,11 @@ def quantize_matrix(
 def quantize_matrices(xs: Sequence[Tensor], requests: Sequence[EpilogueRequest]) -> list[Targets]:
     """The same of several matrices of one shape, strides, dtype and device, by one kernel.
 
-    They are quantized by the same specs, without random words unless it is one. `amax`: as `next_amax`.
+    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`.
     """
     x, (request, other, *_) = xs[0], requests[0]
     assert request is not None
-    words, *roundings = random_arguments(request, other)
+    keys, streams, roundings = rw.random_arguments_of(requests)
     plan = plan_quantization(
         request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings
     )
@@ -353,7 +354,7 @@ def quantize_matrices(xs: Sequence[Tensor], requests: Sequence[EpilogueRequest])
         ones, twos = zip(*made, strict=True)
         launch_kernel(
             quantize_kernel, (*plan.programs, len(xs)), x.device,
-            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *words,
+            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *keys, *streams,
             PARTS=len(xs), **plan.constants,
         )  # fmt: skip
     return made

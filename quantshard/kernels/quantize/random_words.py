@@ -1,11 +1,18 @@
-"""Random words of tiles: Philox, counted by the element of the global tensor, as `numerics.random_words`."""
+"""Random words of tiles: Philox, counted by the element of the global tensor, as `numerics.random_words`; and what
+launches tell kernels of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Final
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.quantize.targets import EpilogueRequest, QuantizeRequest, Rounding
+from quantshard.numerics import RandomBits
 
 
 @triton.jit
@@ -90,3 +97,68 @@ def _one_word(element_index, words):
     w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
     which = element_index & 3
     return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
+def key_of(part: tl.constexpr, first, second, third):
+    """Key and draw of one of several matrices, of which the first three may have some."""
+    return first if part == 0 else (second if part == 1 else third)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+KEYS: Final = 3
+"""Of so many matrices one launch takes random words: queries, keys and values."""
+NO_KEY: Final = (0, 0, 0)
+NO_STREAMS: Final = (0, 1, 0, 1)
+RANDOM = ("k0", "k1", "draw", "stream", "other_stream")
+"""Arguments that would compile another kernel if they were 1, or a multiple of 16."""
+RANDOM_OF_PARTS = (*RANDOM, "k2", "k3", "draw1", "k4", "k5", "draw2")
+
+RandomArguments = tuple[tuple[Any, ...], tuple[int, ...], Rounding | None, Rounding | None]
+"""What kernels are told of random words: key and draw; of both directions stream and columns; and what they are
+compiled for."""
+
+
+def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -> RandomArguments:
+    """Those of one matrix and its transpose."""
+    first, second = None if one is None else one.words, None if two is None else two.words
+    drawn = first or second
+    if drawn is None:
+        return NO_KEY, NO_STREAMS, None, None
+    rounding, other_rounding = _rounding(first), _rounding(second)
+    first, second = first or drawn, second or drawn
+    streams = first.stream, first.global_shape[1], second.stream, second.global_shape[1]
+    return (*halves(drawn.key), drawn.draw), streams, rounding, other_rounding
+
+
+def random_arguments_of(
+    requests: Sequence[EpilogueRequest],
+) -> tuple[tuple[Any, ...], tuple[int, ...], list[Rounding | None]]:
+    """Those of several matrices that are quantized alike, in one launch: a key and draw for each of `KEYS`.
+
+    They are no tuple in a kernel: for integers in one that are 1, or a multiple of 16, Triton compiles it anew.
+    """
+    one, two, *_ = requests[0]
+    if (one is None or one.words is None) and (two is None or two.words is None):
+        return NO_KEY * KEYS, NO_STREAMS, [None, None]
+    assert len(requests) <= KEYS, "more matrices than a launch has random words for"
+    found = [random_arguments(each.request, each.other) for each in requests]
+    keys = [part for key, *_ in found for part in key]
+    _, streams, *roundings = found[0]
+    return (*keys, *NO_KEY * (KEYS - len(requests))), streams, roundings
+
+
+def _rounding(words: RandomBits | None) -> Rounding | None:
+    if words is None:
+        return None
+    rows, cols = words.global_shape
+    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(words.draw, Tensor)
+
+
+def halves(key: int) -> tuple[int, int]:
+    """The low and the high half of a 64-bit key, as signed numbers of 32 bits: those of 64 would compile another
+    kernel."""
+    low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    return low - ((low & 1 << 31) << 1), high - ((high & 1 << 31) << 1)

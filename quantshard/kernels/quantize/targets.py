@@ -156,6 +156,27 @@ class QuantizedOutput(NamedTuple):
     poison: Any
 
 
+class BlockAmaxes(NamedTuple):
+    """The blocks of a matrix that are measured; `hadamard`: of its rows after `numerics.hadamard16`."""
+
+    covers: Pair
+    hadamard: bool = False
+
+    @property
+    def finite(self) -> Pair:
+        """Rows and columns of a block within one tile."""
+        rows, cols = self.covers
+        return 1 if rows == ALL else rows, 1 if cols == ALL else cols
+
+
+class AmaxRequest(NamedTuple):
+    """Whose amaxes are taken, of the blocks of a matrix and of its transpose, and where they go."""
+
+    one: BlockAmaxes | None
+    two: BlockAmaxes | None
+    grids: tuple[Tensor | None, Tensor | None]
+
+
 class EpilogueRequest(NamedTuple):
     """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
 
@@ -166,6 +187,7 @@ class EpilogueRequest(NamedTuple):
         amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
         poison: float32 scalar, not negative, made NaN if not all results are finite, else left as it is.
         sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
+        measured: amaxes of blocks, where nothing is quantized.
     """
 
     request: QuantizeRequest | None = None
@@ -174,6 +196,7 @@ class EpilogueRequest(NamedTuple):
     amax: Tensor | None = None
     poison: Tensor | None = None
     sums: Tensor | None = None
+    measured: AmaxRequest | None = None
 
     @property
     def specs(self) -> Specs:
@@ -213,7 +236,7 @@ class QuantizeLayout(NamedTuple):
         codes = torch.empty(self.codes, dtype=self.coded, device=device)
         if self.transposed is not None:
             transposed = torch.empty(self.transposed, dtype=self.coded, device=device)
-        if self.scale is None and given is not None:  # multipliers, perhaps of a piece of a grid
+        if request.spec.given == "multipliers" and given is not None:  # perhaps of a piece of a grid
             grid_row, grid_col = given.stride()
         elif self.scale is not None and scale is None:
             if 0 in self.codes:  # no kernel runs
@@ -328,7 +351,8 @@ def layout(
     copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
     assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
     assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
-    assert not (spec.decoded and (spec.given or spec.transposed)), "values are made of what one tile sees, one way"
+    assert not (spec.decoded and spec.transposed), "values are made one way"
+    assert not (spec.decoded and spec.given == "multipliers"), "values are made of codes and scales"
     rows, cols = shape[0], shape[1] + padding(shape[1], spec)
     packed = 1 if spec.decoded else 8 // copy.codes.encoding.bits
     down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
@@ -407,38 +431,10 @@ def padding(size: int, spec: QuantizeSpec | None) -> int:
     return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
 
 
-def random_arguments(
-    one: QuantizeRequest | None, two: QuantizeRequest | None
-) -> tuple[tuple[Any, ...], Rounding | None, Rounding | None]:
-    """What kernels are told of random words: key, draw, and of both directions stream and columns; and what they are
-    compiled for."""
-    first, second = None if one is None else one.words, None if two is None else two.words
-    drawn = first or second
-    if drawn is None:
-        return NO_WORDS, None, None
-    rounding, other_rounding = _rounding(first), _rounding(second)
-    first, second = first or drawn, second or drawn
-    columns = first.global_shape[1], second.global_shape[1]
-    words = *halves(drawn.key), drawn.draw, first.stream, columns[0], second.stream, columns[1]
-    return words, rounding, other_rounding
-
-
-def _rounding(words: RandomBits | None) -> Rounding | None:
-    if words is None:
-        return None
-    rows, cols = words.global_shape
-    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(words.draw, Tensor)
-
-
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.ScaleRule) -> KernelConfig:
     """A tile and the blocks in it."""
     inside = (min(block[0], tile[0]), min(block[1], tile[1]))
     return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
-
-
-def halves(key: int) -> tuple[int, int]:
-    """The low and the high half of a 64-bit key."""
-    return key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
 
 
 def touched(origin: int, size: int, covers: int) -> int:
@@ -449,7 +445,6 @@ def touched(origin: int, size: int, covers: int) -> int:
 
 
 WARPS = 8
-NO_WORDS: Final = (0, 0, 0, 0, 1, 0, 1)
 
 
 def quantize_launch_options(shared: TileShape, both: bool, dtype: torch.dtype) -> dict[str, Any]:

@@ -365,6 +365,7 @@ def backward_gemms(
                 [each.first for each in ways], held, dx_dtype, poisons=poisons, others=others
             )
         else:  # each goes when it was multiplied, before the next is made
+            held = backend.values_together(first.first, held, x_dtype)
             ways = _all([first], left)
         del first
     each = iter(ways)

@@ -185,12 +185,11 @@ def gradient_operands(
     if len(grads) == 1:
         yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0])
         return
-    pair = first, second = cells(call.recipe, TensorRole.GRAD_OUTPUT)
-    together = not (first and first.scaling.stochastic_rounding) and not (second and second.scaling.stochastic_rounding)
+    pair = cells(call.recipe, TensorRole.GRAD_OUTPUT)
 
     def kind(part: int) -> Hashable:
         grad = grads[part]
-        return grad.shape, grad.stride(), grad.dtype, wanted[part], together or part
+        return grad.shape, grad.stride(), grad.dtype, wanted[part]
 
     for _, group in groupby(range(len(grads)), kind):
         parts = list(group)
@@ -207,10 +206,7 @@ def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorPro
     """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
     plan = asked[0].plan
     outputs = outputs_of(asked, given)
-    if plan.draws:  # each has words of its own
-        found = [source.emit(told) for source, told in zip(given, outputs, strict=True)]
-    else:
-        found = list(TensorProducer.emit_all(given, outputs))
+    found = TensorProducer.emit_all(given, outputs)
     kept: Sequence[TensorProducer | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
     taken = [
         each.taken(told, targets, values)
@@ -227,7 +223,10 @@ def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorProducer])
     plan = asked[0].plan
     if not plan.reads_values:
         return [each.outputs() for each in asked]
-    poisons = [workspace.zero(each.device) if plan.raised else None for each in asked]
+    poisons = [
+        workspace.zero(each.device) if plan.raised and source.poison is None else source.poison
+        for each, source in zip(asked, given, strict=True)
+    ]
     amaxes = plan.measure(given, asked[0].known, poisons)
     return [each.outputs(both, poison) for each, both, poison in zip(asked, amaxes, poisons, strict=True)]
 
@@ -264,24 +263,25 @@ class OperandRequest:
             self.amaxes = call.amaxes
             known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
         self.known = known
-        if call.recipe.weight is None:  # it may be of another dtype
+        if (weight := call.recipe.weight) is None:  # it may be of another dtype
             wanted = wanted._replace(passing=0)
+        turned = role is TensorRole.GRAD_OUTPUT and weight is not None and not weight.format.serves_columns
         # an operator's results are what formats store
-        stored = call.recipe.weight is None or self.watching is not None or workspace.separate.on
-        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), stored)
+        stored = weight is None or self.watching is not None or workspace.separate.on
+        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), stored, turned)
         self.plan = producers.plan_operand(pair, wanted, known is not None, like.shape, kind)
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = _GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        amax = source.amax if self.plan.by_amax else None
-        given = source.measured() if self.plan.reads_values and amax is None else None
+        known = source.known(self.plan)
+        given = source.measured(self.plan) if self.plan.reads_values and known is None else None
         if given is None:
-            outputs = self.outputs(None if amax is None else (amax, amax))
+            outputs = self.outputs(known)
         else:
             (outputs,) = outputs_of([self], [given])
-        measured = amax if given is None else given.amax
+        measured = (known and known[0]) if given is None else given.amax
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
         taken = self.taken(outputs, (source if given is None else given).emit(outputs), given)
@@ -295,7 +295,7 @@ class OperandRequest:
     ) -> EpilogueRequest:
         """The same as a kernel is told it; `amaxes`: if not by those of the past; `measured_poison`: what was raised as
         they were measured."""
-        (one, two, _, _, _, raised, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
+        (one, two, *_, raised, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
         amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
         poison = workspace.zero(device) if raised and measured_poison is None else measured_poison
         sums = noted = first = second = None
@@ -313,7 +313,7 @@ class OperandRequest:
         self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, _, _, poison, _, _), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, *_, poison, _, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.operand(found)
         second: Operand | None = None if two is None or turned is None else two.operand(turned)
