@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -91,6 +91,24 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
+def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse a pattern that holds for no name since others, which stand before it, match all that it matches; `*` is
+    for what is left, which may be nothing.
+
+    Raises:
+        ConfigurationError: naming the pattern.
+    """
+    left = list(names)
+    for pattern in patterns:
+        rest = [name for name in left if not matches(pattern, name)]
+        if len(rest) == len(left) and pattern != "*":
+            raise ConfigurationError(
+                f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and "
+                "those before it match all its layers; let it stand before them, or leave it out"
+            )
+        left = rest
+
+
 def _resolved(recipes: Recipes) -> dict[str, Recipe]:
     by_pattern = recipes if isinstance(recipes, Mapping) else {"*": recipes}
     if not by_pattern:
@@ -111,6 +129,8 @@ def _check_patterns(
             raise ConfigurationError(
                 f"convert({argument}={pattern!r}) matches none of the {len(layers)} linear layers of this model; {hint}"
             )
+    if isinstance(patterns, Mapping):
+        check_reached(f"convert({argument})", patterns, list(layers))
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:

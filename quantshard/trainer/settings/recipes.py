@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from quantshard import recipe
-from quantshard.conversion.selection import matches
+from quantshard.conversion.selection import check_reached, matches
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.trainer.settings.schema import shown_value
@@ -59,7 +59,7 @@ class LayerRecipes:
         """The recipe of each of these layers; high precision where no pattern matches.
 
         Raises:
-            ConfigurationError: a pattern matches none of them.
+            ConfigurationError: a pattern matches none of them, or none that earlier ones have left.
         """
         for pattern in self.patterns:
             if not any(matches(pattern, name) for name in names):
@@ -67,6 +67,7 @@ class LayerRecipes:
                     f"recipe: {shown_value(pattern)} matches none of the layers of this model, {names[0]} to "
                     f"{names[-1]}, each of which has one recipe; a model of --model DIR has recipes by linear layer"
                 )
+        check_reached("recipe", self.patterns, names)
         return [self._of(name) for name in names]
 
     def _of(self, name: str) -> Recipe:
