@@ -58,6 +58,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         ema_decay: float = 0.0,
     ) -> None:
         self._name, given = type(self).__name__, dict(state_dtypes or {})
+        flags = {"capturable": capturable, "master_weights": master_weights, "use_decoupled_grad": use_decoupled_grad}
+        options.check_flags(self._name, **flags, store_param_remainders=store_param_remainders)
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]

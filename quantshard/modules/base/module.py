@@ -136,6 +136,10 @@ class QuantizedModule(TensorParallelModule, PiecewiseAssignment):
 
         `cut`: the dim that tensor parallelism cuts.
         """
+        if not all(hasattr(size, "__index__") and size >= 0 for size in spec.shape):
+            raise ConfigurationError(
+                f"{type(self).__name__}.{name}: out_features and in_features are {spec.shape}; give whole numbers"
+            )
         self._check_divides(name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         cell = self._plan.recipe.weight
