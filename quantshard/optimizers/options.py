@@ -7,7 +7,9 @@ What these let through cannot make a weight infinite by itself: an update is at 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -154,6 +156,13 @@ def check_flags(where: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if isinstance(flag, Tensor) or flag not in (True, False):
             raise ConfigurationError(f"{where}({name}={flag!r}): it must be True or False")
+
+
+def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn of an entry of a group that is written almost as an option; others may be the user's own."""
+    for name in group.keys() - {*known, "params"}:
+        if near := get_close_matches(name, known, 1, cutoff=0.8):
+            warnings.warn(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?", stacklevel=7)
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:

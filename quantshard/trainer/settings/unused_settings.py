@@ -24,7 +24,6 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
     "master_dtype": (lambda settings: settings.master_weights, "master_weights = true"),
-    "statistics_every": (lambda settings: settings.statistics_every <= settings.steps, "as many steps"),
     "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
 """By setting: whether it is used, and what it needs."""
