@@ -76,6 +76,8 @@ def test_a_params_dtype_that_weights_cannot_stand_for(dtype):
 
 @pytest.mark.parametrize("features", ["64", 64.0, -1])
 def test_features_that_are_no_numbers_of_any(features):
-    for arguments in ((features, 8), (8, features)):
-        with pytest.raises(ConfigurationError, match=r"Linear.weight: out_features and in_features are .*give whole"):
-            Linear(*arguments)
+    for module, arguments in ((Linear, (features, 8)), (Linear, (8, features)), (LayerNormMLP, (features, 8))):
+        with pytest.raises(
+            ConfigurationError, match=rf"{module.__name__}\.\w+: its sizes are \(.*; give whole numbers"
+        ):
+            module(*arguments)
