@@ -25,6 +25,8 @@ def prepared_once() -> Iterator[None]:
     Besides, of each sum and product of integers it computes whether it overflows, which it would say if `debug` were
     set, of each value it finds out anew what its type is in NumPy and what the sizes of its shape are, and it calls the
     function of a reduction for each element.
+
+    A mask is of booleans, which the interpreter of Triton 3.9 demands and the earlier ones do not.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     if torch.cuda.is_available():
@@ -43,9 +45,25 @@ def prepared_once() -> Iterator[None]:
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(interpreter.ReduceOps, "generic_reduce", _by_slices(interpreter.ReduceOps.generic_reduce))
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+            patch.setattr(interpreter.InterpreterBuilder, name, _masked(interpreter.InterpreterBuilder, name, place))
         for owner, name, function in _found_once(interpreter):
             patch.setattr(owner, name, function)
         yield
+
+
+def _masked(builder: Any, name: str, place: int) -> Callable[..., Any]:
+    """The method of Triton's builder, which takes booleans alone as its mask."""
+    access = getattr(builder, name)
+
+    def checked(self: Any, *arguments: Any) -> Any:
+        found = arguments[place].data.dtype
+        assert found == np.bool_, (
+            f"a mask of {found}: `language.mask_where` makes one of a number's condition and a block"
+        )
+        return access(self, *arguments)
+
+    return checked
 
 
 def _by_slices(slow: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.status import Status
 
-from quantshard.doctor import Result, Watch, diagnose
+from quantshard.doctor import Result, Watch, diagnose, is_report
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import outputs
 from quantshard.terminal.screen import Screen, say_whole
@@ -63,7 +63,7 @@ def doctor(
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"there is no folder {directory}; name one with --dir")
     if file is not None:
-        outputs.check_writable(file)
+        outputs.check_replaceable(file, is_report, "report of doctor", "--json")
     folder = None if quick else directory or Path(tempfile.gettempdir())
     with Screen(stderr=True, soft_wrap=True).status("looking at this machine") as status:
         report = diagnose(folder, _ProgressWatch(status))

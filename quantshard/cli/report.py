@@ -11,7 +11,6 @@ from rich.live import Live
 
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular
 from quantshard.observe.table import human_bytes
 from quantshard.report.figures import step_line
 from quantshard.report.history import read_history
@@ -23,7 +22,6 @@ from quantshard.terminal import outputs
 from quantshard.terminal.screen import Screen, complain, say
 
 _MOST_RUNS = 24
-_HEAD_BYTES = 4096
 _FIRST_LINES = 10
 """Steps of a run that was trained already, of which lines are printed where there is no terminal."""
 
@@ -58,32 +56,12 @@ def report(
         raise ConfigurationError(f"{len(runs)} runs are too many for one page, which has room for {_MOST_RUNS}")
     if twice := next((run for at, run in enumerate(runs) if run in runs[:at]), None):
         raise ConfigurationError(f"{twice} is named twice; name each run once")
-    _check_out(out, force)
+    outputs.check_replaceable(out, lambda head: force or is_report(head), "report", "--out, or replace it by --force")
     page = render([read_history(run) for run in runs]).encode()
     outputs.write_file(out, page)
     say(f"wrote {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {human_bytes(len(page))}")
     if open_ and typer.launch(str(out.absolute())):
         complain(f"no browser could be started; open {out.absolute()} in one")
-
-
-def _check_out(out: Path, force: bool) -> None:
-    """See that the page may be written.
-
-    Raises:
-        ConfigurationError: it may not: the place cannot be written, or holds what is no report.
-    """
-    outputs.check_writable(out)
-    try:
-        with open_regular(out) as file:
-            head = file.read(_HEAD_BYTES)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {out}, which would be replaced: {error.strerror or error}") from None
-    if not force and not is_report(head):
-        raise ConfigurationError(
-            f"{out} exists and is no report; name another place with --out, or replace it by --force"
-        )
 
 
 def watch(

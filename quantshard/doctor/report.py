@@ -63,6 +63,11 @@ class MachineReport:
         yield _render(self)
 
 
+def is_report(head: bytes) -> bool:
+    """Whether a file that begins so is a report as JSON, or empty."""
+    return not head or re.match(rb'\{\s*"version": \d+,\s*"quantshard": "', head) is not None
+
+
 def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.device | None = None) -> MachineReport:
     """Look at this machine, run the self-test and, unless `folder` is None, the probes.
 

@@ -82,6 +82,12 @@ def as_bits(ptr):
 
 
 @triton.jit
+def mask_where(condition, mask):
+    """A block's mask where a condition of numbers holds; `&` alone gives integers in Triton's interpreter."""
+    return (mask & condition) != 0
+
+
+@triton.jit
 def largest_bits(x):
     """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
     return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)

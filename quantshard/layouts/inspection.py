@@ -90,6 +90,8 @@ def _is_exported(path: Path_) -> bool:
         return True
     try:
         return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(place))
+    except NotADirectoryError:
+        raise CheckpointError(f"{path} is a file, and no checkpoint, which is a folder, nor {SUFFIX}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 

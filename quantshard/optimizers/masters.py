@@ -58,6 +58,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         ema_decay: float = 0.0,
     ) -> None:
         self._name, given = type(self).__name__, dict(state_dtypes or {})
+        flags = {"capturable": capturable, "master_weights": master_weights, "use_decoupled_grad": use_decoupled_grad}
+        options.check_flags(self._name, **flags, store_param_remainders=store_param_remainders)
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]
@@ -127,6 +129,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if is_built:
             self._follow()
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
+        options.warn_of_typos(self._name, group, self.defaults)
         self.check_group(self._name, {**self.defaults, **group})
         super().add_param_group(group)
         if is_built:

@@ -7,7 +7,9 @@ What these let through cannot make a weight infinite by itself: an update is at 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -62,8 +64,7 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"{where}(eps={group['eps']}): use {_SMALLEST_EPS:g} or more, or a matrix of zeros would become NaN"
         )
-    if not isinstance(group["nesterov"], bool):
-        raise ConfigurationError(f"{where}(nesterov={group['nesterov']!r}): it must be True or False")
+    check_flags(where, nesterov=group["nesterov"])
     coefficients, steps, adjusts = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
     try:
         a, b, c = map(float, coefficients)
@@ -73,7 +74,7 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
     if not is_finite:
         raise ConfigurationError(f"{where}(ns_coefficients={coefficients}): give three finite numbers, a, b and c")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
-        raise ConfigurationError(f"{where}(ns_steps={steps}): it must be a whole number from 1 to 99; 5 is usual")
+        raise ConfigurationError(f"{where}(ns_steps={steps!r}): it must be a whole number from 1 to 99; 5 is usual")
     if adjusts is not None and adjusts not in RATE_FACTORS:
         raise ConfigurationError(f"{where}(adjust_lr_fn={adjusts!r}): use one of {', '.join(RATE_FACTORS)}, or None")
 
@@ -144,6 +145,24 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
             f"{optimizer}: a group has {EMA_DECAY} = {group[EMA_DECAY]}, and the optimizer keeps no averages; give "
             f"{optimizer}({EMA_DECAY}=...), which a group may then set to another"
         )
+
+
+def check_flags(where: str, **flags: Any) -> None:
+    """Check that arguments are True or False, or 1 or 0: any text, "no" too, would be true.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
+    for name, flag in flags.items():
+        if isinstance(flag, Tensor) or flag not in (True, False):
+            raise ConfigurationError(f"{where}({name}={flag!r}): it must be True or False")
+
+
+def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str]) -> None:
+    """Warn of an entry of a group that is written almost as an option; others may be the user's own."""
+    for name in group.keys() - {*known, "params"}:
+        if near := get_close_matches(name, known, 1, cutoff=0.8):
+            warnings.warn(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?", stacklevel=7)
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:

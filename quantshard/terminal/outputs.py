@@ -18,17 +18,19 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from quantshard.errors import ConfigurationError
+from quantshard.foreign import open_regular
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MORE = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _ROOT = 0
+_HEAD_BYTES = 4096
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -112,6 +114,25 @@ def check_writable(path: Path) -> None:
     """
     with _told(path), _opened(path.parent, None) as folder:
         _replaceable(path, folder)
+
+
+def check_replaceable(path: Path, is_ours: Callable[[bytes], bool], what: str, advice: str) -> None:
+    """As `check_writable`, of a file that replaces none but one of its kind. `is_ours`: tells it by how it begins;
+    `what`: in words; `advice`: which argument names another place.
+
+    Raises:
+        ConfigurationError: as `check_writable`, or the file is of another kind.
+    """
+    check_writable(path)
+    try:
+        with open_regular(path) as file:
+            head = file.read(_HEAD_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}, which would be replaced: {error.strerror or error}") from None
+    if not is_ours(head):
+        raise ConfigurationError(f"{path} exists and is no {what}; name another place with {advice}")
 
 
 def append_text(path: Path, text: str, *, within: Path | None = None) -> None:

@@ -219,6 +219,10 @@ class RunDir:
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
             found = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
             complete = [step for step in found if self._is_complete(step)]
+        except NotADirectoryError:
+            raise CheckpointError(
+                f"{self.checkpoints} is no folder, in which checkpoints are kept; name another"
+            ) from None
         except OSError as error:
             raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
         return complete, [step for step in found if step not in complete]

@@ -74,6 +74,17 @@ def test_a_report_in_a_file_beside_tables(monkeypatch, capsys, tmp_path, few):
     assert "self-test: 3 ok, 0 WRONG, 16 not here" in out and "this machine" in out
 
 
+def test_a_report_replaces_none_but_a_report(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    (tmp_path / "data.json").write_text('{"text": "of mine"}')
+    code, out, err = doctor(monkeypatch, capsys, "--json", tmp_path / "data.json", "--quick")
+    wanted = f"quantshard: {tmp_path}/data.json exists and is no report of doctor; name another place with --json"
+    assert (code, out, err) == (1, "", [wanted])
+    assert (tmp_path / "data.json").read_text() == '{"text": "of mine"}'
+    for _ in range(2):
+        assert doctor(monkeypatch, capsys, "--json", tmp_path / "report.json", "--quick")[0] == 0
+
+
 def test_a_log_says_at_once_what_runs_and_how_long_it_took(monkeypatch, capsys, few):
     """Also of what never ends."""
     first = quantize.amax.block_amax

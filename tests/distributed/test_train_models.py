@@ -156,6 +156,8 @@ def test_recipes_by_layer():
         ("*=bf16,*=mxfp8", "'*' stands there twice"),
         ("layers.7=bf16,*=mxfp8", "'layers.7' matches none of the layers of this model, layers.0 to layers.3"),
         ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches none of the layers"),
+        ("*=mxfp8,layers.0=bf16", "recipe: 'layers.0' would do nothing, since the first pattern that matches"),
+        ("layers.[01]=bf16,layers.1=block,*=mxfp8", "recipe: 'layers.1' would do nothing"),
     ],
 )
 def test_recipes_that_are_refused(text, says):

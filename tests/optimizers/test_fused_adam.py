@@ -192,6 +192,18 @@ def test_betas_that_would_divide_by_zero_are_refused(betas):
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("option", ["master_weights", "capturable", "use_decoupled_grad", "store_param_remainders"])
+def test_flags_that_are_texts_are_refused(option):
+    with pytest.raises(ConfigurationError, match=rf"FusedAdam\({option}='no'\): it must be True or False"):
+        FusedAdam([nn.Parameter(torch.ones(4))], **{option: "no"})
+
+
+def test_a_misspelled_option_of_a_group_is_warned_of(recwarn):
+    FusedAdam([{"params": [nn.Parameter(torch.ones(4))], "weight_decy": 0.1, "layer": 3, "initial_lr": 1.0}])
+    said = ["FusedAdam: a group has 'weight_decy', which does nothing; did you mean 'weight_decay'?"]
+    assert [str(warning.message) for warning in recwarn] == said
+
+
 @pytest.mark.parametrize("option", ["lr", "eps", "weight_decay"])
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_numbers_that_make_no_step_are_refused(option, value):

@@ -209,9 +209,9 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
     if out.given is not None:
         amax = tl.load(out.given + at, mask=inside, other=0.0)
         if H.row_all:
-            inside = inside & (row <= where.row_origin)
+            inside = ql.mask_where(row <= where.row_origin, inside)
         if H.col_all:
-            inside = inside & (col <= where.col_origin)
+            inside = ql.mask_where(col <= where.col_origin, inside)
     decoded = amax
     if out.scale is None and not H.decoded:
         multiplier = amax  # which they are

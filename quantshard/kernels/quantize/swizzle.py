@@ -61,13 +61,15 @@ def _swizzle(
     if second is None and poison_ptr is not None:
         scale = tl.where(there & bad, 0xFF, scale).to(tl.uint8)
     laid_ptr = laid_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    tl.store(laid_ptr + swizzled(i[:, None], j[None, :], tiles), scale, mask=inside & (j < 4 * tiles)[None, :])
+    laid = ql.mask_where(inside, (j < 4 * tiles)[None, :])
+    tl.store(laid_ptr + swizzled(i[:, None], j[None, :], tiles), scale, mask=laid)
     if second is not None:
         whole = tl.load(second[0]) * UNIT
         tl.store(second[1], tl.where(bad, float("nan"), whole), mask=(row == 0) & (col == 0))
     if other_ptr is not None:  # the first block of each of its rows
         at = (row * other_tiles).to(tl.int64) * 512 + 4 * tl.arange(0, TILE)
-        tl.store(other_ptr + at, tl.full((TILE,), 0xFF, tl.uint8), mask=bad & inside & (col == 0))
+        first = ql.mask_where(bad & inside & (col == 0), tl.full((TILE,), True, tl.int1))
+        tl.store(other_ptr + at, tl.full((TILE,), 0xFF, tl.uint8), mask=first)
 
 
 @triton.jit

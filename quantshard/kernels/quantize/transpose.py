@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 
 TILE = (128, 128)
@@ -44,9 +45,8 @@ def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
             scale += tl.load(poison_ptr)
         at = row + tl.arange(0, 4)  # zeros behind the last one
         fills = ((row + 1) * ROWS >= rows) & (at < laid_stride)
-        tl.store(
-            laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=inside & ((at == row) | fills)
-        )
+        laid = ql.mask_where(inside, (at == row) | fills)
+        tl.store(laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=laid)
 
 
 def transpose(x: Tensor) -> Tensor:

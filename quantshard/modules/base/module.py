@@ -135,7 +135,7 @@ class QuantizedModule(RecipeModule):
 
         `cut`: the dim that tensor parallelism cuts.
         """
-        self._check_divides(name, spec.shape, cut)
+        self._check_shape(name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         cell = self._plan.recipe.weight
         state = storages.weight_state(cell, self._device)
@@ -147,14 +147,16 @@ class QuantizedModule(RecipeModule):
 
     def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
         """Register a 1-D parameter that starts as a constant and stays in high precision."""
-        self._check_divides(name, (size,), cut)
+        self._check_shape(name, (size,), cut)
         self._vectors[name], self._cuts[name] = fill, cut
         param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
         if self.tp_mesh is not None:
             param = distribute.shard_parameter(param, self.tp_mesh, cut)
         self.register_parameter(name, param)
 
-    def _check_divides(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
+    def _check_shape(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
+        if not all(hasattr(size, "__index__") and size >= 0 for size in shape):
+            raise ConfigurationError(f"{type(self).__name__}.{name}: its sizes are {shape}; give whole numbers")
         if cut is not None and shape[cut] % self.tp_size:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "

@@ -57,11 +57,13 @@ def recipes_of(
     """The recipe of each of these layers, given by name; None where no pattern matches.
 
     Raises:
-        ConfigurationError: a pattern matches none of them, or a recipe is not known.
+        ConfigurationError: a pattern matches none of them, or none that others leave it, or a recipe is not known.
     """
     check_recipes(owner, recipes)
     if isinstance(recipes, Mapping):
-        check_patterns(f"{owner}(recipe=", recipes, [name for name, _ in layers], kind)
+        names = [name for name, _ in layers]
+        check_patterns(f"{owner}(recipe=", recipes, names, kind)
+        check_reached(f"{owner}(recipe)", recipes, names)
         known = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
         return [
             next((recipe for pattern, recipe in known.items() if matches(pattern, name)), None) for name, _ in layers
@@ -84,6 +86,24 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             first = f"; the first is {names[0]!r}" if near == [pattern.rsplit(".", 1)[-1]] else ""
             hint = f"did you mean {near[0]!r}?" if near and not first else f"their names end in {', '.join(ends[:12])}"
             raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
+
+
+def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse a pattern that holds for no name since others, which stand before it, match all that it matches; `*` is
+    for what is left, which may be nothing.
+
+    Raises:
+        ConfigurationError: naming the pattern.
+    """
+    left = list(names)
+    for pattern in patterns:
+        rest = [name for name in left if not matches(pattern, name)]
+        if len(rest) == len(left) and pattern != "*":
+            raise ConfigurationError(
+                f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and "
+                "those before it match all its layers; let it stand before them, or leave it out"
+            )
+        left = rest
 
 
 def _resolved(argument: str, recipe: object, what: str) -> Recipe:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts.layer_recipes import matches
+from quantshard.modules.contexts.layer_recipes import check_reached, matches
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.trainer.settings.schema import shown_value
 
@@ -76,7 +76,7 @@ class LayerRecipes:
         """The recipe of each of these layers; high precision where no pattern matches.
 
         Raises:
-            ConfigurationError: a pattern matches none of them.
+            ConfigurationError: a pattern matches none of them, or none that earlier ones have left.
         """
         for pattern in self.patterns:
             if not any(matches(pattern, name) for name in names):
@@ -84,6 +84,7 @@ class LayerRecipes:
                     f"recipe: {shown_value(pattern)} matches none of the layers of this model, {names[0]} to "
                     f"{names[-1]}, each of which has one recipe; a model of --model DIR has recipes by linear layer"
                 )
+        check_reached("recipe", self.patterns, names)
         return [self._of(name) for name in names]
 
     def _of(self, name: str) -> Recipe:

@@ -38,7 +38,7 @@ class SettingType:
         if self.type in (tuple, list):
             return f"{_TYPES[self.type]}, each of {self.least} to {self.most} characters"
         if self.type is str:
-            return f"text of at most {self.most} characters"
+            return f"text of {f'{self.least} to' if self.least else 'at most'} {self.most} characters"
         low = f"more than {self.least:,}" if self.more else f"{self.least:,} or more"
         return f"{low}, and {f'less than {self.most:,}' if self.less else f'at most {self.most:,}'}"
 
