@@ -195,7 +195,8 @@ class ResumeRow(NamedTuple):
         yield f"{found['at']} ({found['killed']})"
         yield "equal" if found["loaded"] else "**differs**"
         is_same, claimed = found["on"] == self.processes, not found["differing"] and found["checkpoint"]
-        yield "equal" if claimed else f"{'**' * is_same}{found['differing']} steps differ{'**' * is_same}"
+        what = f"{found['differing']} steps differ, checkpoint {'equal' if found['checkpoint'] else 'differs'}"
+        yield "equal" if claimed else f"**{what}**" if is_same else what
         yield f"{found['largest']:.5f}"
         yield f"{found['difference']:+.5f}"
         yield "-" if len(self.seeds) < 2 else f"{self.spread:.5f} ({len(self.seeds)})"
@@ -235,7 +236,7 @@ def _size(line: Record) -> tuple[str, ...]:
 
 
 def _resume_table(alike: Sequence[Record]) -> Iterator[str]:
-    rows = list(_rows(alike))
+    rows = sorted(_rows(alike), key=lambda row: (list(ARMS).index(row.arm), row.processes))
     by_seed = {row.arm: row.seeds for row in rows if len(row.seeds) > 1}
     variances = [statistics.variance(seeds) for seeds in by_seed.values()]
     noise = f"{statistics.fmean(variances) ** 0.5:.5f}" if variances else "not known"

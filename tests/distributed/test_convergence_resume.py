@@ -55,7 +55,10 @@ def test_arms_are_resumed_once_and_told(corpus, tmp_path, monkeypatch, capsys):
     given = ["--corpus", corpus, "--work", work, "--arms", "current lean8", "--steps", STEPS]
     same, other, arm = tables(monkeypatch, capsys, results, *given, "--others", "3", "--", *SIZES.split(), "--lr", 1e-2)
     assert same.startswith("| current lean8 | 1 -> 1 | 2 (3) | equal | equal | 0.00000 | +0.00000 |")
-    assert other.startswith("| current lean8 | 1 -> 3 | 2 (3) | equal | 2 steps differ |") and "(2)" in other
+    assert (
+        other.startswith("| current lean8 | 1 -> 3 | 2 (3) | equal | 2 steps differ, checkpoint differs |")
+        and "(2)" in other
+    )
     assert same.endswith("| bitwise |") and arm.startswith("| current lean8 |") and arm.endswith("| 2 |")
     first, second = map(json.loads, results.read_text().splitlines())
     assert (first["seed"], second["seed"], "resumed" in second) == (0, 1, False)
@@ -79,8 +82,18 @@ def test_what_a_resume_loses_is_told(corpus, tmp_path, monkeypatch, capsys):
     results = tmp_path / "results.jsonl"
     given = ["--corpus", corpus, "--work", tmp_path / "work", "--arms", "current", "--steps", STEPS, "--seeds", "0"]
     [same, _] = tables(monkeypatch, capsys, results, *given, "--others", "", "--", *SIZES.split())
-    assert "| **differs** | **2 steps differ** |" in same and same.endswith("| **not bitwise** |")
+    assert "| **differs** | **2 steps differ, checkpoint differs** |" in same and same.endswith("| **not bitwise** |")
     assert list((tmp_path / "work").rglob("checkpoints")), "what is to be looked at was removed"
+
+
+@pytest.mark.distributed
+def test_a_batch_in_the_same_parts_has_the_same_bits_on_another_number(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_follow", in_the_pool)
+    results = tmp_path / "results.jsonl"
+    given = ["--corpus", corpus, "--work", tmp_path / "work", "--arms", "current lean8", "--steps", STEPS]
+    flags = [*SIZES.split(), "--micro-batch", "3", "--lr", 1e-2]
+    _, other, _ = tables(monkeypatch, capsys, results, *given, "--seeds", "0", "--others", "2", "--", *flags)
+    assert "checkpoint equal | 0.00000 | +0.00000" in other or "| equal | equal | 0.00000 | +0.00000" in other
 
 
 FIRST = {
