@@ -36,7 +36,7 @@ from benchmarks.convergence_peers import PLAIN, TENSORWISE, PlainModel
 from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
-from quantshard.presets import PRESETS
+from quantshard.presets import PRESETS, StateOptions
 from quantshard.tensor import components
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models.losses import token_losses
@@ -99,6 +99,7 @@ def plain(groups: Parameters) -> torch.optim.Optimizer:
 
 FP16_MASTERS = {"master_weight_dtype": torch.float16}
 FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+NO_MASTERS = StateOptions(master_weights=False, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
 
 ARMS = {
     "bf16": Arm("bf16", fused()),
@@ -113,7 +114,7 @@ ARMS = {
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
-    **{f"{name} no masters": Arm(name, fused(master_weights=False, **FP8_MOMENTS)) for name in ("current", "mxfp8")},
+    **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},
     "plain bf16": Arm("bf16", fused(), PLAIN),
     "torchao tensorwise": Arm("bf16", fused(), TENSORWISE),
 }

@@ -2,10 +2,10 @@
 
     python benchmarks/convergence_runs.py CORPUS RUN... >> benchmarks/convergence.jsonl
 
-CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a model that has a
-name, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe, optimizer,
-preset, what is kept of activations; its rate, warmup and seed are what the table compares at. Rates are medians of the
-steps after the third.
+CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a decoder that is
+built by sizes, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe,
+optimizer, how masters and moments are kept, what is kept of activations; its rate, warmup and seed are what the table
+compares at. Rates are medians of the steps after the third.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import EVERY, corpus_hash
+from benchmarks.convergence import EVERY, NO_MASTERS, corpus_hash
+from quantshard.presets import PRESETS, StateOptions
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
 
@@ -28,13 +29,15 @@ COMPILING = 3
 AS_USUAL = ("schedule", "lr_floor", "beta1", "beta2", "eps", "weight_decay", "z_loss", "ema", "clip", "params_dtype",
             "reduce_dtype", "dropout")  # fmt: skip
 """What changes a loss, and no arm's name tells."""
+STATES = {"": StateOptions(), **PRESETS, "no masters": NO_MASTERS}
+"""How an arm's name tells masters and moments."""
 
 
 def record(corpus: Path, folder: Path) -> dict[str, Any]:
     """What a run has come to.
 
     Raises:
-        ValueError: it has not ended, or its model has no name.
+        ValueError: it has not ended, or no arm's name tells what it was.
     """
     run = RunDir(folder)
     settings = run.read_config()[0]
@@ -43,8 +46,8 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder} has not ended, after {len(lines)} of {settings.steps} steps, or was not evaluated there"
         )
-    if not settings.model or not settings.is_by_sizes:
-        raise ValueError(f"{folder} is of no model that has a name here, so that nothing is compared with it")
+    if not settings.is_by_sizes:
+        raise ValueError(f"{folder} is of {settings.model}, which no sizes tell, so that nothing is compared with it")
     for name in AS_USUAL:
         if getattr(settings, name) != getattr(TrainSettings, name):
             raise ValueError(f"{folder} has {name} = {getattr(settings, name)!r}, which no arm's name tells")
@@ -55,9 +58,9 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     start = json.loads(run.starts.read_text().splitlines()[-1])["environment"]
     tokens = settings.global_batch * settings.seq_length
     return {
-        "arm": _arm(settings, size["preset"]),
+        "arm": _arm(settings),
         "seed": settings.seed,
-        "model": settings.model,
+        "model": settings.model or f"{settings.architecture} {settings.layers}x{settings.hidden}",
         "corpus": corpus_hash(corpus),
         "tokens": settings.steps * tokens,
         "batch": settings.global_batch,
@@ -73,10 +76,13 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def _arm(settings: TrainSettings, preset: str) -> str:
+def _arm(settings: TrainSettings) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
-    return " ".join(filter(None, (settings.recipe, optimizer, preset, stored)))
+    states = next((name for name, options in STATES.items() if options == settings.state_options), None)
+    if states is None:
+        raise ValueError(f"no arm's name tells how masters and moments are kept: {settings.state_options}")
+    return " ".join(filter(None, (settings.recipe, optimizer, states, stored)))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.convergence import DENSE, EVERY, of_record
+from benchmarks.convergence import DENSE, EVERY, NO_MASTERS, of_record
 from quantshard.presets import PRESETS, StateBytes, StateOptions
 from quantshard.recipe import resolve
 
@@ -82,15 +82,20 @@ def read(file: Path) -> dict[TrainedOn, dict[str, ArmResult]]:
     found: dict[TrainedOn, dict[str, ArmResult]] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
-            record = of_record(json.loads(line))
-            trained = TrainedOn(*(record[key] for key in TrainedOn._fields))
-            first, _, last = record["arm"].rpartition(" ")
-            name = f"{first} {NAMES.get(last, last)}" if first else last
-            arms = found.setdefault(trained, {})
-            arms.setdefault(name, ArmResult(name, {})).records[int(record["seed"])] = _with_rate(record)
+            add(found, json.loads(line))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file}:{number} is no record of convergence.py: {error!r}") from error
     return found
+
+
+def add(found: dict[TrainedOn, dict[str, ArmResult]], record: Record) -> None:
+    """A record to those of its arm."""
+    record = of_record(record)
+    trained = TrainedOn(*(record[key] for key in TrainedOn._fields))
+    first, _, last = record["arm"].rpartition(" ")
+    name = f"{first} {NAMES.get(last, last)}" if first else last
+    arms = found.setdefault(trained, {})
+    arms.setdefault(name, ArmResult(name, {})).records[int(record["seed"])] = _with_rate(record)
 
 
 def _with_rate(record: Record) -> Record:
@@ -189,7 +194,7 @@ class CostRow(NamedTuple):
 def cost_rows() -> Iterator[CostRow]:
     """BF16, the default, and the presets, by the bytes of their formats."""
     fp8, fp4 = (_weight(name) for name in ("current", "nvfp4"))
-    default, no_masters = StateOptions(), StateOptions(False, torch.float32, torch.uint8, torch.uint8)
+    default = StateOptions()
     wide = default.bytes_of(fp8)
     yield CostRow("BF16, float32 master and moments", REFERENCE, wide._replace(weight=_BF16))
     yield CostRow("BF16, `torch.optim.AdamW` with BF16 moments", "bf16 AdamW", StateBytes(_BF16, 0, 2 * _BF16))
@@ -197,7 +202,7 @@ def cost_rows() -> Iterator[CostRow]:
     yield CostRow("the same over `nvfp4`", "nvfp4", default.bytes_of(fp4))
     for name in sorted(PRESETS):
         yield CostRow(f'`FusedAdam(..., preset="{name}")`, `current`', f"current {name}", PRESETS[name].bytes_of(fp8))
-    yield CostRow("FP8 moments, `master_weights=False`, `current`", "current no masters", no_masters.bytes_of(fp8))
+    yield CostRow("FP8 moments, `master_weights=False`, `current`", "current no masters", NO_MASTERS.bytes_of(fp8))
 
 
 def _weight(recipe: str) -> Any:
