@@ -25,7 +25,7 @@ from quantshard.modules.fused import NormInput
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.layernorm_mlp import activate_stored
 from quantshard.recipe import Recipe
 

@@ -15,7 +15,7 @@ from quantshard.errors import CheckpointError
 from quantshard.modules import Linear, quantized_model_init
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY

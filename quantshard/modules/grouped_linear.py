@@ -23,7 +23,7 @@ from quantshard.modules.base.shared_arguments import parallelism, shows_parallel
 from quantshard.modules.contexts import recompute, unsupported
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped
-from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor

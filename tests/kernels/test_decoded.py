@@ -18,7 +18,8 @@ from quantshard import recipe
 from quantshard.gemm import operands, producers, scaled_products
 from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, gemm_operands
+from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import TensorRole
 from quantshard.tensor.storage import QuantizedStorage, weight_state
 

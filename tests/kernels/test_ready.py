@@ -24,7 +24,8 @@ from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import swizzle
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import LinearState, OperandRequest, gemm_operands, gradient_operands
+from quantshard.modules.gemms.linear_operands import OperandRequest, gemm_operands, gradient_operands
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.numerics import swizzling
 from quantshard.recipe import Cell, TensorRole, resolve
 from quantshard.tensor import observation

@@ -30,7 +30,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_operands import LinearState
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe, TensorRole

@@ -28,12 +28,12 @@ from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
     GemmOperands,
-    LinearState,
     WgradOperand,
     gemm_operands,
     gradient_operands,
     weight_operand,
 )
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.tensor import observation

@@ -22,7 +22,8 @@ from quantshard.formats import ALL, Copy, Encoding
 from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import AMAX_NUMBERS, amaxes_of, cells
+from quantshard.modules.gemms.linear_operands import cells
+from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
 from quantshard.modules.gemms.operand_watch import watch
 from quantshard.recipe import Cell, TensorRole
 from quantshard.tensor import observation

@@ -7,8 +7,7 @@ run, both forms come from one read of the values; else, and for pieces under ten
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,93 +15,26 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.collectives.process_groups import Groups, including
-from quantshard.distributed import tensor_parallel
-from quantshard.distributed.tensor_parallel import TensorParallel
-from quantshard.formats import ALL
 from quantshard.gemm import operands, scaled_products
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
 from quantshard.kernels import workspace
-from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.input_amax import input_amax
+from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.modules.gemms.operand_watch import OperandWatch, watch
-from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell, CellPair, Recipe, TensorRole
-from quantshard.sharding import Shard
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import (
-    AMAX_HISTORY,
     DGRAD_STREAM,
-    KEY,
-    STREAMS_PER_RANK,
     WGRAD_STREAM,
     QuantizedStorage,
-    next_draw,
 )
 
 if kernels.USABLE:
     from quantshard.gemm import producers
     from quantshard.gemm.producers import TensorProducer
     from quantshard.kernels.fused.epilogue import EpilogueRequest
-
-
-@dataclass
-class LinearState:
-    """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
-
-    `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
-    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
-    delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
-    batch, if not those of `tp`, by which random streams are told apart. `layers`: of which layers the weights are,
-    where each has histories of its own; the input is scaled by the first one's, and noted for all.
-    """
-
-    weights: Sequence[dict[str, Tensor]]
-    input_history: Tensor | None
-    grad_output_history: Tensor | None
-    record: bool
-    tp: TensorParallel = tensor_parallel.NONE
-    amax_group: Groups = None
-    data_group: Groups = None
-    layers: Sequence[LinearState] = ()
-
-    @staticmethod
-    def joined(layers: Sequence[LinearState]) -> LinearState:
-        """That of several layers, of one weight each, which read one input."""
-        return replace(layers[0], weights=[layer.weights[0] for layer in layers], layers=layers)
-
-    def history(self, role: TensorRole, part: int) -> Tensor | None:
-        """Under delayed scaling, that of a tensor's amaxes."""
-        if role is TensorRole.WEIGHT:
-            return self.weights[part].get(AMAX_HISTORY)
-        return self.input_history if role is TensorRole.INPUT else self.grad_output_history
-
-    def owners(self, role: TensorRole, part: int) -> Sequence[LinearState]:
-        """The layers whose histories are told of an amax: of an input all, of an output's gradient its own."""
-        if not self.layers or role is TensorRole.WEIGHT:
-            return (self,)
-        return self.layers if role is TensorRole.INPUT else (self.layers[part],)
-
-    def split(self, role: TensorRole) -> OperandSplit | None:
-        """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
-
-        Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
-        """
-        if self.tp.size == 1 or self.tp.mode is None:
-            return None
-        if (role is TensorRole.INPUT) == (self.tp.mode == "row"):
-            return self.tp.split(1)
-        return self.tp.split(0) if self.tp.sequence_parallel else None
-
-    @property
-    def weight_split(self) -> OperandSplit | None:
-        """How a weight [out_features, in_features] is cut over the ranks."""
-        if self.tp.size == 1 or self.tp.mode is None:
-            return None
-        return self.tp.split(0 if self.tp.mode == "column" else 1)
 
 
 @dataclass
@@ -164,14 +96,14 @@ def gemm_operands(
     if _fits_kernels(values, split, pair):
         return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
     first, second = pair
-    delayed = _DelayedScale.of(role, first or second, call, state, part)
+    delayed = DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(values)
     amax = input_amax(values, role, call, split, wanted) if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
     sums = values.float().sum(0) if wanted.sums else None
-    words = _GradientRandomBits(state, part)
+    words = GradientRandomBits(state, part)
     watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted, watching)
     return GemmOperands(as_is, kept, sums, poison)
@@ -256,7 +188,7 @@ class OperandRequest:
             if self.watching is not None:
                 wanted = wanted._replace(passing=0)  # codes are looked at, not their values
         cell = pair[0] or pair[1]
-        self.delayed = _DelayedScale.of(role, cell, call, state, part) if call.recipe.is_delayed else None
+        self.delayed = DelayedScale.of(role, cell, call, state, part) if call.recipe.is_delayed else None
         self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
         known = None if self.delayed is None else self.delayed.amax
         if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(pair):
@@ -271,7 +203,7 @@ class OperandRequest:
         kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), stored, turned)
         self.plan = producers.plan_operand(pair, wanted, known is not None, like.shape, kind)
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
-        self.words = _GradientRandomBits(state, part) if self.plan.draws else None
+        self.words = GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
@@ -337,7 +269,7 @@ def _in_pieces(
     second: Cell | None,
     split: OperandSplit | None,
     amax: Tensor | None,
-    words: _GradientRandomBits,
+    words: GradientRandomBits,
     wanted: OperandUsage,
     watching: OperandWatch | None,
 ) -> tuple[Operand, WgradOperand]:
@@ -400,87 +332,6 @@ def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
     return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, pair)
 
 
-class _GradientRandomBits:
-    """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
-
-    Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
-    words of the tensor that they hold pieces of, by global index.
-    """
-
-    def __init__(self, state: LinearState, part: int) -> None:
-        self.weight = state.weights[part]
-        self.group = state.tp.group if state.data_group is None else state.data_group
-        self.drawn: tuple[int, int | Tensor] | None = None
-
-    def of(self, stream: int) -> operands.WordsOf:
-        """Words of one of the uses of a gradient, for any rectangle of it."""
-        return partial(self._words, stream)
-
-    def _words(self, stream: int, shard: Shard) -> RandomBits:
-        if self.drawn is None:
-            self.drawn = int(self.weight[KEY]), next_draw(self.weight)
-        base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-        return RandomBits(*self.drawn, base + stream, shard.global_shape, shard.origin, shard.shape)
-
-
-AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
-"""By which ranks tell apart the amaxes of tensors that belong to one weight."""
-
-
-def amaxes_of(role: TensorRole) -> PendingAmaxes:
-    """Those of the pass in which tensors of a role are quantized for the first time."""
-    if role is not TensorRole.GRAD_OUTPUT:
-        return context.forward_amaxes
-    context.flush_after_backward()
-    return context.backward_amaxes
-
-
-class _DelayedScale:
-    """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
-
-    `notes`: whether it is to be. Of an input or a weight that is done once for a call: its backward and its
-    recomputation scale by the same amax. All output gradients of a layer share one history, as one GEMM's would.
-    """
-
-    def __init__(self, role: TensorRole, cell: Cell, call: LinearContext, state: LinearState, part: int) -> None:
-        self._role, self._call, self._state, self._part = role, call, state, part
-        known = call.amaxes.get((role, part))
-        self.notes = known is None and state.record
-        if known is None:
-            self._pass, self._owners = amaxes_of(role), state.owners(role, part)
-            self._histories = [found for owner in self._owners if (found := owner.history(role, part)) is not None]
-            self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
-            known = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
-            if role is not TensorRole.GRAD_OUTPUT:
-                call.amaxes[role, part] = known
-        self.amax: Tensor = known
-
-    @staticmethod
-    def of(
-        role: TensorRole, cell: Cell | None, call: LinearContext, state: LinearState, part: int = 0
-    ) -> _DelayedScale | None:
-        """None unless `cell` scales by past amaxes."""
-        if cell is None or not cell.scaling.history:
-            return None
-        return _DelayedScale(role, cell, call, state, part)
-
-    def slot(self, device: torch.device) -> Tensor:
-        """Where the largest of its amaxes, float32, is kept until it is recorded: for kernels to raise."""
-        role, part, state = self._role, self._part, self._state
-        group = self._call.group if state.amax_group is None else state.amax_group
-        if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
-            group = including(group, state.tp.group)
-        # all output gradients of a layer have one history: of the largest of their amaxes
-        keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
-        queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
-        return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
-
-    def note(self, values: Tensor) -> None:
-        """Note the amax of a matrix."""
-        slot = self.slot(values.device)
-        torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)
-
-
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
     """A weight for the GEMM: as it is stored, or quantized now from high precision."""
     if isinstance(weight, QuantizedTensor):
@@ -488,7 +339,7 @@ def weight_operand(weight: Tensor, part: int, call: LinearContext, state: Linear
     cell = call.recipe.weight
     if cell is None:
         return weight
-    delayed = _DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
+    delayed = DelayedScale.of(TensorRole.WEIGHT, cell, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(weight.detach())
     amax = None if delayed is None else delayed.amax

@@ -19,7 +19,8 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import LinearState, WgradOperand, cells, keeps_transposed
+from quantshard.modules.gemms.linear_operands import WgradOperand, cells, keeps_transposed
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.structure import StepStructure, structure_of
 from quantshard.recipe import Cell, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor

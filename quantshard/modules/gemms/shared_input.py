@@ -16,7 +16,8 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import GemmOperands, LinearState, cells, gemm_operands
+from quantshard.modules.gemms.linear_operands import GemmOperands, cells, gemm_operands
+from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Cell, Recipe, TensorRole
 
 Wanted = tuple[int, tuple[Cell | None, Cell | None], bool]
