@@ -20,7 +20,7 @@ from quantshard import kernel_dispatch, private_torch
 from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules import fused, fused_activation
+from quantshard.modules import fused, fused_activation, fused_norm
 from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
@@ -335,12 +335,14 @@ def test_backward_takes_the_amax_of_the_forward(
     module = build("gated mlp", RECIPES["current"], True)
     measured: list[bool] = []
     emitted: list[bool] = []
-    real, emit = fused.NormProducer.measured, fused.NormProducer.emit
+    real, emit = fused_norm.NormProducer.measured, fused_norm.NormProducer.emit
     monkeypatch.setattr(
-        fused.NormProducer, "emit", lambda each, to: emitted.append(private_torch.in_backward()) or emit(each, to)
+        fused_norm.NormProducer, "emit", lambda each, to: emitted.append(private_torch.in_backward()) or emit(each, to)
     )
     monkeypatch.setattr(
-        fused.NormProducer, "measured", lambda each: measured.append(private_torch.in_backward()) or real(each)
+        fused_norm.NormProducer,
+        "measured",
+        lambda each, *plan: measured.append(private_torch.in_backward()) or real(each, *plan),
     )
     x = torch.randn(TOKENS, SIZE, device=DEVICE).bfloat16().requires_grad_()
     with qs.autocast(recipe=RECIPES["current"]):

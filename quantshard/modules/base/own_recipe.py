@@ -35,7 +35,7 @@ def by_own_recipe(forward: _Forward) -> _Forward:
 
     @functools.wraps(forward)
     def inside(self: RecipeModule, *args: Any, **kwargs: Any) -> Any:
-        own = self.own_autocast()
+        own = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
         if own is None:
             return forward(self, *args, **kwargs)
         with own:
