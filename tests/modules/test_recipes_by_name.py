@@ -295,14 +295,15 @@ def tied() -> Model:
 
 def normed() -> Model:
     model = Model()
-    parametrizations.weight_norm(model.blocks[0].up)
+    for layer in (model.blocks[0].up, model.blocks[0].down):  # the second has no parameter of its own then
+        parametrizations.weight_norm(layer)
     return model
 
 
 def test_tied_and_computed_weights_may_stay_in_high_precision() -> None:
     model = born({"head": "bf16", "*": "mxfp8"}, build=tied)
     assert model.head.weight is model.embedding.weight
-    model = born({"blocks.0.up": "bf16", "*": "mxfp8"}, build=normed)
+    model = born({"blocks.0.*": "bf16", "*": "mxfp8"}, build=normed)
     with qs.autocast(recipe="mxfp8"):
         assert model(X).isfinite().all()
 
