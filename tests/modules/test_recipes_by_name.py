@@ -266,7 +266,9 @@ def test_nothing_is_watched_afterwards() -> None:
 
 
 def test_explain_goes_by_the_layers_own_recipes() -> None:
-    rows = {row.name: row for row in qs.explain(born(), recipe="mxfp8").rows}
+    model = born()
+    model.embedding.recipe = {"of": "another kind"}  # an attribute of the user's
+    rows = {row.name: row for row in qs.explain(model, recipe="mxfp8").rows}
     assert not any(row.warnings for row in rows.values())
     assert {name: row.format for name, row in rows.items() if "weight" in name and "norm" not in name} == {
         "embedding.weight": "bfloat16",
