@@ -88,9 +88,10 @@ def through_activation(
         return _one_at_a_time(asked, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
     is_large = operands.is_large(gate)
     if any(each.plan.reads_values or (is_large and each.plan.decodes) for each in asked):
-        given = [TensorProducer.empty(gate, each.plan) for each in asked]
+        is_alike = all(each.wanted == asked[0].wanted for each in asked)  # not if one weight or bias is frozen
+        given = [TensorProducer.empty(gate, each.plan if is_alike else None) for each in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        return _quantized(asked, given) if is_large else iter(operands_together(asked, given))
+        return iter(operands_together(asked, given)) if is_alike and not is_large else _quantized(asked, given)
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]

@@ -100,7 +100,8 @@ def _row(
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     if chosen is not None and chosen.table:  # in whose autocast a layer with a recipe of its own runs by that
-        chosen = recipes.resolve(getattr(module, "recipe", None) or chosen)
+        own = getattr(module, "recipe", None) if hasattr(module, "own_autocast") else None  # not any module's attribute
+        chosen = recipes.resolve(own or chosen)
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
     gemm = gemm_of(leaf, module, param, storage, chosen)

@@ -164,6 +164,32 @@ def test_several_weights_are_read_at_once(
     assert dx.isnan().all() and all(grad.isnan().all() for grad in of_weights)
 
 
+@pytest.mark.parametrize("frozen", ["fc1_gate_weight", "fc1_up_weight", "fc1_gate_bias"])
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
+def test_a_frozen_weight_beside_another_changes_no_gradient(
+    name: str, frozen: str, products: dict[str, tuple[int, int]]
+) -> None:
+    """Of the two that read one input, whose gradients one kernel makes."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=name):
+        mlp = qs.LayerNormMLP(
+            32, 48, activation="swiglu", normalization="RMSNorm", bias=frozen == "fc1_gate_bias", params_dtype=BF16,
+            device=DEVICE,
+        )  # fmt: skip
+    x, dy, found = values(32, 32), values(32, 32, seed=1), []
+    for asked in ({}, {frozen}):
+        module, leaf = copy.deepcopy(mlp), x.clone().requires_grad_()
+        for parameter in asked:
+            module.get_parameter(parameter).requires_grad_(False)
+        with qs.autocast(recipe=name):
+            module(leaf).backward(dy)
+        grads = {key: parameter.grad for key, parameter in module.named_parameters() if key != frozen}
+        found.append({"x": leaf.grad, **grads})
+    for key, grad in found[0].items():
+        assert grad is not None and torch.equal(grad, found[1][key]), key
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
 def test_gradients_of_several_weights_are_those_of_each(

@@ -266,7 +266,9 @@ def test_nothing_is_watched_afterwards() -> None:
 
 
 def test_explain_goes_by_the_layers_own_recipes() -> None:
-    rows = {row.name: row for row in qs.explain(born(), recipe="mxfp8").rows}
+    model = born()
+    model.embedding.recipe = {"of": "another kind"}  # an attribute of the user's
+    rows = {row.name: row for row in qs.explain(model, recipe="mxfp8").rows}
     assert not any(row.warnings for row in rows.values())
     assert {name: row.format for name, row in rows.items() if "weight" in name and "norm" not in name} == {
         "embedding.weight": "bfloat16",
@@ -295,14 +297,15 @@ def tied() -> Model:
 
 def normed() -> Model:
     model = Model()
-    parametrizations.weight_norm(model.blocks[0].up)
+    for layer in (model.blocks[0].up, model.blocks[0].down):  # the second has no parameter of its own then
+        parametrizations.weight_norm(layer)
     return model
 
 
 def test_tied_and_computed_weights_may_stay_in_high_precision() -> None:
     model = born({"head": "bf16", "*": "mxfp8"}, build=tied)
     assert model.head.weight is model.embedding.weight
-    model = born({"blocks.0.up": "bf16", "*": "mxfp8"}, build=normed)
+    model = born({"blocks.0.*": "bf16", "*": "mxfp8"}, build=normed)
     with qs.autocast(recipe="mxfp8"):
         assert model(X).isfinite().all()
 

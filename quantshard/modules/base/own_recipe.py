@@ -148,7 +148,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
 
     def _make_histories(self, prefix: str) -> None:
         """Register the amax histories that delayed scaling of a layer's activations needs, if it is planned."""
-        device = private_torch.local_tensor(next(self.parameters(recurse=False))).device
         for role, length in self._plan.recipe.histories.items():
+            device = private_torch.local_tensor(next(self.parameters())).device  # of a part, if a weight is computed
             zeros = torch.zeros(length, dtype=torch.float32, device=device)
             self.register_buffer(prefix + HISTORIES[role], zeros)
