@@ -25,9 +25,9 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
-    """Of logits [..., vocabulary], floating, and targets int64 [...]: the mean of -log p of the targets, and that of
-    log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022, arXiv:2204.02311), which keeps logits from
-    drifting away.
+    """Of logits [..., vocabulary], floating, and targets int64 [...], all of them tokens (none is left out): the mean of
+    -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
+    arXiv:2204.02311), which keeps logits from drifting away.
 
     Sums are taken in float32; the gradient is rounded to the logits' dtype once. log(Z) is the target's logit less
     its log p, so off by a rounding of that logit.
