@@ -129,7 +129,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if is_built:
             self._follow()
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
-        options.warn_of_typos(self._name, group, self.defaults)
+        options.warn_of_typos(self._name, group, self.defaults, COUNTERS)
         self.check_group(self._name, {**self.defaults, **group})
         super().add_param_group(group)
         if is_built:

@@ -158,10 +158,11 @@ def check_flags(where: str, **flags: Any) -> None:
             raise ConfigurationError(f"{where}({name}={flag!r}): it must be True or False")
 
 
-def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str]) -> None:
-    """Warn of an entry of a group that is written almost as an option; others may be the user's own."""
+def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], counters: Collection[str]) -> None:
+    """Warn of an entry of a group that is written almost as an option; others may be the user's own, and `counters`,
+    which are among the known ones, are the optimizer's."""
     for name in group.keys() - {*known, "params"}:
-        if near := get_close_matches(name, known, 1, cutoff=0.8):
+        if near := get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8):
             warnings.warn(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?", stacklevel=7)
 
 

@@ -199,7 +199,7 @@ def test_flags_that_are_texts_are_refused(option):
 
 
 def test_a_misspelled_option_of_a_group_is_warned_of(recwarn):
-    FusedAdam([{"params": [nn.Parameter(torch.ones(4))], "weight_decy": 0.1, "layer": 3, "initial_lr": 1.0}])
+    FusedAdam([{"params": [nn.Parameter(torch.ones(4))], "weight_decy": 0.1, "steps": 5, "initial_lr": 1.0}])
     said = ["FusedAdam: a group has 'weight_decy', which does nothing; did you mean 'weight_decay'?"]
     assert [str(warning.message) for warning in recwarn] == said
 

@@ -25,8 +25,8 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
-    """Of logits [..., vocabulary], floating, and targets int64 [...], all of them tokens (none is left out): the mean of
-    -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
+    """Of logits [..., vocabulary], floating, and targets int64 [...], tokens all of them (none is left out): the mean
+    of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
     arXiv:2204.02311), which keeps logits from drifting away.
 
     Sums are taken in float32; the gradient is rounded to the logits' dtype once. log(Z) is the target's logit less
