@@ -77,8 +77,9 @@ class _RegisteredSetting:
     strict: bool = False
 
 
-_SettingKey = tuple[int, int, bool]
-"""Identities of a recipe and of a process group, which live as long as the key is in a dict; and whether strict."""
+_SettingKey = tuple[str | int | None, int, bool]
+"""The name of a recipe (None: the default one; "": none), or else its identity; that of a process group; and whether
+strict. What is known by its identity lives as long as the key is in a dict."""
 
 NO_AUTOCAST = "no autocast"
 _HIGH_PRECISION = HighPrecision()
@@ -103,11 +104,12 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
             "names (quantized_model_init, convert) run by these"
         )
     asked = resolve(recipe) if enabled else _HIGH_PRECISION
-    key = (id(asked), id(group), strict)
+    called = recipe if enabled else ""
+    key = (called if called is None or isinstance(called, str) else id(asked), id(group), strict)
     if (name := _names.get(key, "")) != "":
         return name
     name = _registered_name(asked, group, strict)
-    if _settings[name].recipe is asked:
+    if not isinstance(key[0], int) or _settings[name].recipe is asked:
         _names[key] = name
     return name
 
@@ -122,10 +124,10 @@ def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: boo
     if group is not None or name in _settings:  # a recipe of one's own may have the content of another
         name += f" {next(_numbers)}"
     if group is not None:
-        key = (id(asked), id(group), strict)
 
         def forget(_: weakref.ReferenceType[dist.ProcessGroup]) -> None:
-            _names.pop(key, None)
+            for key in [key for key, other in _names.items() if other == name]:
+                _names.pop(key, None)
             _settings.pop(name, None)
 
         known = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
