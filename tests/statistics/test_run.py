@@ -128,6 +128,14 @@ def test_a_step_of_large_gradients_is_told_apart(folder, capturable):
     assert run.passes == 5 + 1 and run.optimizer.skipped_steps == 2 and run.optimizer.large_gradient == ""
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [(3, True), (4, False), (9, False)])
+def test_statistics_that_sample_no_step_are_told(folder, capsys, steps, is_told):
+    """Every fourth step; of a run of three there is none, which is no error, since a resume may add steps."""
+    Run(folder, replace(SETTINGS, steps=steps)).statistics.__exit__(None)
+    told = "statistics_every = 4: none of the steps 1 to 3 is sampled" in " ".join(capsys.readouterr().out.split())
+    assert told == is_told
+
+
 def test_alarms_change_no_bit(folder):
     """Beside a training without statistics that skips the same steps."""
     run = Run(folder, bad=(2, 3))

@@ -316,8 +316,9 @@ class quantized_model_init:
             of which the first that matches holds, or a function of module and name: `{"layers.0.*": "bf16", "*":
             "mxfp8"}`. Layers have their names when the context is left, from the outermost module that was built, or
             given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
-            what is built under another context inside goes by that one. In an autocast that quantizes, whichever its
-            recipe, each of these layers runs by its own; in none, quantized weights are dequantized, as ever.
+            what is built under another context inside goes by that one; hooks of weights are for afterwards, since
+            other parameters take the place of these. In an autocast that quantizes, whichever its recipe, each of these
+            layers runs by its own; in none, quantized weights are dequantized, as ever.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
             optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
             DTensor.

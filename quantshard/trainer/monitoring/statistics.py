@@ -39,6 +39,10 @@ class RunStatistics:
         self._model, self._optimizer, self._record, self._note = model, optimizer, record, note
         self._skipped, self._skips = optimizer.skipped_steps, False
         self._sample: StepSample | None = None
+        every = settings.statistics_every
+        if every and done < settings.steps < (done // every + 1) * every:
+            text = f"statistics_every = {every}: none of the steps {done + 1} to {settings.steps} is sampled"
+            note(text, logging.WARNING)
         self._statistics = Statistics(
             model,
             optimizer,
