@@ -57,7 +57,7 @@ def metrics(run):
 def losses(run):
     """What must be equal to the last bit: every figure that is not a measurement of this machine."""
     return [
-        {k: v for k, v in record.items() if k not in ("tokens_per_s", "memory_bytes", "data_wait_s")}
+        {k: v for k, v in record.items() if k not in ("tokens_per_s", "mfu", "memory_bytes", "data_wait_s")}
         for record in metrics(run)
     ]
 
