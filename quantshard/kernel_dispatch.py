@@ -15,9 +15,10 @@ from torch import Tensor
 from quantshard import kernels, numerics, private_torch
 from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
-from quantshard.numerics import Grids, Pair, RandomBits, quantization_error, swizzling
+from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error, swizzling
 
 if kernels.USABLE:
+    from quantshard.kernels.fused import cross_entropy as cross_entropy_kernel
     from quantshard.kernels.fused import rounded_sum as sum_kernel
     from quantshard.kernels.optimizer import history as history_kernel
     from quantshard.kernels.optimizer import multi_tensor
@@ -189,6 +190,28 @@ def add_quantization_error(
     else:
         x = numerics.hadamard16(x) if hadamard else x
         quantization_error.add_error_(sums[0], extremes[0], x, copy, parts, origin)
+
+
+def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
+    """`quantization_error.add_values_`, to one of several rows [copies, columns] that count together."""
+    if has_float_kernels(x):
+        error_kernel.add_values(sums, extremes, x)
+    else:
+        quantization_error.add_values_(sums[0], extremes[0], x)
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """`cross_entropy.log_normalizers`."""
+    if has_float_kernels(logits):
+        return cross_entropy_kernel.log_normalizers(logits)
+    return cross_entropy.log_normalizers(logits)
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+    """`cross_entropy.logits_gradient`."""
+    if has_float_kernels(logits):
+        return cross_entropy_kernel.logits_gradient(logits, targets, log_z, factors, of_entropy)
+    return cross_entropy.logits_gradient(logits, targets, log_z, factors, of_entropy)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:

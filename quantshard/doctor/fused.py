@@ -25,6 +25,7 @@ from quantshard.numerics import Pair
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as ka
+    from quantshard.kernels.fused import cross_entropy as ke
     from quantshard.kernels.fused import norm as kn
     from quantshard.kernels.fused import rotary as kr
     from quantshard.kernels.fused import rounded_sum
@@ -341,6 +342,30 @@ def rounded_sum_case(x: Tensor) -> KernelCase:
     return KernelCase(lambda: [rounded_sum.rounded_sum(parts, x.dtype)], oracle, bytes_of(*parts, x))
 
 
+def cross_entropy_case(x: Tensor) -> KernelCase:
+    """Of logits: log(Z) of their softmax, and the gradient, with a factor for each row, against float64."""
+    logits = random_like(x, 0) * 4
+    rows, cols = logits.shape
+    targets = torch.arange(rows, device=x.device) * 7 % cols
+    factors, of_entropy = random_like(x, 1, (rows,)).float(), torch.full((), 0.5, dtype=torch.float32, device=x.device)
+    exact = logits.double()
+    given = exact.logsumexp(-1).float()
+
+    def launch() -> list[Tensor | None]:
+        return [ke.log_normalizers(logits), ke.logits_gradient(logits, targets, given, factors, of_entropy)]
+
+    def oracle() -> list[Expected]:
+        log_z = exact.logsumexp(-1)
+        spread, steps = exact.amax(1) - exact.amin(1), -(cols // -ke.COLS)
+        error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U + 2 * U * log_z.abs()
+        z, factor = exact - given.double()[:, None], factors.double()[:, None]
+        gradient = z.exp() * factor - 0.5 * (torch.arange(cols, device=x.device) == targets[:, None])
+        near = (z.abs() + given.double().abs()[:, None] + 6) * U * factor.abs() * z.exp()
+        return [Bound(log_z, error), Bound(gradient, near + U * gradient.abs() + TINY * factor.abs())]
+
+    return KernelCase(launch, oracle, 3 * bytes_of(logits))
+
+
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -367,6 +392,7 @@ ROTATIONS = {
     f"rotary embedding{words}, forward and backward": {"interleaved": bool(words)} for words in ("", ", interleaved")
 }
 SUMS: dict[str, dict[str, Any]] = {"sum of gradients": {}}
+CROSS_ENTROPY: dict[str, dict[str, Any]] = {"cross-entropy and its gradient": {}}
 
 ROWS = (
     KernelRow(
@@ -387,5 +413,9 @@ ROWS = (
     ),
     KernelRow({"deliver_kernel"}, gradient_codes_case, GRADIENT_CODES, timed_of(GRADIENT_CODES), (35, 290)),
     KernelRow({"rotate_kernel"}, rotary_case, ROTATIONS, list(ROTATIONS), (3, 40)),
+    KernelRow(
+        {"normalizer_kernel", "logits_gradient_kernel"},
+        cross_entropy_case, CROSS_ENTROPY, list(CROSS_ENTROPY), (3, 4100), TOO_FAR,
+    ),
     KernelRow({"sum_kernel"}, rounded_sum_case, SUMS, list(SUMS), (33, 129)),
 )  # fmt: skip

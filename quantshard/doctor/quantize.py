@@ -203,6 +203,35 @@ def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16)
     )
 
 
+def _statistics_rows(copies: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    sums = torch.zeros(copies, len(quantization_error.SUMS), dtype=torch.float64, device=device)
+    empty = torch.tensor(quantization_error.EMPTY, dtype=torch.float32, device="cpu").to(device)
+    return sums, empty.repeat(copies, 1)
+
+
+def _together(extremes: Tensor) -> Tensor:
+    return torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)])
+
+
+def values_case(x: Tensor) -> KernelCase:
+    """Counts and amax of values that were not quantized, of which some are neither finite nor zero."""
+    seen = x.clone()
+    for place, value in enumerate((math.inf, math.nan, 0.0)):
+        seen.view(-1)[place : place + 1] = value
+
+    def launch() -> list[Tensor | None]:
+        sums, extremes = _statistics_rows(3, x.device)
+        error.add_values(sums, extremes, seen)
+        return [sums.sum(0), _together(extremes)]
+
+    def oracle() -> list[Expected]:
+        (sums,), (extremes,) = _statistics_rows(1, x.device)
+        quantization_error.add_values_(sums, extremes, seen)
+        return [sums, extremes]
+
+    return KernelCase(launch, oracle, bytes_of(x))
+
+
 def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
     """Counts, extremes and squares of the error of one copy, some of whose values saturate."""
     copy, exact = fmt.copies[Copy.ROWWISE], numerics.hadamard16(x) if hadamard else x
@@ -210,19 +239,14 @@ def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
     parts, multipliers = numerics.scales_and_multipliers(amaxes, fmt, Scaling(), x.dtype)
     parts[copy.codes.name] = numerics.quantize_codes(exact, copy, multipliers)
 
-    def rows(copies: int) -> tuple[Tensor, Tensor]:
-        sums = torch.zeros(copies, len(quantization_error.SUMS), dtype=torch.float64, device=x.device)
-        empty = torch.tensor(quantization_error.EMPTY, dtype=torch.float32, device="cpu").to(x.device)
-        return sums, empty.repeat(copies, 1)
-
     def launch() -> list[Tensor | None]:
-        sums, extremes = rows(3)
+        sums, extremes = _statistics_rows(3, x.device)
         error.add_error(sums, extremes, x, copy, parts, hadamard=hadamard)
         total = sums.sum(0)
-        return [total[:6], torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), total[6:]]
+        return [total[:6], _together(extremes), total[6:]]
 
     def oracle() -> list[Expected]:
-        (sums,), (extremes,) = rows(1)
+        (sums,), (extremes,) = _statistics_rows(1, x.device)
         quantization_error.add_error_(sums, extremes, exact, copy, parts)
         squares = sums[6:]
         bound = (math.log2(exact.numel()) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
@@ -290,6 +314,7 @@ def ready_case(x: Tensor, fmt: Format) -> KernelCase:
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
+VALUES: Cases = {"counts and amax of values": {}}
 ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 _TURNED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4]
 ERRORS |= {f"error of {fmt.name} + random_hadamard": {"fmt": fmt, "hadamard": True} for fmt in _TURNED}
@@ -308,6 +333,7 @@ ROWS = (
     KernelRow({"scales_kernel"}, scales_case, SCALES, timed_of(SCALES), (131, 257)),
     KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
     KernelRow({"error_kernel"}, error_case, ERRORS, timed_of(ERRORS), (35, 290), TOO_FAR),
+    KernelRow({"values_kernel"}, values_case, VALUES, list(VALUES), (35, 290)),
     KernelRow({"swizzle_kernel"}, swizzle_case, SWIZZLE, timed_of(SWIZZLE), (288, 320)),
     KernelRow({"quantize_kernel"}, ready_case, READY, timed_of(READY), (288, 320)),
     KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),

@@ -19,7 +19,6 @@ from quantshard import kernel_dispatch
 from quantshard.collectives import process_groups
 from quantshard.collectives.flags import DEFERRED_DEVICES
 from quantshard.collectives.process_groups import Group
-from quantshard.numerics import quantization_error
 from quantshard.numerics.quantization_error import EMPTY, EXTREMES, SUMS
 from quantshard.recipe import TensorRole
 from quantshard.tensor.storage import QuantizedStorage
@@ -74,7 +73,7 @@ class SampleBuffer:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
         if not isinstance(operand, QuantizedStorage):
-            quantization_error.add_values_(sums[0], extremes[0], values)
+            kernel_dispatch.add_values(sums, extremes, values)
             return
         cell, (copy, *_) = operand.cell, operand.cell.format.copies.values()
         kernel_dispatch.add_quantization_error(

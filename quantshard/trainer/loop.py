@@ -126,6 +126,8 @@ class Trainer:
         else:
             with around():
                 sums = self._stepped(batch, stop)
+        if statistics is not None:
+            statistics.settle()  # of the step before, while the device works on this one
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 

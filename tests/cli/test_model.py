@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.modules.base.module import QuantizedModule
+from quantshard.numerics import cross_entropy
 from quantshard.trainer.data import VOCABULARY
 from quantshard.trainer.models import losses
 from quantshard.trainer.models import model as models
@@ -196,7 +197,7 @@ def test_losses_and_their_gradient_are_those_of_float64(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some rows at a time, without a float32 copy of all; the gradient is within a rounding to the logits' dtype."""
-    monkeypatch.setattr(losses, "ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(3, 50, 301, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 301, (3, 50), generator=generator)

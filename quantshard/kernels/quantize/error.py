@@ -1,8 +1,10 @@
-"""The error of a quantization, in one read of the values and their codes: `numerics.quantization_error.add_error_`.
+"""The error of a quantization, in one read of the values and their codes: `numerics.quantization_error.add_error_`; and
+of values that were not quantized `add_values_`.
 
-Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by the
-tile's largest first, so that none overflows or vanishes, and in float64 over tiles: of n values to a tile a sum is
-off by a relative (log2(n) + 4) * 2**-23 at most, beside the rounding of x - q itself, 2**-24 of the larger of both.
+Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by a
+power of two near the tile's largest first, so that none overflows or vanishes, and in float64 over tiles: of n values
+to a tile a sum is off by a relative (log2(n) + 4) * 2**-23 at most, beside the rounding of x - q itself, 2**-24 of the
+larger of both.
 
 Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -25,6 +27,9 @@ from quantshard.kernels.quantize.dequantize import tiles_of
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of, transformed
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles
 from quantshard.numerics.quantization_error import beyond
+
+TILE: Final = (32, 256)
+"""Values that a program of `values_kernel` reads."""
 
 
 @triton.jit
@@ -58,14 +63,12 @@ def error_kernel(
     finite = inside & (size < infinity)
     known = finite & (tl.abs(q) < infinity)
     top = tl.max(tl.max(tl.where(finite, size, 0.0), 1), 0)
-    unit = tl.where(top > 1e-37, top, 1e-37)
-    part, off = tl.where(known, x / unit, 0.0), tl.where(known, (x - q) / unit, 0.0)
+    unit, per_unit = _power_near(top)
+    part, off = tl.where(known, x * per_unit, 0.0), tl.where(known, (x - q) * per_unit, 0.0)
     square = unit.to(tl.float64) * unit.to(tl.float64)
     copy = (tl.program_id(0) + tl.program_id(1)) % copies
     to = sums_ptr + copy.to(tl.int64) * sums_stride
-    tl.atomic_add(to, _count(inside))
-    tl.atomic_add(to + 1, _count(inside & (size >= infinity)) + _count(inside & (x != x)))
-    tl.atomic_add(to + 2, _count(finite & (x != 0.0)))
+    _add_values(to, inside, finite, x)
     tl.atomic_add(to + 3, _count(known))
     tl.atomic_add(to + 4, _count(known & (size > scale * BEYOND) & (q != 0.0)))
     tl.atomic_add(to + 5, _count(known & (x != 0.0) & (q == 0.0)))
@@ -81,8 +84,54 @@ def error_kernel(
 
 
 @triton.jit
+def values_kernel(
+    x_ptr, x_row, x_col, rows, cols, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = (i < rows)[:, None] & (j < cols)[None, :]
+    at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
+    x = ql.widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    finite = inside & (tl.abs(x) < float("inf"))
+    copy = (tl.program_id(0) + tl.program_id(1)) % copies
+    _add_values(sums_ptr + copy.to(tl.int64) * sums_stride, inside, finite, x)
+    top = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
+    bits = (extremes_ptr + copy.to(tl.int64) * extremes_stride).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(bits, top.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _add_values(to, inside, finite, x):
+    count = _count(inside)
+    tl.atomic_add(to, count)
+    tl.atomic_add(to + 1, count - _count(finite))
+    tl.atomic_add(to + 2, _count(finite & (x != 0.0)))
+
+
+@triton.jit
+def _power_near(x):
+    """A power of two near a float32 x, not negative and finite, within 2**-122 and 2**126; and what 1 by it is."""
+    bits = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True), 0x02800000), 0x7E800000) & 0x7F800000
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _count(chosen):
     return tl.sum(tl.sum(chosen.to(tl.int32), 1), 0).to(tl.float64)
+
+
+def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
+    """`numerics.quantization_error.add_values_` of x [R, C], float32, bfloat16 or float16 with any strides, added to
+    one of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]."""
+    if x.numel() == 0:
+        return
+    grid = triton.cdiv(x.shape[0], TILE[0]), triton.cdiv(x.shape[1], TILE[1])
+    launch_kernel(
+        values_kernel, grid, x.device,
+        x, *x.stride(), *x.shape, sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0],
+        ROWS=TILE[0], COLS=TILE[1], num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def add_error(

@@ -2,19 +2,17 @@
 
 Logits are the largest tensor of a small model, 3.1 GiB in bfloat16 of 32,768 tokens and 50,304 entries. With
 `torch.nn.functional.cross_entropy`, of all of them in float32, the peak of a step of GPT-2 small is 27.3 GiB, and here
-15.2 (by `quantshard.plan`): they are kept as they are, and each pass takes some rows at a time to float32.
+15.2 (by `quantshard.plan`): they are kept as they are (`numerics/cross_entropy.py`, `kernels/fused/cross_entropy.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-ELEMENTS_AT_ONCE: Final = 1 << 25
-"""Logits that are float32 at a time: 128 MiB, twice."""
+from quantshard import kernel_dispatch
 
 
 class TokenLosses(NamedTuple):
@@ -29,8 +27,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
     of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
     arXiv:2204.02311), which keeps logits from drifting away.
 
-    Sums are taken in float32; the gradient is rounded to the logits' dtype once. log(Z) is the target's logit less
-    its log p, so off by a rounding of that logit.
+    Sums are taken in float32; the gradient is rounded to the logits' dtype once.
     """
     return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten()))
 
@@ -38,25 +35,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = targets[:, None]
-        log_p = torch.cat([
-            logits[rows].log_softmax(-1, dtype=torch.float32).gather(1, chosen[rows]) for rows in _at_once(logits)
-        ])  # fmt: skip
-        log_z = logits.gather(1, chosen).float() - log_p
-        ctx.save_for_backward(logits, chosen, log_p, log_z)
-        return -log_p.mean(), log_z.square().mean()
+        log_z = kernel_dispatch.log_normalizers(logits)
+        ctx.save_for_backward(logits, targets, log_z)
+        return (log_z - logits.gather(1, targets[:, None])[:, 0]).mean(), log_z.square().mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logits, chosen, log_p, log_z = ctx.saved_tensors
+        logits, targets, log_z = ctx.saved_tensors
         of_entropy, of_z = (grad / len(logits) for grad in grads)
-        factor = of_entropy + 2 * of_z * log_z  # of each row's p
-        found = torch.empty_like(logits)
-        for rows in _at_once(logits):
-            torch.mul((logits[rows] - log_z[rows]).exp_(), factor[rows], out=found[rows])
-        return found.scatter_(1, chosen, (log_p.exp() * factor - of_entropy).to(found.dtype)), None
-
-
-def _at_once(logits: Tensor) -> Iterator[slice]:
-    count = max(1, ELEMENTS_AT_ONCE // max(1, logits.shape[1]))
-    return (slice(first, first + count) for first in range(0, len(logits), count))
+        factors = of_entropy + 2 * of_z * log_z  # of each row's p
+        return kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy), None

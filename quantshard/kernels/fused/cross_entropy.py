@@ -1,0 +1,83 @@
+"""The cross-entropy of logits: one read for log(Z) of their softmax, one read and one write for the gradient.
+
+Of each of `COLS` columns apart the largest logit so far and the sum of the exponentials beside it are kept, so a row
+is read once. With u = 2**-24, S = ceil(V / COLS) steps and R the difference of the largest and the smallest logit of a
+row, exp of z is off by a relative (|z| + 3) u (`kernels/fused/activation.py`), of which a term meets one at first and
+perhaps one in each later step and at the end; so
+
+    |log_z - exact| <= ((S + 2) (R + 4) + log2(COLS) + 4) u + 2 u |exact|
+
+and, before the one rounding to the logits' dtype, with z = x - log_z and p = exp(z), of a log_z that is given
+
+    |gradient - exact| <= (|z| + |log_z| + 6) u |factor| p + u |exact| + 2**-126 |factor|
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantshard.kernels import language as ql
+from quantshard.kernels.launch import launch_kernel
+
+COLS: Final = 4096
+WARPS: Final = 8
+
+
+@triton.jit
+def normalizer_kernel(x_ptr, x_row, x_col, cols, log_z_ptr, COLS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lowest = float("-inf")
+    top = tl.full((COLS,), lowest, tl.float32)
+    total = tl.zeros((COLS,), tl.float32)
+    for begin in range(0, cols, COLS):
+        j = begin + tl.arange(0, COLS)
+        x = ql.widen(tl.load(x_ptr + row * x_row + j.to(tl.int64) * x_col, mask=j < cols, other=lowest))
+        higher = tl.maximum(top, x)  # of NaN, which the sum then has, the other
+        beside = tl.where(higher > lowest, higher, 0.0)
+        total = total * tl.exp(top - beside) + tl.exp(x - beside)
+        top = higher
+    highest = tl.max(top, 0)
+    beside = tl.where(highest > lowest, highest, 0.0)
+    tl.store(log_z_ptr + row, beside + tl.log(tl.sum(total * tl.exp(top - beside), 0)))
+
+
+@triton.jit
+def logits_gradient_kernel(
+    x_ptr, x_row, x_col, cols, targets_ptr, log_z_ptr, factors_ptr, of_entropy_ptr, out_ptr, COLS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    inside = j < cols
+    x = ql.widen(tl.load(x_ptr + row * x_row + j.to(tl.int64) * x_col, mask=inside, other=0.0))
+    gradient = tl.exp(x - tl.load(log_z_ptr + row)) * tl.load(factors_ptr + row)
+    gradient = tl.where(j == tl.load(targets_ptr + row), gradient - tl.load(of_entropy_ptr), gradient)
+    tl.store(out_ptr + row * cols + j, ql.narrow(gradient, out_ptr.dtype.element_ty), mask=inside)
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """`numerics.cross_entropy.log_normalizers` of float32, bfloat16 or float16 with any strides."""
+    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits) > 0:
+        launch_kernel(
+            normalizer_kernel, (len(logits),), logits.device,
+            logits, *logits.stride(), logits.shape[1], found, COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return found
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+    """`numerics.cross_entropy.logits_gradient` of float32, bfloat16 or float16 with any strides."""
+    found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if logits.numel() > 0:
+        rows, cols = logits.shape
+        launch_kernel(
+            logits_gradient_kernel, (rows, triton.cdiv(cols, COLS)), logits.device,
+            logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy, found,
+            COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return found

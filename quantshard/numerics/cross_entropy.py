@@ -1,0 +1,39 @@
+"""The cross-entropy of logits and its gradient, in float32, of some rows at a time: no float32 copy of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+ELEMENTS_AT_ONCE: Final = 1 << 25
+"""Logits that are float32 at a time: 128 MiB, some times."""
+
+
+def log_normalizers(logits: Tensor) -> Tensor:
+    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]."""
+    return torch.cat([logits[rows].float().logsumexp(-1) for rows in _at_once(logits)])
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+    """factors[n] * p[n, v] - of_entropy * (v == targets[n]), where p is the softmax, rounded to the logits' dtype once.
+
+    Args:
+        logits: [N, V], floating.
+        targets: int64 [N].
+        log_z: as `log_normalizers` gave them.
+        factors: float32 [N].
+        of_entropy: float32 scalar.
+    """
+    found, chosen, columns = torch.empty_like(logits), targets[:, None], log_z[:, None]
+    for rows in _at_once(logits):
+        torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=found[rows])
+    p = (logits.gather(1, chosen).float() - columns).exp_()
+    return found.scatter_(1, chosen, (p * factors[:, None] - of_entropy).to(found.dtype))
+
+
+def _at_once(logits: Tensor) -> Iterator[slice]:
+    count = max(1, ELEMENTS_AT_ONCE // max(1, logits.shape[1]))
+    return (slice(first, first + count) for first in range(0, max(1, len(logits)), count))
