@@ -360,7 +360,7 @@ def cross_entropy_case(x: Tensor) -> KernelCase:
         error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U + 2 * U * log_z.abs()
         z, factor = exact - given.double()[:, None], factors.double()[:, None]
         gradient = z.exp() * factor - 0.5 * (torch.arange(cols, device=x.device) == targets[:, None])
-        near = (z.abs() + given.double().abs()[:, None] + 6) * U * factor.abs() * z.exp()
+        near = (2 * z.abs() + 6) * U * factor.abs() * z.exp()
         return [Bound(log_z, error), Bound(gradient, near + U * gradient.abs() + TINY * factor.abs())]
 
     return KernelCase(launch, oracle, 3 * bytes_of(logits))

@@ -137,7 +137,7 @@ def test_capturable_steps_are_replayed_from_a_graph(masters: str, moments: str) 
 def test_recomputation() -> None:
     """1 to 3 ranks."""
     for ranks in range(1, min(torch.cuda.device_count(), 3) + 1):
-        for found in run_ranks(ranks, recomputed, ranks, "cuda"):
+        for found in run_ranks(ranks, recomputed, ranks, "cuda", ("delayed",), True):
             assert set(found.values()) == {"equal"}, {key: word for key, word in found.items() if word != "equal"}
 
 

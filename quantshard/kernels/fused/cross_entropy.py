@@ -9,7 +9,7 @@ perhaps one in each later step and at the end; so
 
 and, before the one rounding to the logits' dtype, with z = x - log_z and p = exp(z), of a log_z that is given
 
-    |gradient - exact| <= (|z| + |log_z| + 6) u |factor| p + u |exact| + 2**-126 |factor|
+    |gradient - exact| <= (2 |z| + 6) u |factor| p + u |exact| + 2**-126 |factor|
 """
 
 from __future__ import annotations

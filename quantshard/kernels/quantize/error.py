@@ -20,67 +20,114 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import QuantizedCopy
+from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize.dequantize import tiles_of
-from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of, transformed
-from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles
+from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, transformed
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles, tiling
 from quantshard.numerics.quantization_error import beyond
 
 TILE: Final = (32, 256)
 """Values that a program of `values_kernel` reads."""
+STEPS: Final = 6
+"""Tiles, one below the other, that a program of `error_kernel` adds up."""
+ELEMENTS: Final = 16
+"""Of a tile that a thread has."""
+TOGETHER = tl.constexpr(4)
+"""Neighbours in a row that are added up first; by `STEPS` they are fewer than a count of 6 bits holds."""
 
 
 @triton.jit
 def error_kernel(
-    x_ptr, x_row, x_col, codes_ptr, codes_stride, codes_cols, scale_ptr, amax_ptr, grid_row, grid_col, grid_rows,
-    grid_cols, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, where, BEYOND: tl.constexpr,
-    H: tl.constexpr,
+    x_ptr, x_row, x_col, codes, scales, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, where,
+    BEYOND: tl.constexpr, STEPS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = H.rows
+    COLS: tl.constexpr = H.cols
+    infinity = float("inf")
+    first = where.row_origin // H.rows + tl.program_id(0) * STEPS
+    col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
+    largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
+    smallest = largest + infinity
+    for step in range(STEPS):
+        grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
+        largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
+        smallest = tl.minimum(smallest, tl.where(usable, grid, infinity))
+    highest = tl.max(tl.max(largest, 1), 0)
+    unit, per_unit = _power_near(highest)
+    top = tl.zeros((ROWS, COLS // TOGETHER), tl.float32)
+    signal, noise = top, top
+    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)  # five of 6 bits each
+    for step in range(STEPS):
+        row = (first + step) * H.rows
+        i = row - where.row_origin + tl.arange(0, H.rows)
+        j = col - where.col_origin + tl.arange(0, H.cols)
+        valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
+        at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
+        x = transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
+        scale = ql.expand(_scales_of_tile(row, col, scales, where, H)[0], H.rows, H.cols, H.block_rows, H.block_cols)
+        q = _codes_of_tile(i, j, col, codes, where, H) * scale
+        size = tl.abs(x)
+        finite = size < infinity  # outside of the matrix both are zero, which is not counted
+        known = finite & (tl.abs(q) < infinity)
+        part, off = tl.where(known, x, 0.0) * per_unit, tl.where(known, x - q, 0.0) * per_unit
+        signal += tl.sum(_neighbours(part * part, H), 2)
+        noise += tl.sum(_neighbours(off * off, H), 2)
+        top = tl.maximum(top, tl.max(_neighbours(tl.where(finite, size, 0.0), H), 2))
+        rounded = tl.where(size > scale * BEYOND, 1 << 12 | 1 << 18, 1 << 12)
+        nonzero = tl.where(q != 0.0, rounded, 1 << 12 | 1 << 24)
+        unknown = tl.where(finite, tl.where(x != 0.0, 1 << 12 | 1, 1), 1 << 6 | 1)
+        kinds = tl.where(known, tl.where(x != 0.0, nonzero, 0), unknown)
+        counts += tl.sum(_neighbours(kinds, H), 2)
+    copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
+    to = sums_ptr + copy * sums_stride
+    square = unit.to(tl.float64) * unit.to(tl.float64)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        elements = where.rows.to(tl.float64) * where.cols
+        tl.atomic_add(to, elements, sem="relaxed")
+        tl.atomic_add(to + 3, elements, sem="relaxed")
+    tl.atomic_add(to + 1, _count(counts >> 6), sem="relaxed")
+    tl.atomic_add(to + 2, _count(counts >> 12), sem="relaxed")
+    tl.atomic_add(to + 3, -_count(counts), sem="relaxed")
+    tl.atomic_add(to + 4, _count(counts >> 18), sem="relaxed")
+    tl.atomic_add(to + 5, _count(counts >> 24), sem="relaxed")
+    tl.atomic_add(to + 6, tl.sum(tl.sum(signal, 1), 0).to(tl.float64) * square, sem="relaxed")
+    tl.atomic_add(to + 7, tl.sum(tl.sum(noise, 1), 0).to(tl.float64) * square, sem="relaxed")
+    bits = ql.as_bits(extremes_ptr + copy * extremes_stride)  # of positive numbers they are in the order of values
+    tl.atomic_max(bits, ql.largest_bits(top), sem="relaxed")
+    tl.atomic_max(bits + 1, highest.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_min(bits + 2, tl.min(tl.min(smallest, 1), 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _scales_of_tile(row, col, scales, where, H: tl.constexpr):
+    """The scales of a tile's blocks, and which of them there are and are finite."""
+    rule: tl.constexpr = H.rule
+    scale_ptr, amax_ptr, row_stride, col_stride, rows, cols = scales
+    entries, inside = grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H)
+    second = tl.load(amax_ptr) if amax_ptr is not None else 0.0
+    grid = decode_scale(tl.load(scale_ptr + entries, mask=inside, other=0), second, rule)
+    return grid, inside & (tl.abs(grid) < float("inf"))
+
+
+@triton.jit
+def _codes_of_tile(i, j, col, codes, where, H: tl.constexpr):
+    """The decoded codes of a tile, float32."""
+    codes_ptr, stride, cols = codes
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
-    row, col, i, j, valued = tile_of(where, H)
-    inside = valued
-    if H.hadamard:  # what it pads is quantized too
-        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]
+    rows = i.to(tl.int64)[:, None] * stride
+    inside = ((i >= 0) & (i < where.rows))[:, None]
     if element.bits == 4:
         half = tl.max_contiguous((col - where.col_origin) // 2 + tl.arange(0, H.cols // 2), 4)
-        valid = ((i >= 0) & (i < where.rows))[:, None] & ((half >= 0) & (half < codes_cols))[None, :]
-        packed = tl.load(codes_ptr + i.to(tl.int64)[:, None] * codes_stride + half[None, :], mask=valid, other=0)
-        codes = ql.unpack(packed, H.rows, H.cols)
+        packed = tl.load(
+            codes_ptr + rows + half[None, :], mask=inside & ((half >= 0) & (half < cols))[None, :], other=0
+        )
+        stored = ql.unpack(packed, H.rows, H.cols)
     else:
-        codes = tl.load(codes_ptr + i.to(tl.int64)[:, None] * codes_stride + j[None, :], mask=inside, other=0)
-    entries, in_grid = grid_of_tile(row, col, where, grid_row, grid_col, grid_rows, grid_cols, H)
-    second = tl.load(amax_ptr) if amax_ptr is not None else 0.0
-    grid = decode_scale(tl.load(scale_ptr + entries, mask=in_grid, other=0), second, rule)
-    scale = ql.expand(grid, H.rows, H.cols, H.block_rows, H.block_cols)
-    q = ql.decode(codes, element) * scale
-    at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
-    x = transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
-    size = tl.abs(x)
-    infinity = float("inf")
-    finite = inside & (size < infinity)
-    known = finite & (tl.abs(q) < infinity)
-    top = tl.max(tl.max(tl.where(finite, size, 0.0), 1), 0)
-    unit, per_unit = _power_near(top)
-    part, off = tl.where(known, x * per_unit, 0.0), tl.where(known, (x - q) * per_unit, 0.0)
-    square = unit.to(tl.float64) * unit.to(tl.float64)
-    copy = (tl.program_id(0) + tl.program_id(1)) % copies
-    to = sums_ptr + copy.to(tl.int64) * sums_stride
-    _add_values(to, inside, finite, x)
-    tl.atomic_add(to + 3, _count(known))
-    tl.atomic_add(to + 4, _count(known & (size > scale * BEYOND) & (q != 0.0)))
-    tl.atomic_add(to + 5, _count(known & (x != 0.0) & (q == 0.0)))
-    tl.atomic_add(to + 6, tl.sum(tl.sum(part * part, 1), 0).to(tl.float64) * square)
-    tl.atomic_add(to + 7, tl.sum(tl.sum(off * off, 1), 0).to(tl.float64) * square)
-    bits = (extremes_ptr + copy.to(tl.int64) * extremes_stride).to(tl.pointer_type(tl.int32), bitcast=True)
-    usable = in_grid & (tl.abs(grid) < infinity)  # of positive numbers bits are in the order of values
-    tl.atomic_max(bits, top.to(tl.int32, bitcast=True))
-    largest = tl.max(tl.max(tl.where(usable, grid, 0.0), 1), 0)
-    smallest = tl.min(tl.min(tl.where(usable, grid, infinity), 1), 0)
-    tl.atomic_max(bits + 1, largest.to(tl.int32, bitcast=True))
-    tl.atomic_min(bits + 2, smallest.to(tl.int32, bitcast=True))
+        valid = inside & ((j >= 0) & (j < where.cols))[None, :]
+        stored = tl.load(codes_ptr + rows + j[None, :], mask=valid, other=0)
+    return ql.decode(stored, element)
 
 
 @triton.jit
@@ -93,20 +140,17 @@ def values_kernel(
     inside = (i < rows)[:, None] & (j < cols)[None, :]
     at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
     x = ql.widen(tl.load(x_ptr + at, mask=inside, other=0.0))
-    finite = inside & (tl.abs(x) < float("inf"))
-    copy = (tl.program_id(0) + tl.program_id(1)) % copies
-    _add_values(sums_ptr + copy.to(tl.int64) * sums_stride, inside, finite, x)
-    top = tl.max(tl.max(tl.where(finite, tl.abs(x), 0.0), 1), 0)
-    bits = (extremes_ptr + copy.to(tl.int64) * extremes_stride).to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(bits, top.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _add_values(to, inside, finite, x):
-    count = _count(inside)
-    tl.atomic_add(to, count)
-    tl.atomic_add(to + 1, count - _count(finite))
-    tl.atomic_add(to + 2, _count(finite & (x != 0.0)))
+    finite = tl.abs(x) < float("inf")
+    copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
+    to = sums_ptr + copy * sums_stride
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.atomic_add(to, rows.to(tl.float64) * cols, sem="relaxed")
+    counts = tl.where(finite, tl.where(x != 0.0, 1 << 16, 0), 1)
+    found = tl.sum(tl.sum(counts, 1), 0)
+    tl.atomic_add(to + 1, (found & 0xFFFF).to(tl.float64), sem="relaxed")
+    tl.atomic_add(to + 2, (found >> 16).to(tl.float64), sem="relaxed")
+    top = ql.largest_bits(tl.where(finite, x, 0.0))
+    tl.atomic_max(ql.as_bits(extremes_ptr + copy * extremes_stride), top, sem="relaxed")
 
 
 @triton.jit
@@ -117,8 +161,14 @@ def _power_near(x):
 
 
 @triton.jit
-def _count(chosen):
-    return tl.sum(tl.sum(chosen.to(tl.int32), 1), 0).to(tl.float64)
+def _count(counts):
+    return tl.sum(tl.sum(counts & 0x3F, 1), 0).to(tl.float64)
+
+
+@triton.jit
+def _neighbours(x, H: tl.constexpr):
+    """[H.rows, H.cols] -> [H.rows, H.cols / TOGETHER, TOGETHER]: what a thread has of a row."""
+    return tl.reshape(x, (H.rows, H.cols // TOGETHER, TOGETHER))
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
@@ -149,11 +199,11 @@ def add_error(
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
+    second = parts[copy.amax.name] if copy.amax is not None else None
     where, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard)
     launch_kernel(
         error_kernel, grid, x.device,
-        x, *x.stride(), codes, codes.stride(0), codes.shape[1], scale,
-        parts[copy.amax.name] if copy.amax is not None else None, *scale.stride(), *scale.shape,
+        x, *x.stride(), (codes, codes.stride(0), codes.shape[1]), (scale, second, *scale.stride(), *scale.shape),
         sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, **constants,
     )  # fmt: skip
 
@@ -163,7 +213,15 @@ def _plan(
     copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device, hadamard: bool
 ) -> tuple[Region, tuple[int, int], dict[str, Any]]:
     """What is the same in each launch of a shape: the rectangle, the programs, and the kernel's constants."""
-    how = tiles_of(copy, device)._replace(hadamard=hadamard)
+    rows, cols = (1 if cover == ALL else cover for cover in copy.block)
+    tile = max(16, rows), max(256 if rows <= 16 else 128, cols)
+    how = tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
-    constants = {"BEYOND": beyond(copy.codes.encoding), "H": how, "num_warps": WARPS, "enable_fp_fusion": False}
-    return where, tiles(where, how), constants
+    touched_rows, touched_cols = tiles(where, how)
+    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "H": how}
+    warps = min(32, tile[0] * tile[1] // (32 * ELEMENTS))
+    return (
+        where,
+        (-(touched_rows // -STEPS), touched_cols),
+        {**constants, "num_warps": warps, "enable_fp_fusion": False},
+    )
