@@ -83,7 +83,7 @@ def error_kernel(
     to = sums_ptr + copy * sums_stride
     square = unit.to(tl.float64) * unit.to(tl.float64)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        elements = where.rows.to(tl.float64) * where.cols
+        elements = tl.full((), 1.0, tl.float64) * where.rows * where.cols  # numbers that are 1 are constants
         tl.atomic_add(to, elements, sem="relaxed")
         tl.atomic_add(to + 3, elements, sem="relaxed")
     tl.atomic_add(to + 1, _count(counts >> 6), sem="relaxed")
@@ -144,7 +144,7 @@ def values_kernel(
     copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
     to = sums_ptr + copy * sums_stride
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.atomic_add(to, rows.to(tl.float64) * cols, sem="relaxed")
+        tl.atomic_add(to, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
     counts = tl.where(finite, tl.where(x != 0.0, 1 << 16, 0), 1)
     found = tl.sum(tl.sum(counts, 1), 0)
     tl.atomic_add(to + 1, (found & 0xFFFF).to(tl.float64), sem="relaxed")
