@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,11 @@ from torch import nn
 pytest.importorskip("triton")
 
 import quantshard as qs
-from quantshard import kernel_dispatch
+from quantshard import kernel_dispatch, numerics
+from quantshard.formats import FORMATS, Copy
+from quantshard.kernels.quantize import error
 from quantshard.modules.gemms import grouped
+from quantshard.numerics.quantization_error import EMPTY, SUMS, add_error_
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
 
@@ -95,3 +100,28 @@ def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
             assert row.error.underflowed == exact.error.underflowed and row.error.scale == exact.error.scale
             assert (row.error.sqnr_db or 0.0) == pytest.approx(exact.error.sqnr_db or 0.0, rel=1e-5)
             assert (row.wgrad is None) == (exact.wgrad is None)
+
+
+@pytest.mark.parametrize("values", ["not finite", "zero", "far above the scales"])
+@pytest.mark.parametrize("scales", ["", "NaN"])
+def test_what_is_not_finite_is_counted_as_by_the_oracle(values: str, scales: str) -> None:
+    """Values and scales, in a matrix that no tile divides."""
+    for name in ("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16"):
+        fmt = FORMATS[name]
+        copy = fmt.copies[Copy.ROWWISE]
+        x = torch.randn(130, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+        parts = numerics.quantize(torch.zeros_like(x) if values == "zero" else x, fmt)
+        if values == "not finite":
+            x[0, 0], x[3, 5], x[129, 271] = math.inf, math.nan, -math.inf
+        else:
+            x *= 0.0 if values == "zero" else 2.0**40
+        if scales:
+            stored = parts[copy.scale.name]
+            stored.fill_(math.nan if stored.is_floating_point() else {"E8M0": 0xFF}.get(copy.scale.encoding.name, 0x7F))
+        sums, exact = torch.zeros(2, 3, len(SUMS), dtype=torch.float64, device=DEVICE)
+        extremes, outer = torch.tensor(EMPTY, device=DEVICE).repeat(2, 3, 1)
+        error.add_error(sums, extremes, x, copy, parts)
+        add_error_(exact[0], outer[0], x, copy, parts)
+        assert torch.equal(sums.sum(0)[:6], exact[0, :6]), name
+        assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0]), name
+        assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5), name

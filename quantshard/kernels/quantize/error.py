@@ -2,9 +2,9 @@
 of values that were not quantized `add_values_`.
 
 Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by a
-power of two near the tile's largest first, so that none overflows or vanishes, and in float64 over tiles: of n values
-to a tile a sum is off by a relative (log2(n) + 4) * 2**-23 at most, beside the rounding of x - q itself, 2**-24 of the
-larger of both.
+power of two near the largest scale of the program's tiles first, so that none overflows or vanishes that is less than
+2**63 from it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
+beside the rounding of x - q itself, 2**-24 of the larger of both.
 
 Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
 """
@@ -40,7 +40,7 @@ TOGETHER = tl.constexpr(4)
 @triton.jit
 def error_kernel(
     x_ptr, x_row, x_col, codes, scales, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, where,
-    BEYOND: tl.constexpr, STEPS: tl.constexpr, H: tl.constexpr,
+    tiles, BEYOND: tl.constexpr, STEPS: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = H.rows
     COLS: tl.constexpr = H.cols
@@ -49,7 +49,8 @@ def error_kernel(
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
     largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
     smallest = largest + infinity
-    for step in range(STEPS):
+    steps = tl.minimum(STEPS, tiles - tl.program_id(0) * STEPS)
+    for step in range(steps):
         grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
         largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
         smallest = tl.minimum(smallest, tl.where(usable, grid, infinity))
@@ -57,28 +58,28 @@ def error_kernel(
     unit, per_unit = _power_near(highest)
     top = tl.zeros((ROWS, COLS // TOGETHER), tl.float32)
     signal, noise = top, top
-    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)  # five of 6 bits each
-    for step in range(STEPS):
+    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)  # four of 6 bits each
+    for step in range(steps):
         row = (first + step) * H.rows
-        i = row - where.row_origin + tl.arange(0, H.rows)
-        j = col - where.col_origin + tl.arange(0, H.cols)
-        valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
-        at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
-        x = transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
+        i, j, x = _values_of_tile(row, col, x_ptr, x_row, x_col, where, H)
         scale = ql.expand(_scales_of_tile(row, col, scales, where, H)[0], H.rows, H.cols, H.block_rows, H.block_cols)
         q = _codes_of_tile(i, j, col, codes, where, H) * scale
-        size = tl.abs(x)
-        finite = size < infinity  # outside of the matrix both are zero, which is not counted
-        known = finite & (tl.abs(q) < infinity)
-        part, off = tl.where(known, x, 0.0) * per_unit, tl.where(known, x - q, 0.0) * per_unit
+        error = x - q
+        known = tl.abs(error) < infinity  # if both are finite: they have one sign
+        x, error = tl.where(known, x, 0.0), tl.where(known, error, 0.0)
+        part, off = x * per_unit, error * per_unit
         signal += tl.sum(_neighbours(part * part, H), 2)
         noise += tl.sum(_neighbours(off * off, H), 2)
-        top = tl.maximum(top, tl.max(_neighbours(tl.where(finite, size, 0.0), H), 2))
-        rounded = tl.where(size > scale * BEYOND, 1 << 12 | 1 << 18, 1 << 12)
-        nonzero = tl.where(q != 0.0, rounded, 1 << 12 | 1 << 24)
-        unknown = tl.where(finite, tl.where(x != 0.0, 1 << 12 | 1, 1), 1 << 6 | 1)
-        kinds = tl.where(known, tl.where(x != 0.0, nonzero, 0), unknown)
+        top = tl.maximum(top, tl.max(_neighbours(tl.abs(x), H), 2))
+        rounded = tl.where(tl.abs(x) > scale * BEYOND, 1 << 6 | 1 << 12, 1 << 6)
+        nonzero = tl.where(q != 0.0, rounded, 1 << 6 | 1 << 18)
+        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]  # else x is 0
+        kinds = tl.where(x != 0.0, nonzero, tl.where(inside & ~known, 1, 0))
         counts += tl.sum(_neighbours(kinds, H), 2)
+    amax, unknown = ql.largest_bits(top), _count(counts)
+    nonfinite, nonzeros = tl.zeros((), tl.float64), _count(counts >> 6)
+    if unknown > 0.0:  # look at the values alone
+        amax, nonfinite, nonzeros = _values_of_program(first, col, x_ptr, x_row, x_col, where, steps, H)
     copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
     to = sums_ptr + copy * sums_stride
     square = unit.to(tl.float64) * unit.to(tl.float64)
@@ -86,17 +87,42 @@ def error_kernel(
         elements = tl.full((), 1.0, tl.float64) * where.rows * where.cols  # numbers that are 1 are constants
         tl.atomic_add(to, elements, sem="relaxed")
         tl.atomic_add(to + 3, elements, sem="relaxed")
-    tl.atomic_add(to + 1, _count(counts >> 6), sem="relaxed")
-    tl.atomic_add(to + 2, _count(counts >> 12), sem="relaxed")
-    tl.atomic_add(to + 3, -_count(counts), sem="relaxed")
-    tl.atomic_add(to + 4, _count(counts >> 18), sem="relaxed")
-    tl.atomic_add(to + 5, _count(counts >> 24), sem="relaxed")
+    tl.atomic_add(to + 1, nonfinite, sem="relaxed")
+    tl.atomic_add(to + 2, nonzeros, sem="relaxed")
+    tl.atomic_add(to + 3, -unknown, sem="relaxed")
+    tl.atomic_add(to + 4, _count(counts >> 12), sem="relaxed")
+    tl.atomic_add(to + 5, _count(counts >> 18), sem="relaxed")
     tl.atomic_add(to + 6, tl.sum(tl.sum(signal, 1), 0).to(tl.float64) * square, sem="relaxed")
     tl.atomic_add(to + 7, tl.sum(tl.sum(noise, 1), 0).to(tl.float64) * square, sem="relaxed")
     bits = ql.as_bits(extremes_ptr + copy * extremes_stride)  # of positive numbers they are in the order of values
-    tl.atomic_max(bits, ql.largest_bits(top), sem="relaxed")
+    tl.atomic_max(bits, amax, sem="relaxed")
     tl.atomic_max(bits + 1, highest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_min(bits + 2, tl.min(tl.min(smallest, 1), 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _values_of_tile(row, col, x_ptr, x_row, x_col, where, H: tl.constexpr):
+    """Local rows and columns of a tile, and its values, float32."""
+    i = row - where.row_origin + tl.arange(0, H.rows)
+    j = col - where.col_origin + tl.arange(0, H.cols)
+    valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
+    at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
+    return i, j, transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
+
+
+@triton.jit
+def _values_of_program(first, col, x_ptr, x_row, x_col, where, steps, H: tl.constexpr):
+    """Of a program's tiles: bits of the largest finite magnitude, and how many values are not finite, and not zero."""
+    ROWS: tl.constexpr = H.rows
+    COLS: tl.constexpr = H.cols
+    top = tl.zeros((ROWS, COLS // TOGETHER), tl.float32)
+    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)
+    for step in range(steps):
+        _, _, x = _values_of_tile((first + step) * H.rows, col, x_ptr, x_row, x_col, where, H)
+        finite = tl.abs(x) < float("inf")
+        top = tl.maximum(top, tl.max(_neighbours(tl.where(finite, tl.abs(x), 0.0), H), 2))
+        counts += tl.sum(_neighbours(tl.where(finite, tl.where(x != 0.0, 1 << 6, 0), 1), H), 2)
+    return ql.largest_bits(top), _count(counts), _count(counts >> 6)
 
 
 @triton.jit
@@ -200,28 +226,26 @@ def add_error(
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     second = parts[copy.amax.name] if copy.amax is not None else None
-    where, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard)
+    where, rows, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard)
     launch_kernel(
         error_kernel, grid, x.device,
         x, *x.stride(), (codes, codes.stride(0), codes.shape[1]), (scale, second, *scale.stride(), *scale.shape),
-        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, **constants,
+        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, rows, **constants,
     )  # fmt: skip
 
 
 @lru_cache(MOST_PLANS)
 def _plan(
     copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device, hadamard: bool
-) -> tuple[Region, tuple[int, int], dict[str, Any]]:
-    """What is the same in each launch of a shape: the rectangle, the programs, and the kernel's constants."""
+) -> tuple[Region, int, tuple[int, int], dict[str, Any]]:
+    """What is the same in each launch of a shape: the rectangle, its rows of tiles, the programs, and the kernel's
+    constants."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = max(16, rows), max(256 if rows <= 16 else 128, cols)
     how = tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     touched_rows, touched_cols = tiles(where, how)
-    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "H": how}
-    warps = min(32, tile[0] * tile[1] // (32 * ELEMENTS))
-    return (
-        where,
-        (-(touched_rows // -STEPS), touched_cols),
-        {**constants, "num_warps": warps, "enable_fp_fusion": False},
-    )
+    warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))
+    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "H": how, "num_warps": warps}
+    programs = -(touched_rows // -STEPS), touched_cols
+    return where, touched_rows, programs, {**constants, "enable_fp_fusion": False}
