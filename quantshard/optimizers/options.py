@@ -75,7 +75,7 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{where}(ns_coefficients={coefficients}): give three finite numbers, a, b and c")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
         raise ConfigurationError(f"{where}(ns_steps={steps!r}): it must be a whole number from 1 to 99; 5 is usual")
-    if adjusts is not None and adjusts not in RATE_FACTORS:
+    if adjusts is not None and adjusts not in tuple(RATE_FACTORS):
         raise ConfigurationError(f"{where}(adjust_lr_fn={adjusts!r}): use one of {', '.join(RATE_FACTORS)}, or None")
 
 

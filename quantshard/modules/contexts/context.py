@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
+from quantshard.argument_kinds import PROCESS_GROUP, check_arguments
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
@@ -412,6 +413,8 @@ class autocast:
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
+        if amax_reduction_group is not None:  # nothing of it in a compiled function
+            check_arguments("autocast", PROCESS_GROUP, amax_reduction_group=amax_reduction_group)
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)

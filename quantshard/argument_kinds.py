@@ -1,0 +1,62 @@
+"""What public functions may be given, where a value of another type would fail far inside, in other words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any, Final, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from quantshard.errors import ConfigurationError
+
+
+class ArgumentKind(NamedTuple):
+    """Types of values, and what a message calls them."""
+
+    wanted: str
+    types: tuple[Any, ...]
+
+    @property
+    def or_none(self) -> ArgumentKind:
+        """The same, and None."""
+        return ArgumentKind(f"{self.wanted}, or None", (*self.types, type(None)))
+
+
+MODULE: Final = ArgumentKind("a torch.nn.Module", (nn.Module,))
+OPTIMIZER: Final = ArgumentKind("a torch.optim.Optimizer", (Optimizer,))
+TENSOR: Final = ArgumentKind("a tensor", (Tensor,))
+PATH: Final = ArgumentKind("a path, as text or os.PathLike", (str, os.PathLike))
+PROCESS_GROUP: Final = ArgumentKind("a torch.distributed.ProcessGroup", (dist.ProcessGroup,))
+MESH: Final = ArgumentKind("a DeviceMesh", (DeviceMesh,))
+FUNCTION: Final = ArgumentKind("a function", (Callable,))
+MAPPING: Final = ArgumentKind("a mapping, as a dict", (Mapping,))
+SEVERAL: Final = ArgumentKind("several values, as a list", (Iterable,))
+TEXT: Final = ArgumentKind("text", (str,))
+NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (str, Iterable))
+NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
+FLAG: Final = ArgumentKind("True or False", (bool,))
+SIZES: Final = ArgumentKind("a whole number, or one of each dim", (Integral, Iterable))
+WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
+
+
+def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
+    """Check that arguments of a public function are of a kind; True and False are no numbers.
+
+    Raises:
+        ConfigurationError: naming the first that is not, what was given, and what is wanted.
+    """
+    for name, value in given.items():
+        is_flag = isinstance(value, bool) and kind.types[0] in (Integral, Real)
+        if is_flag or not isinstance(value, kind.types):
+            raise ConfigurationError(f"{where}({name}={shown_argument(value)}): it must be {kind.wanted}")
+
+
+def shown_argument(value: Any) -> str:
+    """A value in a message: itself if it is short and plain, else the name of its type."""
+    text = repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
+    return text if text and len(text) <= 80 else type(value).__name__
