@@ -247,3 +247,25 @@ def test_losses_and_their_gradient_are_those_of_float64(
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
         assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.0, 1.0, -math.inf], [1.0, 2.0, 3.0]],  # a target that is masked, and another row beside
+        [[0.0, 3e38, -3e38]],  # whose log p is beyond float32
+        [[-math.inf, -math.inf, -math.inf]],
+        [[0.0, math.inf, 1.0]],
+        [[0.0, math.nan, 1.0]],
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, losses.ELEMENTS_AT_ONCE])
+def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, rows, at_once):
+    monkeypatch.setattr(losses, "ELEMENTS_AT_ONCE", at_once)
+    targets = torch.tensor([2, 0])[: len(rows)]
+    ours, other = (torch.tensor(rows, requires_grad=True) for _ in range(2))
+    loss, expected = losses.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    torch.testing.assert_close(ours.grad, other.grad, equal_nan=True)

@@ -30,7 +30,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
     arXiv:2204.02311), which keeps logits from drifting away.
 
     Sums are taken in float32; the gradient is rounded to the logits' dtype once. log(Z) is the target's logit less
-    its log p, so off by a rounding of that logit.
+    its log p, so off by a rounding of that logit; the largest logit stands in where log p is -inf. The loss is then
+    infinite and the gradient, as that of `torch.nn.functional.cross_entropy`, is finite.
     """
     return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten()))
 
@@ -39,10 +40,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         chosen = targets[:, None]
-        log_p = torch.cat([
-            logits[rows].log_softmax(-1, dtype=torch.float32).gather(1, chosen[rows]) for rows in _at_once(logits)
-        ])  # fmt: skip
-        log_z = logits.gather(1, chosen).float() - log_p
+        parts = [_of_rows(logits[rows], chosen[rows]) for rows in _at_once(logits)]
+        log_p, log_z = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(logits, chosen, log_p, log_z)
         return -log_p.mean(), log_z.square().mean()
 
@@ -55,6 +54,14 @@ class _TokenLosses(torch.autograd.Function):
         for rows in _at_once(logits):
             torch.mul((logits[rows] - log_z[rows]).exp_(), factor[rows], out=found[rows])
         return found.scatter_(1, chosen, (log_p.exp() * factor - of_entropy).to(found.dtype)), None
+
+
+def _of_rows(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of the targets, and log(Z), [rows, 1] both."""
+    found = logits.log_softmax(-1, dtype=torch.float32)
+    log_p = found.gather(1, chosen)
+    known = torch.where(log_p.isneginf(), logits.argmax(-1, keepdim=True), chosen)
+    return log_p, logits.gather(1, known).float() - found.gather(1, known)
 
 
 def _at_once(logits: Tensor) -> Iterator[slice]:
