@@ -318,16 +318,17 @@ class quantized_model_init:
             "mxfp8"}`. Layers have their names when the context is left, from the outermost module that was built, or
             given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
             what is built under another context inside goes by that one; hooks of weights are for afterwards, since
-            other parameters take the place of these. In an autocast that quantizes, whichever its recipe, each of these
-            layers runs by its own; in none, quantized weights are dequantized, as ever.
+            other parameters take the place of these (those of PyTorch's accumulators of gradients are not seen). In an
+            autocast that quantizes, whichever its recipe, each of these layers runs by its own; in none, quantized
+            weights are dequantized, as ever.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
             optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
             DTensor.
 
     Raises:
         ConfigurationError: `enabled` is not a bool, or the recipe is not known. When it is left, of recipes by name: a
-            pattern matches no layer; a layer has no name; a weight is sharded already, another module's too, or in an
-            optimizer.
+            pattern matches no layer; a layer has no name; a weight is sharded already, has hooks, is another module's
+            too, or in an optimizer.
     """
 
     def __init__(
