@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, ParamSpec
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from quantshard.errors import ConfigurationError
+
+_Arguments = ParamSpec("_Arguments")
 
 
 class ArgumentKind(NamedTuple):
@@ -60,3 +65,24 @@ def shown_argument(value: Any) -> str:
     """A value in a message: itself if it is short and plain, else the name of its type."""
     text = repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
     return text if text and len(text) <= 80 else type(value).__name__
+
+
+def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
+    """What Python raises for an argument that a function does not have, with the name that was meant, as from 3.13."""
+    near = get_close_matches(name[:80], known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def suggests_names(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Decorate a constructor, so that a misspelled argument is told by `unexpected_argument`."""
+    known, owner = inspect.signature(init).parameters, init.__qualname__.partition(".")[0]
+
+    @wraps(init)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+        for name in options:
+            if name not in known:
+                raise unexpected_argument(owner, name, known.keys())
+        init(*args, **options)
+
+    return checked

@@ -138,6 +138,34 @@ def test_values_of_a_wrong_type_are_named(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("call", "name", "meant"),
+    [
+        (optimizers.FusedAdam, "master_dtype", "master_weight_dtype"),
+        (optimizers.Lion, "exp_avg_type", "exp_avg_dtype"),
+        (optimizers.Muon, "momentum_dtype", "momentum_buffer_dtype"),
+        (quantshard.Linear, "param_dtype", "params_dtype"),
+        (quantshard.Linear, "tp_sise", "tp_size"),
+        (optimizers.FusedAdam, "zzz", ""),
+    ],
+)
+def test_a_misspelled_name_is_corrected(call, name, meant):
+    with pytest.raises(TypeError) as caught:
+        call(4, 4, **{name: 1})
+    hint = f"; did you mean {meant!r}?" if meant else ""
+    assert str(caught.value) == f"{call.__name__}() got an unexpected keyword argument {name!r}{hint}"
+
+
+def test_who_misspells_an_entry_of_a_group_is_warned_at_their_line():
+    for kind in (optimizers.FusedAdam, optimizers.Lion, optimizers.Muon):
+        with pytest.warns(UserWarning, match="did you mean 'weight_decay'") as caught:
+            kind([{"params": [nn.Parameter(torch.ones(2, 2))], "weight_decy": 0.1}])
+        assert [each.filename for each in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match="set_grad_none") as caught:
+        optimizers.FusedAdam([nn.Parameter(torch.ones(2, 2))], set_grad_none=True)
+    assert [each.filename for each in caught] == [__file__]
+
+
 def test_what_was_given_and_what_is_wanted():
     with pytest.raises(ConfigurationError, match=r"^save\(model='m'\): it must be a torch\.nn\.Module$"):
         checkpoints.save("new", "m", None)

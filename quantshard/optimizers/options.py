@@ -7,14 +7,13 @@ What these let through cannot make a weight infinite by itself: an update is at 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import largest_ratio
 from quantshard.numerics.muon import RATE_FACTORS
 from quantshard.numerics.states import EMA_DECAY
@@ -163,7 +162,7 @@ def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], 
     which are among the known ones, are the optimizer's."""
     for name in group.keys() - {*known, "params"}:
         if near := get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8):
-            warnings.warn(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?", stacklevel=7)
+            warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?")
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:
