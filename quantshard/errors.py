@@ -100,7 +100,12 @@ def warn_once(topic: str, text: str) -> None:
     if topic in _told:
         return
     _told.add(topic)
+    warn_user(text)
+
+
+def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line, the first that is neither ours nor PyTorch's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(printable(text), stacklevel=level)
+    warnings.warn(printable(text), category, stacklevel=level)

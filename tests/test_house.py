@@ -28,7 +28,7 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "formats",
+    "argument_kinds formats",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe kernels",
     "kernel_dispatch presets",

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MAPPING, MODULE, check_arguments
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
@@ -37,6 +38,8 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             read, or values that are to be quantized are infinite or NaN; on every rank, if so on one.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
+    check_arguments("load_high_precision", MODULE, model=model)
+    check_arguments("load_high_precision", MAPPING, state_dict=state_dict)
     with loading("load_high_precision", model) as load:
         components.check_offsets(model.named_parameters())
         for module in model.modules():

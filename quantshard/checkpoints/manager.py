@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments
 from quantshard.checkpoints import loading, rank_state, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -96,6 +97,10 @@ class Manager:
         state: Mapping[str, Stateful] | None = None,
         read_only: bool = False,
     ) -> None:
+        check_arguments("Manager", PATH, directory=directory)
+        check_arguments("Manager", WHOLE_NUMBER.or_none, keep_last=keep_last)
+        check_arguments("Manager", WHOLE_NUMBER, keep_every=keep_every)
+        check_arguments("Manager", MAPPING.or_none, state=state)
         if (keep_last is not None and keep_last < 1) or keep_every < 0:
             raise ConfigurationError(f"keep_last = {keep_last} and keep_every = {keep_every} must be 1 and 0 or more")
         if async_ not in MODES:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -52,6 +53,8 @@ def high_precision_state_dict(
             of experts that are spread over ranks. The same on every rank.
         CheckpointError: a parameter is on the meta device, or a load into the model has failed half way.
     """
+    check_arguments("high_precision_state_dict", MODULE, model=model)
+    check_arguments("high_precision_state_dict", OPTIMIZER.or_none, optimizer=optimizer)
     live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
     left_out = _entries_of_weights(params, live.keys()) - buffers

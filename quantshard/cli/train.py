@@ -22,8 +22,9 @@ from quantshard.terminal.screen import say
 from quantshard.trainer import launch, worker
 from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.schedule import check_schedule
 from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
-from quantshard.trainer.settings.optimizer_states import below_flags, dropped_preset
+from quantshard.trainer.settings.optimizer_states import above_file, below_flags, dropped_preset
 from quantshard.trainer.settings.settings_file import given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
@@ -94,11 +95,13 @@ def train(
     is_there = auto_resume and (folder.is_begun() or launch.is_other_worker())  # then nothing else is asked for it
     file = given_values({}, config)
     in_file = below_flags(file, own, str(config))
+    own = above_file(own, file, in_file)
     values = {**in_file, **own}
     settings = TrainSettings(**(values if is_there else model_choice.chosen(own, in_file)))
     if not is_there:  # else the run's own settings are checked, with what is changed of them
         settings.check()
         check_used(own, settings)  # a file may be that of another run, and says all
+        check_schedule(own, settings)
         if not launch.is_worker() and (told := dropped_preset(file, in_file, own, str(config))):
             say(told)
     settings, given = settings.resolved(), tuple(values)

@@ -7,6 +7,7 @@ from collections import Counter
 from torch import nn
 
 from quantshard import sharding
+from quantshard.argument_kinds import MODULE, check_arguments
 from quantshard.conversion import checks, fusion, gated_mlp, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
@@ -127,6 +128,7 @@ def revert(model: nn.Module) -> int:
     Raises:
         ConfigurationError: the model is sharded, or holds no layer that `convert` made.
     """
+    check_arguments("revert", MODULE, model=model)
     checks.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils import parametrize
 
+from quantshard.argument_kinds import NAMES, ArgumentKind, check_arguments
 from quantshard.modules.contexts.layer_recipes import (
     HIGH_PRECISION,
     Recipes,
@@ -28,6 +29,8 @@ ADAPTERS = "lora_"
 """How parts of the names of PEFT's adapters begin."""
 
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
+
+_FILTER = ArgumentKind(f"{NAMES.wanted}, or a function of module and name", (*NAMES.types, Callable))
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     given = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
+    check_arguments("convert", _FILTER.or_none, filter=filter)
     if filter is not None and not callable(filter):
         check_patterns("convert(filter=", filter, list(layers))
     elsewhere, head = _users_of_weights(model), _output_layer(model)

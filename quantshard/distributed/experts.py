@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard.argument_kinds import MESH, TENSOR, WHOLE_NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
 
 
@@ -29,6 +30,7 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
     Raises:
         ConfigurationError: on every rank: the mesh has several axes, or does not divide the experts; or there are none.
     """
+    check_arguments(owner, MESH.or_none, ep_mesh=ep_mesh)
     if num_experts < 1:
         raise ConfigurationError(f"{owner}: {num_experts} experts; there must be 1 or more")
     if ep_mesh is None:
@@ -125,6 +127,8 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     Raises:
         ConfigurationError: on every rank, if an expert of one is out of range; or shapes or dtypes do not fit.
     """
+    check_arguments("dispatch_tokens", TENSOR, tokens=tokens, experts=experts)
+    check_arguments("dispatch_tokens", WHOLE_NUMBER, num_experts=num_experts)
     if tokens.ndim != 2 or experts.ndim not in (1, 2) or len(experts) != len(tokens):
         raise ConfigurationError(
             f"dispatch_tokens: tokens {list(tokens.shape)} and experts {list(experts.shape)} must be [tokens, hidden] "

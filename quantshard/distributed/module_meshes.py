@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MESH, PROCESS_GROUP, check_arguments
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed import distribute
 from quantshard.distributed import tensor_parallel as parallel
@@ -49,6 +50,8 @@ class TensorParallelConfig:
         Raises:
             ConfigurationError: the arguments contradict each other.
         """
+        check_arguments(owner, MESH.or_none, tp_mesh=self.tp_mesh, weight_mesh=self.weight_mesh)
+        check_arguments(owner, PROCESS_GROUP.or_none, tp_group=self.tp_group)
         mesh = self.tp_mesh
         if mesh is None and self.tp_group is not None:
             mesh = mesh_of_group(self.tp_group, device)

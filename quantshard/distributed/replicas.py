@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quantshard.argument_kinds import MODULE, PROCESS_GROUP, check_arguments
 from quantshard.collectives import flat_max, process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
@@ -32,6 +33,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         RankMismatchError: on every rank, naming the first tensor that differs.
         ConfigurationError: the model is sharded, or on the meta device.
     """
+    check_arguments("check_replicas", MODULE, model=model)
+    check_arguments("check_replicas", PROCESS_GROUP.or_none, process_group=process_group)
     group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)
@@ -56,6 +59,8 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         RankMismatchError: on every rank, if ranks built different models.
         ConfigurationError: the model is sharded, or on the meta device.
     """
+    check_arguments("broadcast_", MODULE, model=model)
+    check_arguments("broadcast_", PROCESS_GROUP.or_none, process_group=process_group)
     group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.store import Path_, local, locate, why
 from quantshard.checkpoints.inspect import inspection
@@ -77,6 +78,7 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
     Raises:
         CheckpointError: it is none of these, or damaged.
     """
+    check_arguments("inspect", PATH, path=path)
     if _is_exported(path):
         return _SafetensorsInspector(SafetensorsFiles(local(path, "safetensors files"), any_dtype=True)).inspection(
             str(path), data

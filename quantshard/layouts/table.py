@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 
+from quantshard.argument_kinds import TEXT, check_arguments
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
@@ -330,6 +331,7 @@ def find(name: str, formats: set[str]) -> Layout:
     Raises:
         ConfigurationError: there is no such layout, or none of the family takes them.
     """
+    check_arguments("export", TEXT, layout=name)
     if name in LAYOUTS:
         return LAYOUTS[name]
     family = [layout for layout in LAYOUTS.values() if layout.family == name]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
+from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, open_regular
@@ -47,6 +48,7 @@ is rounded, and an import of our own export brings every bit back (`conversion.a
 
 HEAD: Final = "lm_head"
 CONFIGURATION: Final = "config.json"
+_CONFIGURATION = ArgumentKind(f"{MAPPING.wanted}, or {PATH.wanted}", (*MAPPING.types, *PATH.types))
 MOST, MOST_HEADS = 1 << 30, 1 << 16
 """The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -117,6 +119,9 @@ def export(
         ConfigurationError: an argument is wrong, a weight has no name there, or does not go over exactly; the message
             has the numbers. Nothing is left in `out`.
     """
+    check_arguments("export", PATH, checkpoint=checkpoint, out=out)
+    check_arguments("export", _CONFIGURATION.or_none, config=config)
+    check_arguments("export", WHOLE_NUMBER, max_shard_bytes=max_shard_bytes)
     if values not in (MASTERS, WEIGHTS, AVERAGES):
         raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
     if max_shard_bytes < 1:

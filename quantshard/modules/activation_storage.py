@@ -48,7 +48,7 @@ def check_storage(owner: str, name: object) -> None:
     Raises:
         ConfigurationError: naming the argument of `owner`.
     """
-    if name not in ACTIVATION_CELLS:
+    if name not in tuple(ACTIVATION_CELLS):  # it may be of any type
         raise ConfigurationError(f"{owner}(activation_storage={name!r}): use one of: {', '.join(ACTIVATION_CELLS)}")
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
+from quantshard.argument_kinds import SEVERAL, WHOLE_NUMBER, check_arguments
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
@@ -49,8 +50,8 @@ def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]
 
 
 def check_window(owner: str, window_size: Window | None, attn_mask_type: str) -> None:
-    """Raise for a sliding window; None, (-1, -1) and for causal masks (-1, 0) are TransformerEngine's ways to ask for
-    none."""
+    """Raise for a sliding window; TransformerEngine's None, (-1, -1) and for causal masks (-1, 0) ask for none."""
+    check_arguments(owner, SEVERAL.or_none, window_size=window_size)
     if window_size is None or tuple(window_size) == (-1, -1):
         return
     if tuple(window_size) == (-1, 0) and "causal" not in attn_mask_type:
@@ -334,7 +335,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         _check_attention_type(owner, attention_type)
         super().__init__()
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
-        self.kv_channels = kv_channels or _head_size(owner, hidden_size, num_attention_heads)
+        self.kv_channels = _head_size(owner, hidden_size, num_attention_heads, kv_channels)
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
         self.fused, self.interleaved = fuse_qkv_params, qkv_weight_interleaved
         self.rotary_pos_interleaved, self.qkv_format = rotary_pos_interleaved, qkv_format
@@ -480,16 +481,18 @@ def _check_attention_type(owner: str, attention_type: str) -> None:
         )
 
 
-def _head_size(owner: str, hidden_size: int, heads: int) -> int:
-    if hidden_size % heads:
+def _head_size(owner: str, hidden_size: int, heads: int, given: int | None) -> int:
+    check_arguments(owner, WHOLE_NUMBER, hidden_size=hidden_size, num_attention_heads=heads, kv_channels=given or 0)
+    if not given and hidden_size % heads:
         raise ConfigurationError(
             f"{owner}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}; give kv_channels"
         )
-    return hidden_size // heads
+    return given or hidden_size // heads
 
 
 def _groups(owner: str, heads: int, groups: int | None) -> int:
     groups = heads if groups is None else groups
+    check_arguments(owner, WHOLE_NUMBER, num_attention_heads=heads, num_gqa_groups=groups)
     if groups < 1 or heads % groups:
         raise ConfigurationError(
             f"{owner}: num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}; choose a divisor"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MODULE, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
@@ -32,6 +33,7 @@ def capturable_(model: nn.Module) -> None:
     Raises:
         ConfigurationError: a weight is on the meta device still.
     """
+    check_arguments("capturable_", MODULE, model=model)
     found = _states(model)
     for name, (param, _) in found.items():
         if param.is_meta:

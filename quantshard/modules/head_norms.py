@@ -51,7 +51,7 @@ def head_norm(owner: str, kind: str | None, size: int, eps: float, asked: Tensor
         return None
     if kind == _L2:
         return L2Normalization(eps)
-    if kind not in _WITH_WEIGHTS:
+    if kind not in tuple(_WITH_WEIGHTS):  # it may be of any type
         known = ", ".join([_L2, *_WITH_WEIGHTS])
         raise ConfigurationError(f"{owner}(qk_norm_type={kind!r}): choose one of: {known}, or None")
     return _WITH_WEIGHTS[kind](size, eps, **vars(replace(asked, sequence_parallel=False)), **options)

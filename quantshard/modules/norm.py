@@ -13,7 +13,7 @@ A second derivative is always that of the formulas in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.argument_kinds import FLAG, NUMBER, SIZES, check_arguments
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
@@ -200,8 +201,10 @@ class Normalization:
     rule: NormConfig = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in tuple(KINDS):
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
+        check_arguments(self.kind, NUMBER, eps=self.eps)
+        check_arguments(self.kind, FLAG, zero_centered_gamma=self.zero_centered_gamma)
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
         object.__setattr__(self, "rule", rule)  # no cached property: Dynamo cannot trace one on Python 3.11
 
@@ -308,9 +311,11 @@ def _size(kind: str, shape: int | Sequence[int] | None, hidden_size: int | Seque
     if (shape is None) == (hidden_size is None):
         raise ConfigurationError(f"{kind} needs the size of the last dim, once: normalized_shape or hidden_size")
     given = hidden_size if shape is None else shape
-    sizes = [given] if isinstance(given, int) else list(given or ())
+    check_arguments(kind, SIZES, normalized_shape=given)
+    sizes: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     if len(sizes) != 1:
         raise ConfigurationError(
             f"{kind}({given}): only the last dim is normalized; flatten the last {len(sizes)} dims"
         )
-    return sizes[0]
+    size: int = sizes[0]
+    return size

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.argument_kinds import NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import unsupported
 
@@ -53,6 +54,7 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        check_arguments("RotaryPositionEmbedding", NUMBER, dim=dim, rotary_percent=rotary_percent)
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if self.dim <= 0 or self.dim % 2:
             raise ConfigurationError(

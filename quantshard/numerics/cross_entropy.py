@@ -13,8 +13,8 @@ ELEMENTS_AT_ONCE: Final = 1 << 25
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]."""
-    return torch.cat([logits[rows].float().logsumexp(-1) for rows in _at_once(logits)])
+    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]; NaN if one is +inf."""
+    return torch.cat([_log_normalizers(logits[rows]) for rows in _at_once(logits)])
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
@@ -32,6 +32,11 @@ def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Ten
         torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=found[rows])
     p = (logits.gather(1, chosen).float() - columns).exp_()
     return found.scatter_(1, chosen, (p * factors[:, None] - of_entropy).to(found.dtype))
+
+
+def _log_normalizers(logits: Tensor) -> Tensor:
+    top = logits.amax(-1, keepdim=True).float()
+    return top[:, 0] + (logits - top).exp_().sum(-1).log()
 
 
 def _at_once(logits: Tensor) -> Iterator[slice]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import recipe as recipes
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
 from quantshard.errors import FallbackError
 from quantshard.formats import Role
 from quantshard.gemm import backend
@@ -62,6 +63,8 @@ def explain(
     Raises:
         FallbackError: under `strict`, naming every fallback, with the first parameter that takes it.
     """
+    check_arguments("explain", MODULE, model=model)
+    check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
     chosen = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import private_torch
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers import guards
@@ -44,6 +45,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         ConfigurationError: the optimizer keeps no averages, or of another model; averages already stand in; or one is
             infinite or NaN, and nothing was changed.
     """
+    check_arguments("averaged_weights", MODULE, model=model)
+    check_arguments("averaged_weights", OPTIMIZER, optimizer=optimizer)
     _reshard(model)  # after which the model's parameters are those that are sharded
     owner: Any = optimizer
     kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]

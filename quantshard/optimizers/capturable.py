@@ -75,7 +75,7 @@ class BadStepRecord:
         """Raise what the steps since the last good one could not.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError: see `GradientFlags`.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: see `GradientFlags`.
         """
         if self._flags is not None:
             self._flags.check_missing()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantshard.errors import ConfigurationError
+from quantshard.argument_kinds import suggests_names
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
 from quantshard.presets import PRESET_ARGUMENTS, chosen_options
@@ -74,6 +74,7 @@ class FusedAdam(AdamOptimizer):
         RankMismatchError: ranks have different random keys for one weight, or different seeds.
     """
 
+    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],
@@ -100,7 +101,7 @@ class FusedAdam(AdamOptimizer):
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         if set_grad_none is not None:
-            warnings.warn("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning, 2)
+            warn_user("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning)
         given = {
             "master_weights": master_weights,
             "master_weight_dtype": master_weight_dtype,

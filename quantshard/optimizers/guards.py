@@ -325,11 +325,17 @@ class GradientFlags:
 
         Raises:
             NonFiniteGradientError: naming the first parameter of the last such step.
+            ConfigurationError: it was for a learning rate, whatever gradients were; as of one that the host reads.
         """
         in_a_row = int(groups[0]["skipped_in_a_row"])
         worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
         if worst == 0 or (in_a_row < most_in_a_row and worst < WEIGHT):
             return
+        if worst == RATE:
+            raise ConfigurationError(
+                f"the last step was skipped, and changed nothing, for its learning rate was negative, infinite, NaN or "
+                f"above {LARGEST_RATE:g}; look at the schedule"
+            )
         name = self._first(self.table[2] == worst)
         raise NonFiniteGradientError(
             {
@@ -339,8 +345,6 @@ class GradientFlags:
                 "finite, or load an older checkpoint",
                 WEIGHT: f"the update before this one made the master of {name} infinite or NaN, and it is no longer "
                 "trained; load an older checkpoint, and lower the learning rate",
-                RATE: f"{in_a_row} steps in a row were skipped: their learning rate was negative, infinite, NaN or "
-                f"above {LARGEST_RATE:g}; look at the schedule",
             }[worst]
         )
 

@@ -138,10 +138,10 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far because a gradient was not finite.
+        """Steps skipped so far because a gradient was not finite, or, if `capturable`, a learning rate made no step.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
         """
         if self._capturable:
             self._raise_for_bad_steps()
@@ -370,7 +370,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError: if `capturable`, what `step` could not raise.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
             ConfigurationError: its parameters were replaced; see `step`.
         """
         self._follow()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import parameter_registry
 
@@ -84,6 +85,9 @@ def muon_groups(
     Raises:
         ConfigurationError: the head is not known, or a name fits nothing.
     """
+    check_arguments("muon_groups", MODULE, model=model)
+    check_arguments("muon_groups", NAMES.or_none, head=head)
+    check_arguments("muon_groups", MAPPING.or_none, adamw=adamw)
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
         raise ConfigurationError(
             f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
@@ -129,6 +133,7 @@ def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
     found = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        check_arguments("muon_groups", TEXT, head=pattern)
         fits = [id(param) for name, param in named if any(fnmatchcase(each, pattern) for each in _prefixes(name))]
         if not fits:
             raise ConfigurationError(

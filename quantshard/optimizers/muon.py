@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch
+from quantshard.argument_kinds import suggests_names
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam, muon
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters
@@ -76,6 +77,7 @@ class Muon(AdamOptimizer):
 
     states = (*muon.STATES, *adam.STATES)
 
+    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],

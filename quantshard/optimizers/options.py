@@ -7,14 +7,13 @@ What these let through cannot make a weight infinite by itself: an update is at 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import largest_ratio
 from quantshard.numerics.muon import RATE_FACTORS
 from quantshard.numerics.states import EMA_DECAY
@@ -75,7 +74,7 @@ def check_muon(where: str, group: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{where}(ns_coefficients={coefficients}): give three finite numbers, a, b and c")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
         raise ConfigurationError(f"{where}(ns_steps={steps!r}): it must be a whole number from 1 to 99; 5 is usual")
-    if adjusts is not None and adjusts not in RATE_FACTORS:
+    if adjusts is not None and adjusts not in tuple(RATE_FACTORS):
         raise ConfigurationError(f"{where}(adjust_lr_fn={adjusts!r}): use one of {', '.join(RATE_FACTORS)}, or None")
 
 
@@ -163,7 +162,7 @@ def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], 
     which are among the known ones, are the optimizer's."""
     for name in group.keys() - {*known, "params"}:
         if near := get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8):
-            warnings.warn(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?", stacklevel=7)
+            warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?")
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from quantshard.argument_kinds import SEVERAL, check_arguments, shown_argument
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 
@@ -45,6 +46,7 @@ def checked_params(optimizer: str, params: Iterable[Any]) -> list[Any]:
         raise ConfigurationError(
             f"{optimizer}(params={type(params).__name__}): give a list of parameters, (name, parameter) pairs or groups"
         )
+    check_arguments(optimizer, SEVERAL, params=params)
     found = list(params)
     if not found:
         raise ConfigurationError(
@@ -66,10 +68,16 @@ def checked_group(optimizer: str, number: int, group: Mapping[str, Any]) -> dict
             "{'params': model.parameters(), 'lr': 1e-3}"
         )
     given = group["params"]
+    check_arguments(f"{optimizer}: group {number} ", SEVERAL, params=given)
     params = [given] if isinstance(given, Tensor) else list(given)
     seen: dict[int, int] = {}
     for position, entry in enumerate(params):
         param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(param, Tensor):
+            raise ConfigurationError(
+                f"{optimizer}: group {number} has {shown_argument(param)} among its parameters, at {position}; give "
+                "tensors, or (name, tensor) pairs"
+            )
         first = seen.setdefault(id(param), position)
         if first != position:
             raise ConfigurationError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
+from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
@@ -84,11 +85,16 @@ def plan(
         ConfigurationError: an argument does not fit the others, the model is sharded already, or it cannot run without
             values.
     """
+    check_arguments("plan", MODULE, model=model)
+    check_arguments("plan", MAPPING.or_none, tensor_parallel=tensor_parallel)
+    check_arguments("plan", WHOLE_NUMBER, rank=rank)
     if not isinstance(mesh, Mapping) or not all(isinstance(size, int) for size in mesh.values()):
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     place, layers = _MeshRank.of(mesh, rank), list(layers)
+    for layer in layers:
+        check_arguments("plan", MODULE, layers=layer)
     cut_by_tp, inner = (
         dict(tensor_parallel or {}),
         {id(module): layer for layer in layers for module in layer.modules()},

@@ -47,6 +47,11 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return any(getattr(tensor, name, None) for name in HOOKS)
 
 
+def has_gradient_hooks(param: Tensor) -> bool:
+    """True if a hook sees, or changes, the gradient of a parameter, or runs once it is accumulated."""
+    return has_tensor_hooks(param) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
 def runs_forward_alone(module: nn.Module) -> bool:
     """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
     all modules, no forward of the object, and no compiled call."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
+from quantshard.argument_kinds import FUNCTION, MODULE, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
@@ -120,6 +121,8 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
         gradients the first in backward order; or of gradients of parameters. On all ranks the same: that of the rank
         where it was first.
     """
+    check_arguments("first_nonfinite", MODULE, model=model)
+    check_arguments("first_nonfinite", FUNCTION, run=run)
     recorder = FlagRecorder(model)
     try:
         for name, param in model.named_parameters():

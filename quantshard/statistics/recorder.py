@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from quantshard.argument_kinds import FUNCTION, MODULE, NUMBER, OPTIMIZER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
@@ -62,10 +63,15 @@ class Statistics:
         loss_spike: float = 10.0,
         on_alarm: OnAlarm | None = None,
     ) -> None:
+        check_arguments("Statistics", MODULE, model=model)
+        check_arguments("Statistics", NUMBER, saturation=saturation, loss_spike=loss_spike)
+        check_arguments("Statistics", FUNCTION.or_none, on_alarm=on_alarm)
         for name, value in (("every", every), ("step", step)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"Statistics({name}={value!r}): it must be a whole number, 0 or more")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
+        for each in optimizers:
+            check_arguments("Statistics", OPTIMIZER, optimizer=each)
         self.every, self.done = every, step
         self._saturation, self._losses = check_share("Statistics: saturation", saturation), LossHistory(loss_spike)
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)

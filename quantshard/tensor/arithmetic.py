@@ -239,9 +239,9 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
         if bad:
             raise NonFiniteGradientError(
                 f"{operation} would give {_name(weight)} infinite or NaN values, so it changed no weight. The "
-                "optimizer's own states may hold them already: load a checkpoint, and look at the gradients before "
-                "step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); optimizers.MasterWeights and "
-                "optimizers.FusedAdam skip such a step by themselves"
+                "optimizer's own states may hold them already: load a checkpoint, and look at the learning rate and "
+                "the gradients before step() (torch.nn.utils.clip_grad_norm_ has error_if_nonfinite=True); "
+                "optimizers.MasterWeights and optimizers.FusedAdam skip such a step by themselves"
             )
 
 

@@ -12,9 +12,10 @@ All rise linearly to `lr` over `warmup` steps. Then, until `decay_steps`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
+from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings
 
 
@@ -43,3 +44,44 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
         begin = max(begin, end - round(settings.decay_share * end))
     done = min(1.0, max(0, step - begin) / max(1, end - begin))
     return settings.lr * _FALLS[settings.schedule](done, settings.lr_floor)
+
+
+def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
+    """Refuse numbers of the schedule that were given and leave none of it; those of a file may be of another run, and
+    what is left of them is told by `shortfalls`.
+
+    Raises:
+        ConfigurationError: naming the setting, and what fits.
+    """
+    end, name = settings.decay_steps or settings.steps, "decay_steps" if settings.decay_steps else "steps"
+    if settings.schedule == "constant":
+        return
+    if settings.warmup > end and {"warmup", "decay_steps"}.intersection(given):
+        raise ConfigurationError(
+            f"warmup = {settings.warmup}, but schedule = {settings.schedule!r} ends at {name} = {end}, so nothing of "
+            f"it is left; make warmup at most {end}, or give more {name}"
+        )
+    if settings.schedule == "wsd" and "decay_share" in given and not round(settings.decay_share * end):
+        raise ConfigurationError(
+            f"decay_share = {settings.decay_share} of {name} = {end} is no step, so lr never falls; make it at least "
+            f"{1 / end:.2g}, or take schedule = 'constant'"
+        )
+
+
+def shortfalls(settings: TrainSettings) -> Iterator[str]:
+    """What a run does not reach of its schedule: it may be meant, by one that goes on for more steps later.
+
+    `settings`: resolved.
+    """
+    steps, warmup, end = settings.steps, settings.warmup, settings.decay_steps
+    falls, top = settings.schedule != "constant", settings.lr
+    rate = f"{learning_rate(settings, steps):g}"
+    if warmup > steps:
+        yield f"warmup = {warmup} is more than steps = {steps}: the learning rate ends at {rate}, not at {top:g}"
+    elif falls and end > steps:
+        floor = f"{top * settings.lr_floor:g}"
+        yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {rate}, not at {floor}"
+    elif falls and warmup > end:
+        yield f"warmup = {warmup} is more than decay_steps = {end}: after it the learning rate is at once {rate}"
+    if falls and max(end, warmup) < steps and settings.lr_floor == 0:
+        yield f"decay_steps = {end}, lr_floor = 0: steps {max(end, warmup) + 1} to {steps} have a learning rate of 0"

@@ -37,6 +37,7 @@ from quantshard.trainer.models import huggingface, initialization
 from quantshard.trainer.models.model import ModelSpec
 from quantshard.trainer.monitoring import logs, trackers
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.schedule import shortfalls
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import MeshSpec
 from quantshard.trainer.settings.settings_file import from_mapping
@@ -338,6 +339,8 @@ def _announce(
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if task.again and not task.restores:
         note(f"{run.path} has no complete checkpoint, so it begins again")
+    for text in shortfalls(task.settings):
+        note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
     if restored is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -91,6 +92,7 @@ def convert(
         CheckpointError: a file cannot be read, is of another model, or something is not exact and `lossy` is not given;
             nothing was written.
     """
+    check_arguments("convert", PATH, source=source, like=like, out=out)
     if Path(out).exists():
         raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
     job = _CheckpointConverter(

@@ -55,6 +55,7 @@ def run(monkeypatch, capsys, *arguments):
             "preset = 'lean8' has exp_avg_",
         ),
         (["train", "--run", "r", "--schedule", "cosin"], 1, "choose one of: cosine, linear, wsd, constant"),
+        (["train", "--run", "r", "--warmup", "9", "--steps", "8"], 1, "warmup = 9, but schedule = 'cosine' ends at st"),
         (["train", "--run", "r", "stray"], 1, "unexpected argument 'stray'"),
         (["train", "--run", "r", "--steps", "many"], 2, "--steps"),
         (["train", "--run", "r", "--stesp", "1"], 2, "--stesp"),
@@ -78,7 +79,7 @@ def test_a_flag_goes_before_the_preset_of_a_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "launch", lambda processes, arguments: None)
     (tmp_path / "some.toml").write_text('preset = "lean8"\nseq_length = 16\n')
     command = ["quantshard", "train", "--run", "r", "--data", "text", "--config", "some.toml", "--nproc-per-node", "1"]
-    monkeypatch.setattr("sys.argv", [*command, "--exp-avg-dtype", "float32"])
+    monkeypatch.setattr("sys.argv", [*command, "--exp-avg-dtype", "float32", "--exp-avg-sq-dtype", "auto"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     shown = " ".join("".join(capsys.readouterr()).split())
@@ -86,6 +87,7 @@ def test_a_flag_goes_before_the_preset_of_a_file(monkeypatch, capsys, tmp_path):
     assert "some.toml: preset = 'lean8', but for exp_avg_dtype = 'float32'; of it stay master_weights = True" in shown
     settings = RunDir(tmp_path / "r").read_config()[0]
     assert (settings.preset, settings.master_dtype, settings.exp_avg_dtype) == ("", "float16", "float32")
+    assert settings.exp_avg_sq_dtype == "fp8"
     (tmp_path / "some.toml").write_text('preset = "lean8"\nexp_avg_dtype = "bfloat16"\n')
     code, lines = run(monkeypatch, capsys, *command[1:])
     assert code == 1 and len(lines) == 1

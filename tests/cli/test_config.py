@@ -9,7 +9,7 @@ from quantshard.presets import PRESETS
 from quantshard.trainer.restarts import overrides
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.optimizer_states import as_settings, below_flags, dropped_preset
+from quantshard.trainer.settings.optimizer_states import above_file, as_settings, below_flags, dropped_preset
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
 from quantshard.trainer.settings.unused_settings import check_used
 
@@ -140,7 +140,8 @@ LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp
         ({"exp_avg_dtype": "auto", "master_weights": True}, "lean8", {}),
         ({"exp_avg_dtype": "float32"}, "", {"exp_avg_dtype": "float32"}),
         ({"master_dtype": "float32", "exp_avg_dtype": "fp8"}, "", {"master_dtype": "float32"}),
-        ({"master_weights": False}, "", {"master_weights": False, "master_dtype": "float32"}),
+        ({"master_dtype": "float32", "exp_avg_dtype": "auto"}, "", {"master_dtype": "float32"}),
+        ({"master_weights": False, "exp_avg_dtype": "auto"}, "", {"master_weights": False, "master_dtype": "float32"}),
         ({"preset": "lean6"}, "lean6", {"exp_avg_sq_dtype": "bfloat16"}),
     ],
 )
@@ -153,6 +154,7 @@ def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, 
     )
     in_file = given_values({}, file)
     below = below_flags(in_file, flags, str(file))
+    flags = above_file(flags, in_file, below)
     settings = TrainSettings(**below | flags)
     settings.check()
     check_used(flags, settings)
@@ -163,7 +165,11 @@ def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, 
     if told:
         changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8'"
         assert told.startswith(f"{file}: preset = 'lean8', but for ") and f"{changed[0]} = {changed[1]!r}" in told
-        assert told.partition("; of it stay ")[2].endswith(kept) and changed[0] not in told.partition(";")[2]
+        assert (
+            "auto" not in told
+            and told.partition("; of it stay ")[2].endswith(kept)
+            and changed[0] not in told.partition(";")[2]
+        )
 
 
 @pytest.mark.parametrize(

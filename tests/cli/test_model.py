@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard import QuantizedTensor, private_torch, recipe
+from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import cross_entropy
 from quantshard.trainer.data import VOCABULARY
@@ -19,7 +20,7 @@ from quantshard.trainer.models import losses
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel, generate
 from quantshard.trainer.optimizer import make_optimizer
-from quantshard.trainer.schedule import learning_rate
+from quantshard.trainer.schedule import check_schedule, learning_rate, shortfalls
 from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
@@ -131,6 +132,37 @@ def test_learning_rate_is_of_the_step():
     assert learning_rate(replace(stable, decay_share=1.0), 8) == learning_rate(linear, 8)
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"warmup": 13}, "warmup = 13 is more than steps = 12: the learning rate ends at 0.923077, not at 1"),
+        ({"warmup": 13, "schedule": "constant"}, "warmup = 13 is more than steps = 12"),
+        ({"decay_steps": 20}, "decay_steps = 20 is more than steps = 12: the learning rate ends at 0.55, not at 0.1"),
+        ({"warmup": 8, "decay_steps": 6}, "warmup = 8 is more than decay_steps = 6: after it the learning rate is"),
+        ({"decay_steps": 10, "lr_floor": 0.0}, "decay_steps = 10, lr_floor = 0: steps 11 to 12 have a learning rate"),
+        ({"decay_steps": 10}, ""),
+        ({"warmup": 12}, ""),
+        ({"decay_steps": 20, "schedule": "constant"}, ""),
+    ],
+)
+def test_what_a_run_does_not_reach_of_its_schedule_is_told(change, says):
+    settings = replace(SMALL, lr=1.0, warmup=4, steps=12, decay_steps=12, lr_floor=0.1)
+    told = " ".join(shortfalls(replace(settings, **change)))
+    assert told.startswith(says) and bool(told) == bool(says), told
+
+
+def test_numbers_that_leave_no_schedule_are_refused_where_they_are_given():
+    settings = replace(SMALL, warmup=13, steps=12, decay_steps=0, schedule="cosine")
+    for given in ({"warmup"}, {"decay_steps"}):
+        with pytest.raises(ConfigurationError, match="warmup = 13, but schedule = 'cosine' ends at steps = 12"):
+            check_schedule(given, settings)
+    check_schedule({"steps"}, settings)  # beside the default
+    check_schedule({"warmup"}, replace(settings, decay_steps=13))
+    check_schedule({"warmup"}, replace(settings, schedule="constant"))  # a later resume may go on
+    with pytest.raises(ConfigurationError, match=r"decay_share = 0.01 of steps = 12 is no step, .* at least 0.083"):
+        check_schedule({"decay_share"}, replace(settings, warmup=2, schedule="wsd", decay_share=0.01))
+
+
 def order_of_gathers() -> list[str]:
     """What a forward of three layers begins, in order: to gather a layer's weights, and to compute a layer."""
     seen: list[str] = []
@@ -216,3 +248,25 @@ def test_losses_and_their_gradient_are_those_of_float64(
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
         assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.0, 1.0, -math.inf], [1.0, 2.0, 3.0]],  # a target that is masked, and another row beside
+        [[0.0, 3e38, -3e38]],  # whose log p is beyond float32
+        [[-math.inf, -math.inf, -math.inf]],
+        [[0.0, math.inf, 1.0]],
+        [[0.0, math.nan, 1.0]],
+    ],
+)
+@pytest.mark.parametrize("at_once", [1, cross_entropy.ELEMENTS_AT_ONCE])
+def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, rows, at_once):
+    monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", at_once)
+    targets = torch.tensor([2, 0])[: len(rows)]
+    ours, other = (torch.tensor(rows, requires_grad=True) for _ in range(2))
+    loss, expected = losses.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    torch.testing.assert_close(ours.grad, other.grad, equal_nan=True)

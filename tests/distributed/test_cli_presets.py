@@ -24,9 +24,10 @@ def command(run: Path, text: Path, *more: object) -> list[object]:
     return ["train", "--run", run, "--data", text, *options, "--decay-steps", 4, *more]
 
 
-def train(run: Path, text: Path, *more: object) -> None:
+def train(run: Path, text: Path, *more: object) -> str:
     told = quantshard(*command(run, text, *more))
     assert told.returncode == 0 and not told.stderr, told.stderr
+    return " ".join(told.stdout.split())
 
 
 def test_a_run_by_a_preset(tmp_path: Path) -> None:
@@ -34,7 +35,8 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     text.write_text(Path(__file__).read_text())
     train(runs["named"], text, "--preset", "lean6", "--steps", 4)
     train(runs["spelled"], text, *SPELLED, "--steps", 4)
-    train(runs["resumed"], text, "--preset", "lean6", "--steps", 2, "--auto-resume")
+    shown = train(runs["resumed"], text, "--preset", "lean6", "--steps", 2, "--auto-resume")
+    assert "decay_steps = 4 is more than steps = 2: the learning rate ends at " in shown
     train(runs["without"], text, "--no-master-weights", "--steps", 2)
     told = quantshard("resume", runs["resumed"], "--steps", 4)
     assert told.returncode == 0, told.stderr

@@ -213,7 +213,7 @@ def cut() -> list[str]:
         found.append({name: value for name, value in bits(whole).items() if name.startswith("layers.")})
     assert found[0] == found[1] and "layers.0.down.input_amax_history" in found[0]
     with pytest.raises(ConfigurationError) as caught, qs.quantized_model_init(recipe={"*": "mxfp8"}):
-        sharded(Blocks(ours))
+        model = sharded(Blocks(ours))
     return [str(caught.value)]
 
 

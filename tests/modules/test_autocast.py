@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quantshard import recipe as recipes
 from quantshard import requantize_
@@ -46,12 +47,9 @@ def nothing_left_behind():
 def test_a_setting_goes_with_its_process_group():
     """Compiled graphs know settings by name, so the names of those that are gone are not given to others."""
 
-    class Group:
-        pass
-
     before, names = (set(context._settings), set(context._names)), set()
     for _ in range(3):
-        group = Group()
+        group = dist.ProcessGroup(0, 1)
         context_ = autocast(recipe="delayed", amax_reduction_group=group)
         assert autocast(recipe="delayed", amax_reduction_group=group).setting == context_.setting
         names.add(context_.setting)

@@ -255,6 +255,23 @@ def test_layers_that_were_thrown_away_need_no_name() -> None:
     assert own_recipes(born({"*": "mxfp8"}, build=build)) == {"up": "mxfp8", "down": "mxfp8"}
 
 
+def test_layers_that_were_thrown_away_are_none_of_the_model() -> None:
+    """Whether or not the garbage collector has run: with tensor parallelism ranks take part for the same layers."""
+
+    def build() -> nn.Module:
+        thrown = Block(None, None, "cpu")
+        thrown.__dict__["itself"] = thrown
+        return nn.Sequential(Block(None, None, "cpu"))
+
+    asked: list[str] = []
+    gc.disable()
+    try:
+        born(lambda module, name: asked.append(name) or "mxfp8", build=build)
+    finally:
+        gc.enable()
+    assert asked == ["0.up", "0.down"]
+
+
 def test_nothing_is_watched_afterwards() -> None:
     hooks = [torch_modules._global_module_registration_hooks, torch_modules._global_parameter_registration_hooks]
     with pytest.raises(RuntimeError, match="a bug"), qs.quantized_model_init(recipe={"*": "mxfp8"}):
@@ -302,9 +319,11 @@ def normed() -> Model:
     return model
 
 
-def test_tied_and_computed_weights_may_stay_in_high_precision() -> None:
+def test_tied_computed_and_hooked_weights_may_stay_in_high_precision() -> None:
     model = born({"head": "bf16", "*": "mxfp8"}, build=tied)
     assert model.head.weight is model.embedding.weight
+    model = born({"up": "bf16", "*": "mxfp8"}, build=partial(hooked, "register_hook"))
+    assert model.up.weight._backward_hooks
     model = born({"blocks.0.*": "bf16", "*": "mxfp8"}, build=normed)
     with qs.autocast(recipe="mxfp8"):
         assert model(X).isfinite().all()
@@ -322,6 +341,12 @@ def with_optimizer(kind: Callable[..., object]) -> Model:
 def alone() -> nn.Module:
     HELD.append(qs.Linear(8, 8))
     return Model()
+
+
+def hooked(how: str) -> nn.Module:
+    block = Block(None, None, "cpu")
+    getattr(block.up.weight, how)(lambda _: None)
+    return block
 
 
 WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
@@ -342,6 +367,10 @@ WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "in an optimizer": (
         {"head": "mxfp8", "*": "bf16"}, partial(with_optimizer, torch.optim.SGD),
         r"a SGD was made inside, and holds head\.weight, in whose place.*after the context",
+    ),
+    "hooked": ({"up": "mxfp8", "*": "bf16"}, partial(hooked, "register_hook"), r"up\.weight has hooks already, which"),
+    "hooked where it is accumulated": (
+        {"*": "mxfp8"}, partial(hooked, "register_post_accumulate_grad_hook"), r"up\.weight has hooks already, which",
     ),
     "in one of ours": ({"*": "mxfp8"}, partial(with_optimizer, FusedAdam), "a FusedAdam was made inside"),
 }  # fmt: skip

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
@@ -80,6 +81,7 @@ def is_complete(path: Path_) -> bool:
     Raises:
         CheckpointError: nobody can tell.
     """
+    check_arguments("is_complete", PATH, path=path)
     store, place = locate(path)
     try:
         return store.is_file(store.join(place, METADATA_FILE))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
@@ -83,6 +84,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: one of them is missing, incomplete or damaged.
     """
+    check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata

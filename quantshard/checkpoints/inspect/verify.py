@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints.disk import manifest, transfer
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
@@ -47,6 +48,7 @@ def verify(path: Path_) -> Verification:
 
     Never raises for what is wrong with the checkpoint: it is listed in `problems`.
     """
+    check_arguments("verify", PATH, path=path)
     problems = manifest.problems(path)
     try:
         checksums = manifest.read_manifest(path) is not None

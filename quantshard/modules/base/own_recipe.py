@@ -83,7 +83,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         """Raise unless it can `take_plan`.
 
         Raises:
-            ConfigurationError: a weight is sharded, quantized, or no parameter any more.
+            ConfigurationError: a weight is sharded, quantized, or no parameter any more, or has hooks.
         """
         for weight in self._weights if plan.quantize else ():
             self._check_plain(name, weight)
@@ -108,6 +108,8 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
             why = "is quantized already"
         elif isinstance(param, DTensor) and (self.tp_mesh is None or param.device_mesh != self.tp_mesh):
             why = "is sharded already"
+        elif private_torch.has_gradient_hooks(param):
+            why = "has hooks already, which the quantized weight in its place would not have"
         if why:
             raise ConfigurationError(
                 f"quantized_model_init(recipe=...): {name}.{weight} {why}, and its recipe is found by its name when "

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.contexts import unsupported
 
+_SHOWN: dict[str, list[str]] = {}
+"""Class -> the arguments that its signature shows."""
+
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -26,7 +29,8 @@ def parallelism(owner: str, others: Mapping[str, Any]) -> TensorParallelConfig:
         TypeError: TransformerEngine does not have it either.
     """
     taken = _taken(owner)
-    unsupported.refuse(owner, {name: value for name, value in others.items() if name not in taken})
+    other = {name: value for name, value in others.items() if name not in taken}
+    unsupported.refuse(owner, other, _SHOWN.get(owner, ()))
     return TensorParallelConfig(**{name: value for name, value in others.items() if name in taken})
 
 
@@ -50,6 +54,7 @@ def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
             for field in _taken(owner).values()
             if field.name not in signature.parameters
         ]
+        _SHOWN[owner] = [each.name for each in own]
         init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
         return init
 

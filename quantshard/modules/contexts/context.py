@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
+from quantshard.argument_kinds import PROCESS_GROUP, check_arguments
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
@@ -317,16 +318,17 @@ class quantized_model_init:
             "mxfp8"}`. Layers have their names when the context is left, from the outermost module that was built, or
             given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
             what is built under another context inside goes by that one; hooks of weights are for afterwards, since
-            other parameters take the place of these. In an autocast that quantizes, whichever its recipe, each of these
-            layers runs by its own; in none, quantized weights are dequantized, as ever.
+            other parameters take the place of these (those of PyTorch's accumulators of gradients are not seen). In an
+            autocast that quantizes, whichever its recipe, each of these layers runs by its own; in none, quantized
+            weights are dequantized, as ever.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
             optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
             DTensor.
 
     Raises:
         ConfigurationError: `enabled` is not a bool, or the recipe is not known. When it is left, of recipes by name: a
-            pattern matches no layer; a layer has no name; a weight is sharded already, another module's too, or in an
-            optimizer.
+            pattern matches no layer; a layer has no name; a weight is sharded already, has hooks, is another module's
+            too, or in an optimizer.
     """
 
     def __init__(
@@ -412,6 +414,8 @@ class autocast:
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
+        if amax_reduction_group is not None:  # nothing of it in a compiled function
+            check_arguments("autocast", PROCESS_GROUP, amax_reduction_group=amax_reduction_group)
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # kept alive: the setting itself does not
         self.records = is_delayed(self.setting)

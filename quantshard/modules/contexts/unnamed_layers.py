@@ -62,8 +62,10 @@ class UnnamedLayers:
 
         Raises:
             ConfigurationError: no layer was built, or one that is alive has no name; a pattern matches none; a weight
-                that would be quantized is another module's too, sharded, or in an optimizer.
+                that would be quantized is another module's too, sharded, or in an optimizer, or has hooks. On all ranks
+                that have built alike.
         """
+        gc.collect()  # what was thrown away in a cycle lives on some ranks and not on others, which would not take part
         found = [(name, layer, plan_of(recipe)) for name, layer, recipe in self._recipes_by_layer()]
         self._check_users(found)
         for name, layer, plan in found:
@@ -79,8 +81,6 @@ class UnnamedLayers:
         _check_optimizers(self._owner, replaced)
 
     def _recipes_by_layer(self) -> list[tuple[str, Any, Recipe]]:
-        if not all([name for name, _ in self._layers()]):
-            gc.collect()  # what was built and thrown away may be part of a cycle
         layers = self._layers()
         nameless = [type(layer).__name__ for name, layer in layers if not name]
         if not layers:

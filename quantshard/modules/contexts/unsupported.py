@@ -8,12 +8,13 @@ without it; a name that TransformerEngine does not have either is a TypeError, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from quantshard.argument_kinds import unexpected_argument
 from quantshard.errors import ConfigurationError
 
 
@@ -122,8 +123,10 @@ _because(["apply_rotary_pos_emb"], NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
 # fmt: on
 
 
-def refuse(owner: str, given: Mapping[str, Any]) -> None:
+def refuse(owner: str, given: Mapping[str, Any], own: Collection[str] = ()) -> None:
     """Raise for arguments `given` to `owner` by names that it does not have, unless they ask for what happens anyway.
+
+    `own`: names that it has, of which one may have been meant.
 
     Raises:
         ConfigurationError: TransformerEngine has the argument; the message says what to do instead.
@@ -132,7 +135,7 @@ def refuse(owner: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         known = ARGUMENTS.get(owner, {}).get(name)
         if known is None:
-            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+            raise unexpected_argument(owner, name, [*own, *ARGUMENTS.get(owner, {})])
         if known.hint or value is None or value is False:
             continue
         if not isinstance(value, torch.Tensor) and value == known.default:

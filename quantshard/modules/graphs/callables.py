@@ -177,7 +177,8 @@ def _replaced(subject: Callables, graph: ModuleGraph) -> Any:
 
 
 def _name(subject: Callables, index: int, several: bool) -> str:
-    kind = type(subject).__name__ if isinstance(subject, nn.Module) else getattr(subject, "__name__", "a function")
+    of_type = type(subject).__name__
+    kind = of_type if isinstance(subject, nn.Module) else getattr(subject, "__name__", of_type)
     return f"{kind} ({index})" if several else kind
 
 

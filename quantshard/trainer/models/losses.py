@@ -27,7 +27,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
     of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
     arXiv:2204.02311), which keeps logits from drifting away.
 
-    Sums are taken in float32; the gradient is rounded to the logits' dtype once.
+    Sums are taken in float32; the gradient is rounded to the logits' dtype once. Of a target whose logit is -inf the
+    loss is infinite and the gradient, as that of `torch.nn.functional.cross_entropy`, is finite.
     """
     return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten()))
 

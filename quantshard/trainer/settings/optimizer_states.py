@@ -104,9 +104,19 @@ def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -
     return {name: value for name, value in kept.items() if name not in unused}
 
 
+def above_file(flags: Mapping[str, Any], file: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags above what `below_flags` gave of a file: `AUTO` is what a preset says, one that is spelled out too."""
+    spelled = _is_spelled_out(file, below, flags)
+    return {name: flag for name, flag in flags.items() if not (spelled and name in STATE_SETTINGS and flag == AUTO)}
+
+
+def _is_spelled_out(file: Mapping[str, Any], below: Mapping[str, Any], flags: Mapping[str, Any]) -> bool:
+    return "preset" not in flags and bool(file.get("preset")) and "preset" not in below
+
+
 def dropped_preset(file: Mapping[str, Any], below: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> str:
     """What to tell where `below_flags` has spelled out the preset of a file; "" where it has not."""
-    if "preset" in flags or not file.get("preset") or "preset" in below:
+    if not _is_spelled_out(file, below, flags):
         return ""
     said = ", ".join(f"{name} = {flags[name]!r}" for name in STATE_SETTINGS if name in flags)
     kept = ", ".join(f"{name} = {below[name]!r}" for name in STATE_SETTINGS if name in below and name not in flags)

@@ -1,0 +1,88 @@
+"""What public functions may be given, where a value of another type would fail far inside, in other words."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from numbers import Integral, Real
+from typing import Any, Final, NamedTuple, ParamSpec
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from quantshard.errors import ConfigurationError
+
+_Arguments = ParamSpec("_Arguments")
+
+
+class ArgumentKind(NamedTuple):
+    """Types of values, and what a message calls them."""
+
+    wanted: str
+    types: tuple[Any, ...]
+
+    @property
+    def or_none(self) -> ArgumentKind:
+        """The same, and None."""
+        return ArgumentKind(f"{self.wanted}, or None", (*self.types, type(None)))
+
+
+MODULE: Final = ArgumentKind("a torch.nn.Module", (nn.Module,))
+OPTIMIZER: Final = ArgumentKind("a torch.optim.Optimizer", (Optimizer,))
+TENSOR: Final = ArgumentKind("a tensor", (Tensor,))
+PATH: Final = ArgumentKind("a path, as text or os.PathLike", (str, os.PathLike))
+PROCESS_GROUP: Final = ArgumentKind("a torch.distributed.ProcessGroup", (dist.ProcessGroup,))
+MESH: Final = ArgumentKind("a DeviceMesh", (DeviceMesh,))
+FUNCTION: Final = ArgumentKind("a function", (Callable,))
+MAPPING: Final = ArgumentKind("a mapping, as a dict", (Mapping,))
+SEVERAL: Final = ArgumentKind("several values, as a list", (Iterable,))
+TEXT: Final = ArgumentKind("text", (str,))
+NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (str, Iterable))
+NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
+FLAG: Final = ArgumentKind("True or False", (bool,))
+SIZES: Final = ArgumentKind("a whole number, or one of each dim", (Integral, Iterable))
+WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
+
+
+def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
+    """Check that arguments of a public function are of a kind; True and False are no numbers.
+
+    Raises:
+        ConfigurationError: naming the first that is not, what was given, and what is wanted.
+    """
+    for name, value in given.items():
+        is_flag = isinstance(value, bool) and kind.types[0] in (Integral, Real)
+        if is_flag or not isinstance(value, kind.types):
+            raise ConfigurationError(f"{where}({name}={shown_argument(value)}): it must be {kind.wanted}")
+
+
+def shown_argument(value: Any) -> str:
+    """A value in a message: itself if it is short and plain, else the name of its type."""
+    text = repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
+    return text if text and len(text) <= 80 else type(value).__name__
+
+
+def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
+    """What Python raises for an argument that a function does not have, with the name that was meant, as from 3.13."""
+    near = get_close_matches(name[:80], known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def suggests_names(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Decorate a constructor, so that a misspelled argument is told by `unexpected_argument`."""
+    known, owner = inspect.signature(init).parameters, init.__qualname__.partition(".")[0]
+
+    @wraps(init)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+        for name in options:
+            if name not in known:
+                raise unexpected_argument(owner, name, known.keys())
+        init(*args, **options)
+
+    return checked
