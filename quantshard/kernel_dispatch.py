@@ -252,7 +252,7 @@ dtypes."""
 def swizzle(copy: QuantizedCopy, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
     """Matrices, or their transposes, as scaled products read them: a scale of 8 bits for every row, `swizzled`."""
     if has_kernels(matrices[0][1]):
-        return swizzle_kernel.swizzle(copy, matrices, turned)
+        return swizzle_kernel.SwizzleRequest(copy, matrices, turned).finish()
     return [_swizzle(copy, *each, turned) for each in matrices]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from quantshard.doctor.cases import (
 )
 from quantshard.doctor.results import UnavailableError
 from quantshard.doctor.timing import bytes_of
-from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
+from quantshard.formats import ALL, FORMATS, Copy, Encoding, Format, QuantizedCopy, Role, Scaling
 from quantshard.gemm import producers
 from quantshard.numerics import RandomBits, quantization_error, swizzling
 
 if kernels.USABLE:
     from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, swizzle, transpose
-    from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
+    from quantshard.kernels.quantize.targets import EpilogueRequest, QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
 
@@ -47,9 +47,15 @@ def is_decoded(fmt: Format) -> bool:
     return fmt.copies[Copy.ROWWISE].block[0] == 1 and len(fmt.copies) == 1 and fmt.name in trained_formats()
 
 
+def encodings_of(fmt: Format) -> tuple[Encoding, Encoding]:
+    """Those of codes and scales."""
+    copy = fmt.copies[Copy.ROWWISE]
+    return copy.codes.encoding, copy.scale.encoding
+
+
 def is_kept(fmt: Format) -> bool:
     """True for what optimizers alone store: 16-bit codes, which Adam's kernel writes."""
-    return fmt.copies[Copy.ROWWISE].codes.encoding.bits > 8
+    return encodings_of(fmt)[0].bits > 8
 
 
 QUANTIZED = tuple(fmt for fmt in FORMATS.values() if not is_kept(fmt))
@@ -276,39 +282,59 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
 
 def swizzle_case(x: Tensor, fmt: Format, turned: bool = False) -> KernelCase:
     """A stored matrix as products with swizzled scales read it; `turned`: its transpose."""
-    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
-    zero = torch.zeros((), dtype=torch.float32, device=x.device)
-    shape, codes, grid = (x.shape[0], x.shape[1]), parts[copy.codes.name], parts[copy.scale.name]
-    given = [(shape, codes, grid, None if copy.amax is None else parts[copy.amax.name], zero, None)]
-
-    def made(on_kernels: bool) -> list[Tensor | None]:
-        if on_kernels:
-            ((across, laid, second),) = swizzle.swizzle(copy, given, turned)
-        else:
-            with kernel_dispatch.kernels_only_on():
-                ((across, laid, second),) = kernel_dispatch.swizzle(copy, given, turned)
-        return [None if across is None else across.view(torch.uint8), laid.view(torch.uint8), second]
-
+    copy, given, read = _stored_of(x, fmt)
     return KernelCase(
-        lambda: made(True), lambda: made(False), bytes_of(grid, *([codes] if turned else []), *_tensors(made(False)))
+        lambda: _bytes_of_results(swizzle.SwizzleRequest(copy, given, turned).finish()),
+        lambda: _swizzled_by_oracle(copy, given, turned),
+        bytes_of(*(read if turned else read[1:]), *_tensors(_swizzled_by_oracle(copy, given, turned))),
     )  # fmt: skip
 
 
-def ready_case(x: Tensor, fmt: Format) -> KernelCase:
-    """Codes and scales as products read them."""
+def _stored_of(x: Tensor, fmt: Format) -> tuple[QuantizedCopy, list[kernel_dispatch.StoredMatrix], list[Tensor]]:
+    """A stored matrix as `kernel_dispatch.swizzle` takes it, under a poison of 0; and its codes and scales."""
+    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
+    zero = torch.zeros((), dtype=torch.float32, device=x.device)
+    codes, grid = parts[copy.codes.name], parts[copy.scale.name]
+    amax = None if copy.amax is None else parts[copy.amax.name]
+    return copy, [((x.shape[0], x.shape[1]), codes, grid, amax, zero, None)], [codes, grid]
+
+
+def _swizzled_by_oracle(
+    copy: QuantizedCopy, given: Sequence[kernel_dispatch.StoredMatrix], turned: bool
+) -> list[Tensor | None]:
+    with kernel_dispatch.kernels_only_on():
+        return _bytes_of_results(kernel_dispatch.swizzle(copy, given, turned))
+
+
+def _bytes_of_results(made: Sequence[kernel_dispatch.SwizzledMatrix]) -> list[Tensor | None]:
+    ((across, laid, second),) = made
+    return [None if across is None else across.view(torch.uint8), laid.view(torch.uint8), second]
+
+
+def ready_case(x: Tensor, fmt: Format, weight: Format | None = None, turned: bool = False) -> KernelCase:
+    """Codes and scales as products read them; and in the same launch the matrix stored as `weight`, as `swizzle_case`
+    has it."""
     copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
     request = QuantizeRequest(QuantizeSpec(copy, Scaling(), ready=True), second_amax=parts.get("amax"))
     laid = swizzling.swizzled(parts[copy.scale.name])
     second = parts.get("amax")
     unit = 1.0 / (copy.codes.encoding.max * copy.scale.encoding.max)
+    expected: list[Tensor | None] = [
+        parts[copy.codes.name], laid, None if second is None else (second * unit).view(1, 1)
+    ]  # fmt: skip
+    read, stored = [x], None if weight is None else _stored_of(x, weight)
+    if stored is not None:
+        expected += _swizzled_by_oracle(*stored[:2], turned)
+        read += stored[2]
 
     def launch() -> list[Tensor | None]:
-        found = matrix.quantize_matrix(x, request)[0]
+        beside = None if stored is None else swizzle.SwizzleRequest(*stored[:2], turned)
+        ((found, _),) = matrix.quantize_matrices([x], [EpilogueRequest(request)], beside)
+        assert found is not None
         codes, scale = (getattr(part, "base", part).view(torch.uint8) for part in (found.codes, found.scale))
-        return [codes, scale, found.second_scale]
+        return [codes, scale, found.second_scale, *([] if beside is None else _bytes_of_results(beside.finish()))]
 
-    expected = [parts[copy.codes.name], laid, None if second is None else (second * unit).view(1, 1)]
-    return KernelCase(launch, lambda: expected, bytes_of(x, *_tensors(expected)))
+    return KernelCase(launch, lambda: expected, bytes_of(*read, *_tensors(expected)))
 
 
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()
@@ -316,7 +342,7 @@ AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
 VALUES: Cases = {"counts and amax of values": {}}
 ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
-_TURNED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4]
+_TURNED = [fmt for fmt in QUANTIZED if encodings_of(fmt)[0].bits == 4]
 ERRORS |= {f"error of {fmt.name} + random_hadamard": {"fmt": fmt, "hadamard": True} for fmt in _TURNED}
 DEQUANTIZE: Cases = {f"dequantize {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 TRANSPOSE: Cases = {"transpose of bytes": {}, "transpose of bytes and scales": {"blocks": True}}
@@ -324,6 +350,13 @@ SWIZZLED = [fmt for fmt in QUANTIZED if fmt.copies[Copy.ROWWISE].scale.encoding.
 SWIZZLE: Cases = {f"swizzle {fmt.name}": {"fmt": fmt} for fmt in SWIZZLED if fmt.transposable}
 SWIZZLE |= {f"{name}, transposed": {**options, "turned": True} for name, options in SWIZZLE.items()}
 READY: Cases = {f"quantize {fmt.name}, ready": {"fmt": fmt} for fmt in SWIZZLED if is_decoded(fmt)}
+BESIDE: Cases = {
+    f"{name}, beside {weight.name}{', transposed' * turned}": {**options, "weight": weight, "turned": turned}
+    for name, options in READY.items()
+    for weight in SWIZZLED
+    for turned in (False, True)
+    if weight.transposable and encodings_of(weight) == encodings_of(options["fmt"])
+}
 WIDE: Cases = {f"{name} to fp32": {**options, "dtype": torch.float32} for name, options in DEQUANTIZE.items()}
 
 ROWS = (
@@ -335,6 +368,6 @@ ROWS = (
     KernelRow({"error_kernel"}, error_case, ERRORS, timed_of(ERRORS), (35, 290), TOO_FAR),
     KernelRow({"values_kernel"}, values_case, VALUES, list(VALUES), (35, 290)),
     KernelRow({"swizzle_kernel"}, swizzle_case, SWIZZLE, timed_of(SWIZZLE), (288, 320)),
-    KernelRow({"quantize_kernel"}, ready_case, READY, timed_of(READY), (288, 320)),
+    KernelRow({"quantize_kernel"}, ready_case, READY | BESIDE, timed_of(READY | BESIDE), (288, 320)),
     KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, private_torch
-from quantshard.formats import ALL, E4M3, E5M2, E8M0, Copy
+from quantshard.formats import ALL, E4M3, E5M2, Copy
 from quantshard.gemm import scaled_products
 from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
 from quantshard.gemm.operands import Operand, is_large
@@ -51,7 +51,7 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
-        read: what `read_together` has given for b.
+        read: what `right_operands.RightOperands` has given for b.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         plan = product_plan(
@@ -62,50 +62,6 @@ def matmul(
         if isinstance(plan, ProductPlan):
             return plan.run(a, b, bias, poison, read)
     return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, poison, precision or out_dtype)
-
-
-def read_together(
-    lefts: Sequence[Operand],
-    rights: Sequence[Operand],
-    out_dtype: torch.dtype,
-    *,
-    transpose_b: bool = False,
-    poisons: Sequence[Tensor | None] | None = None,
-    others: Sequence[Operand | None] | None = None,
-) -> tuple[Sequence[ReadOperand | None], bool]:
-    """The right operands of several products a @ op(b) as these read them, for `matmul`, if one kernel can make them
-    all; None for each if not.
-
-    And whether of each gradient, whose poison is given, the operand of wgrad in `others` is poisoned now, too.
-    """
-    readers, storages, nothing = [], [], [None] * len(rights)
-    first = rights[0]
-    if not isinstance(first, QuantizedStorage):
-        return nothing, False
-    if not (first.layout or first.laid_out()).narrow_scales and (transpose_b or len(rights) == 1):
-        return nothing, False  # it is read as it stands, or alone
-    for a, b in zip(lefts, rights, strict=True):
-        if not (isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage)):
-            return nothing, False
-        capability = scaled_products.capability_of(a.device)
-        plan = product_plan(
-            a.layout or a.laid_out(), True, b.layout or b.laid_out(), transpose_b, capability, out_dtype, None, False
-        )
-        if not (isinstance(plan, ProductPlan) and plan.right.is_made_at_once):
-            return nothing, False
-        readers.append(plan.right)
-        storages.append(b)
-    if any([each.spec.copy is not readers[0].spec.copy for each in readers]):
-        return nothing, False
-    given = poisons or nothing
-    if readers[0].is_swizzled:
-        poisoned = [_swizzled_scales(each) for each in others or nothing]
-        found = OperandReader.swizzled(readers, storages, given, poisoned)
-        return found, bool(others) and None not in poisoned
-    found = OperandReader.transposed(
-        readers, storages, [poison if each.takes_poison else None for each, poison in zip(readers, given, strict=True)]
-    )
-    return found, False
 
 
 def values_together(a: Tensor, rights: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
@@ -121,14 +77,6 @@ def values_together(a: Tensor, rights: Sequence[Operand], precision: torch.dtype
     dtype = _read_dtype(a, stored[0], precision)
     parts = [(each.touched(), each.shard.shape, each.shard.origin) for each in stored]
     return kernel_dispatch.dequantize_together(copies[which], parts, dtype)
-
-
-def _swizzled_scales(operand: Operand | None) -> Tensor | None:
-    """The scales E8M0 of an operand that a kernel has made for a product."""
-    if not isinstance(operand, QuantizedStorage):
-        return None
-    scale = operand.components[operand.cell.format.copies[Copy.ROWWISE].scale.name]
-    return scale if scale.dtype is E8M0.multiplied else None
 
 
 # Native products -----------------------------------------------------------------------------------------------------

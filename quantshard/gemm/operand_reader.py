@@ -186,22 +186,8 @@ class OperandReader:
     ) -> list[ReadOperand]:
         """The same of several of one copy whose scales are swizzled (`is_swizzled`), which are not so yet, by one
         kernel; `others`: scales E8M0 that are poisoned too."""
-        first, matrices, held = readers[0], [], []
-        for each, storage, poison, other in zip(readers, storages, poisons, others, strict=True):
-            stored = storage if each.codes in storage.components else storage.with_copy(each.spec.which)
-            parts = stored.components
-            amax = None if each.amax is None else parts[each.amax]
-            matrices.append((stored.shard.shape, parts[each.codes], parts[each.scale], amax, poison, other))
-            held.append(stored)
-        results: list[ReadOperand] = []
-        made = kernel_dispatch.swizzle(first.spec.copy, matrices, first.spec.transposed)
-        for each, stored, (codes, scale, second) in zip(readers, held, made, strict=True):
-            if codes is None:
-                codes = stored.view(each.codes, each.native_codes)
-            elif each.right:
-                codes = codes.t()
-            results.append((codes, (scale,) if second is None else (scale, second)))
-        return results
+        operands = SwizzledOperands(readers, storages, poisons, others)
+        return operands.read(kernel_dispatch.swizzle(operands.copy, operands.matrices, operands.turned))
 
     def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
         """Those of the stored codes and scales that are read."""
@@ -228,3 +214,37 @@ class OperandReader:
 
     def _second(self, amax: Tensor) -> Tensor:
         return (amax * self.unit).view(())
+
+
+class SwizzledOperands:
+    """Several operands of one copy, with what `kernel_dispatch.swizzle` is to be told of them, as in
+    `OperandReader.swizzled`."""
+
+    def __init__(
+        self,
+        readers: Sequence[OperandReader],
+        storages: Sequence[QuantizedStorage],
+        poisons: Sequence[Tensor | None] | None = None,
+        others: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        nothing = [None] * len(storages)
+        self.readers, self.copy, self.turned = readers, readers[0].spec.copy, readers[0].spec.transposed
+        self.matrices = list[kernel_dispatch.StoredMatrix]()
+        self._held = list[QuantizedStorage]()
+        for each, storage, poison, other in zip(readers, storages, poisons or nothing, others or nothing, strict=True):
+            stored = storage if each.codes in storage.components else storage.with_copy(each.spec.which)
+            parts = stored.components
+            amax = None if each.amax is None else parts[each.amax]
+            self.matrices.append((stored.shard.shape, parts[each.codes], parts[each.scale], amax, poison, other))
+            self._held.append(stored)
+
+    def read(self, made: Sequence[kernel_dispatch.SwizzledMatrix]) -> list[ReadOperand]:
+        """The operands as scaled products take them, from what a kernel has made."""
+        results = list[ReadOperand]()
+        for each, stored, (codes, scale, second) in zip(self.readers, self._held, made, strict=True):
+            if codes is None:
+                codes = stored.view(each.codes, each.native_codes)
+            elif each.right:
+                codes = codes.t()
+            results.append((codes, (scale,) if second is None else (scale, second)))
+        return results

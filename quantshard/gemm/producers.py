@@ -20,6 +20,7 @@ from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Copy, QuantizedCopy, Scaling
 from quantshard.gemm import scaled_products
 from quantshard.gemm.operands import Operand, OperandUsage, WordsOf, needs_amax, quantized_cells
+from quantshard.gemm.right_operands import RightOperands
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import epilogue
@@ -28,6 +29,7 @@ from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
 from quantshard.kernels.quantize.random_words import KEYS
+from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.kernels.quantize.targets import (
     MOST_PLANS,
     AmaxRequest,
@@ -90,12 +92,14 @@ class OperandProducer(ABC):
 @dataclass
 class TensorProducer(OperandProducer):
     """Values [R, C] that are there; of blocks of them the amaxes that a plan measures, and the scalar that is NaN if
-    they are not finite, if what made them took these."""
+    they are not finite, if what made them took these. `beside`: weights that the kernel which quantizes them may lay
+    out; others leave it."""
 
     values: Tensor
     amax: Tensor | None = None
     blocks: AmaxRequest | None = None
     poison: Tensor | None = None
+    beside: SwizzleRequest | None = None
 
     @staticmethod
     def empty(like: Tensor, plan: OperandPlan | None = None) -> TensorProducer:
@@ -138,7 +142,7 @@ class TensorProducer(OperandProducer):
             return [*TensorProducer.emit_all(*few), *TensorProducer.emit_all(producers[KEYS:], outputs[KEYS:])]
         if poison is None and sums is None and high is None:
             if request is not None:
-                return quantize_kernels.quantize_matrices(values, outputs)
+                return quantize_kernels.quantize_matrices(values, outputs, producers[0].beside)
             if other is not None and amax is None:
                 found = quantize_kernels.quantize_matrices(
                     [x.t() for x in values], [EpilogueRequest(each.other) for each in outputs]
@@ -412,6 +416,13 @@ class OperandPlan(NamedTuple):
                 each.amax if other_by_whole else past if other is None else other_amax,
             ))  # fmt: skip
         return results
+
+    def beside(self, rights: RightOperands) -> SwizzleRequest | None:
+        """What of the weights that the first GEMM reads the kernel that quantizes may lay out: they wait for no poison,
+        and are multiplied with codes."""
+        if self.one is None or self.one.spec.decoded or self.poison == "scalar":
+            return None
+        return rights.beside(self.one.layout)
 
     @property
     def decodes(self) -> bool:

@@ -34,6 +34,7 @@ from quantshard.modules.gemms.operator_arguments import BackwardArguments, Forwa
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig
 from quantshard.recipe import Recipe, TensorRole
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 if kernels.USABLE:
     from quantshard.gemm import producers
@@ -270,11 +271,14 @@ def _mlp_gradients(
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    ways = through_activation(dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads)
+    rights = None
+    if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):  # else their codes are made when dh is gone
+        rights = fc1.saved.rights(fc1.tensors)
+    ways = through_activation(dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, rights)
     del dh
     inner.tensors.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
-    dy, of_fc1 = fc1.saved.gradients(ways, fc1.tensors, fc1.needed, x_wgrad)
+    dy, of_fc1 = fc1.saved.gradients(ways, fc1.tensors, fc1.needed, x_wgrad, rights)
     return dy, of_fc1, of_fc2
 
 

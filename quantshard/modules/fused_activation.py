@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantshard import kernels
 from quantshard.gemm import operands
+from quantshard.gemm.right_operands import RightOperands
 from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
@@ -65,8 +66,10 @@ def through_activation(
     fc1: LinearBackward,
     needed: LinearGradMask,
     apart: bool = False,
+    rights: RightOperands | None = None,
 ) -> Iterator[GemmOperands]:
-    """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result.
+    """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result; `rights`: its
+    weights, as of `gemm_operands`.
 
     `apart`: of a gated activation each in a pass of its own, once it is asked for, if no bias needs a sum: a third of
     the memory less, for reading dh and the gate twice.
@@ -91,7 +94,9 @@ def through_activation(
         is_alike = all(each.wanted == asked[0].wanted for each in asked)  # not if one weight or bias is frozen
         given = [TensorProducer.empty(gate, each.plan if is_alike else None) for each in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        return iter(operands_together(asked, given)) if is_alike and not is_large else _quantized(asked, given)
+        if is_alike and not is_large:
+            return iter(operands_together(asked, given, rights))
+        return _quantized(asked, given)
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]

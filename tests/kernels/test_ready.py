@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 import quantshard as qs
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import E8M0, FORMATS, Copy
-from quantshard.gemm import backend, producers, scaled_products
+from quantshard.gemm import backend, producers, right_operands, scaled_products
 from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.kernels import workspace
-from quantshard.kernels.quantize.swizzle import swizzle
+from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import OperandRequest, gemm_operands, gradient_operands
 from quantshard.modules.gemms.linear_state import LinearState
@@ -96,7 +96,7 @@ def test_a_stored_matrix_is_swizzled(name: str, turned: bool, shape: tuple[int, 
         theirs = copy.deepcopy(given)
         with kernel_dispatch.kernels_only_on():
             expected = kernel_dispatch.swizzle(stored, theirs, turned)
-        for mine, one in zip(swizzle(stored, given, turned), expected, strict=True):
+        for mine, one in zip(SwizzleRequest(stored, given, turned).finish(), expected, strict=True):
             for found, wanted in zip(mine, one, strict=True):
                 assert (found is None) == (wanted is None)
                 if found is not None and wanted is not None and found.dtype is torch.float32:
@@ -154,14 +154,40 @@ def test_several_weights_are_read_at_once(
         assert (on_kernels - without).norm() <= 2.0**-4 * without.norm()
     counted = Counter(kernel for kernel, _ in launches)
     assert counted["dequantize_kernel"] == (2 if name == "rowwise" else 0)  # weights that dgrad reads
-    if name != "rowwise":
-        assert counted["swizzle_kernel"] == 4  # of two layers, forward and backward
+    # of two layers, forward and backward: of nvfp4 the kernel that quantizes does it
+    assert counted["swizzle_kernel"] == (4 if name == "mxfp8" else 0)
     assert counted["amax_kernel"] == (
         name != "mxfp8"
     )  # of the gradient, which is there; kernels measure what they make
     dy[7, 9] = torch.inf
     _, dx, _, *of_weights = stepped(mlp, x, dy, name)
     assert dx.isnan().all() and all(grad.isnan().all() for grad in of_weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "apart", "most"),
+    [("mxfp8", "plain", 1, 2), ("nvfp4", "plain", 0, 2), ("nvfp4", "biased", 1, 2), ("nvfp4", "gated", 0, 4)],
+)
+def test_weights_are_laid_out_by_the_kernel_that_quantizes(
+    name: str, kind: str, apart: int, most: int, products: dict[str, tuple[int, int]],
+    launches: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With the bits of launches of their own, which large ones get. Not where it makes the poison that weights take, as
+    of MXFP8, nor where another kernel quantizes, as where a bias needs a sum."""
+    products["is"] = CAPABILITIES[name]
+    torch.manual_seed(0)
+    options = {"params_dtype": BF16, "device": DEVICE}
+    with qs.quantized_model_init(recipe=name):
+        module: nn.Module = qs.Linear(160, 288, bias=kind == "biased", **options)
+        if kind == "gated":
+            module = qs.LayerNormMLP(160, 288, activation="swiglu", bias=False, **options)
+    x, dy, found = values(160, 160), values(160, 160 if kind == "gated" else 288, seed=1), []
+    for is_large in (False, True):
+        monkeypatch.setattr(right_operands, "is_large", lambda codes, large=is_large: large)
+        launches.clear()
+        found.append(stepped(copy.deepcopy(module), x, dy, name))
+        assert Counter(kernel for kernel, _ in launches)["swizzle_kernel"] == (most if is_large else apart)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("frozen", ["fc1_gate_weight", "fc1_up_weight", "fc1_gate_bias"])

@@ -7,6 +7,8 @@ A program takes a tile of whole blocks, by the global block grid: amaxes of such
 blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, amaxes or
 multipliers are given, which were taken and reduced before.
 
+What is multiplied with stored weights may be quantized by the launch that lays these out (`swizzle.swizzle_tile`).
+
 Kernels that compute the values themselves (`norm`, `activation`) hand their tiles to the same `emit`.
 """
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import random_words as rw
+from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.kernels.quantize.targets import (
     EpilogueRequest,
     QuantizedOutput,
@@ -168,12 +171,6 @@ def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.cons
 
 
 @triton.jit
-def swizzled(i, j, tiles):
-    """Where `swizzling.swizzled` has the entries of rows i and columns j, of so many tiles in a row."""
-    return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
-
-
-@triton.jit
 def touched_by(origin, size, COVERS: tl.constexpr):
     """`touched`, of a size that is not zero."""
     return (origin + size - 1) // COVERS - origin // COVERS + 1
@@ -310,8 +307,13 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
 @triton.jit(do_not_specialize=rw.RANDOM_OF_PARTS)
 def quantize_kernel(
     x_ptrs, row_stride, col_stride, where, outs, other_where, other_outs, k0, k1, draw, k2, k3, draw1, k4, k5, draw2,
-    stream, width, other_stream, other_width, PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    stream, width, other_stream, other_width, weights,
+    PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
+    if S is not None:  # the last programs lay out weights
+        if tl.program_id(2) >= PARTS:
+            line = (tl.program_id(2) - PARTS) * tl.num_programs(1) + tl.program_id(1)
+            swizzle_tile(line * tl.num_programs(0) + tl.program_id(0), weights, S)
     row, col, i, j, valued = tile_of(where, H)
     at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
     for part in tl.static_range(PARTS):
@@ -338,10 +340,13 @@ def quantize_matrix(
     return one, two
 
 
-def quantize_matrices(xs: Sequence[Tensor], requests: Sequence[EpilogueRequest]) -> list[Targets]:
+def quantize_matrices(
+    xs: Sequence[Tensor], requests: Sequence[EpilogueRequest], beside: SwizzleRequest | None = None
+) -> list[Targets]:
     """The same of several matrices of one shape, strides, dtype and device, by one kernel.
 
-    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`.
+    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`. `beside`:
+    weights, which the same kernel lays out.
     """
     x, (request, other, *_) = xs[0], requests[0]
     assert request is not None
@@ -352,9 +357,13 @@ def quantize_matrices(xs: Sequence[Tensor], requests: Sequence[EpilogueRequest])
     made = [plan.outputs(each.request, each.other, x.device, each.amax) for each in requests]
     if x.numel() > 0:
         ones, twos = zip(*made, strict=True)
+        (down, across), layers, weights, config = plan.programs, len(xs), None, None
+        if beside is not None:
+            layers += -(beside.tiles // -(down * across))
+            weights, config, beside.launched = beside.arguments, beside.config, True
         launch_kernel(
-            quantize_kernel, (*plan.programs, len(xs)), x.device,
-            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *keys, *streams,
-            PARTS=len(xs), **plan.constants,
+            quantize_kernel, (down, across, layers), x.device,
+            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *keys, *streams, weights,
+            PARTS=len(xs), S=config, **plan.constants,
         )  # fmt: skip
     return made

@@ -23,7 +23,9 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, operands
+from quantshard.gemm.operand_reader import ReadOperand
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, operand_usage
+from quantshard.gemm.right_operands import RightOperands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -118,8 +120,17 @@ class LinearBackward(NamedTuple):
         """
         rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
         wanted = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
-        ways = gradient_operands(rows, self.call, self.state, wanted)
-        return self.gradients(ways, tensors, needed, x_wgrad)
+        rights = self.rights(tensors) if needed.x else None
+        ways = gradient_operands(rows, self.call, self.state, wanted, rights)
+        return self.gradients(ways, tensors, needed, x_wgrad, rights)
+
+    def rights(self, tensors: Sequence[Tensor]) -> RightOperands:
+        """The weights for dgrad; of several it is in float32, or in the dtype of the input where that is wider."""
+        held: list[Operand] = []
+        for part in range(self.parts):
+            held.append(weight_operand(tensors[part], part, self.call, self.state))
+        summed = self.parts > 1 and self.dtype.itemsize <= 4
+        return RightOperands(held, torch.float32 if summed else self.dtype)
 
     def gradients(
         self,
@@ -127,11 +138,15 @@ class LinearBackward(NamedTuple):
         tensors: Sequence[Tensor],
         needed: LinearGradMask,
         x_wgrad: WgradOperand | None = None,
+        rights: RightOperands | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The same from the gradients of the outputs as the GEMMs read them."""
+        """The same from the gradients of the outputs as the GEMMs read them; `rights`: of `self.rights`, if they were
+        asked for before."""
         weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
+        if rights is None and needed.x:
+            rights = self.rights(weights)
         dx, dws, dbs = backward_gemms(
-            ways, weights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
+            ways, weights, rights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
         )
         return dx, [*dws, *dbs]
 
@@ -311,12 +326,16 @@ def forward_gemms(
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
-    if read is None:
-        read = gemm_operands(source, TensorRole.INPUT, call, state, operand_usage(True, keeps_input, passing=1))
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
-    operands = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
-    seen, _ = backend.read_together([read.first] * len(operands), operands, dtype, transpose_b=True)
-    for w, of_weight, bias in zip(operands, seen, biases, strict=True):
+    held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    rights = RightOperands(held, dtype, transpose_b=True)
+    if read is None:
+        usage = operand_usage(True, keeps_input, passing=1)
+        read = gemm_operands(source, TensorRole.INPUT, call, state, usage, rights=rights)
+    seen: Sequence[ReadOperand | None] = [None] * len(held)
+    if rights.reads_together:
+        seen, _ = rights.read([read.first] * len(held))
+    for w, of_weight, bias in zip(held, seen, biases, strict=True):
         y = backend.matmul(
             read.first, w, dtype, transpose_b=True, bias=None if partial else bias,
             fast=fast, read=of_weight,
@@ -331,6 +350,7 @@ def forward_gemms(
 def backward_gemms(
     ways: Iterable[GemmOperands],
     weights: Sequence[Tensor],
+    rights: RightOperands | None,
     x_wgrad: WgradOperand,
     call: LinearContext,
     state: LinearState,
@@ -341,10 +361,9 @@ def backward_gemms(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
 
-    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. What several weights add to the
-    gradient of the input is summed in float32, or in `x_dtype` where that is wider, and rounded once.
+    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. `rights`: the weights for dgrad,
+    if it is needed. What several weights add to the gradient of the input is summed in their dtype and rounded once.
     """
-    dx_dtype = x_dtype if len(weights) == 1 or x_dtype.itemsize > 4 else torch.float32
     summands: list[Tensor] = []
     dws: list[Tensor | None] = []
     dbs: list[Tensor | None] = []
@@ -352,18 +371,17 @@ def backward_gemms(
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
     held: Sequence[Operand] = []
-    read: Sequence[backend.ReadOperand | None] = [None] * len(weights)
+    read: Sequence[ReadOperand | None] = [None] * len(weights)
     poisoned = False
-    if needed.x:
-        held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    if rights is not None:
+        held = rights.operands
         left = iter(ways)
         first = next(left)
         if isinstance(first.first, QuantizedStorage):
             ways = [first, *left]
-            poisons, others = [each.poison for each in ways], [each.second.operand for each in ways]
-            read, poisoned = backend.read_together(
-                [each.first for each in ways], held, dx_dtype, poisons=poisons, others=others
-            )
+            if rights.reads_together:
+                poisons, others = [each.poison for each in ways], [each.second.operand for each in ways]
+                read, poisoned = rights.read([each.first for each in ways], poisons, others)
         else:  # each goes when it was multiplied, before the next is made
             held = backend.values_together(first.first, held, x_dtype)
             ways = _all([first], left)
@@ -371,9 +389,9 @@ def backward_gemms(
     each = iter(ways)
     for part, weight in enumerate(weights):
         found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
-        if needed.x:
+        if rights is not None:
             dx = backend.matmul(
-                found.first, held[part], dx_dtype, poison=found.poison, precision=x_dtype,
+                found.first, held[part], rights.out_dtype, poison=found.poison, precision=x_dtype,
                 fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read[part],
             )  # fmt: skip
             summands.append(dx)

@@ -17,6 +17,7 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.gemm import operands, scaled_products
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
+from quantshard.gemm.right_operands import RightOperands
 from quantshard.kernels import workspace
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.input_amax import input_amax
@@ -83,18 +84,20 @@ def gemm_operands(
     state: LinearState,
     wanted: OperandUsage,
     part: int = 0,
+    rights: RightOperands | None = None,
 ) -> GemmOperands:
     """An input or output gradient [tokens, features] for its two GEMMs.
 
     `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
-    input whose tokens are spread over ranks is not gathered for wgrad yet.
+    input whose tokens are spread over ranks is not gathered for wgrad yet. `rights`: the weights that the first of its
+    operands is multiplied with, which the same kernel may lay out.
     """
     if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, wanted, part, values.like).of(values)
+        return OperandRequest(role, call, state, wanted, part, values.like).of(values, rights)
     values, pair = private_torch.plain(values), call.recipe.activations[role]
     split = state.split(role)
     if _fits_kernels(values, split, pair):
-        return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values))
+        return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values), rights)
     first, second = pair
     delayed = DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
@@ -110,12 +113,16 @@ def gemm_operands(
 
 
 def gradient_operands(
-    grads: Sequence[Tensor], call: LinearContext, state: LinearState, wanted: Sequence[OperandUsage]
+    grads: Sequence[Tensor],
+    call: LinearContext,
+    state: LinearState,
+    wanted: Sequence[OperandUsage],
+    rights: RightOperands | None = None,
 ) -> Iterator[GemmOperands]:
     """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
-    other that are alike, else one at a time."""
+    other that are alike, else one at a time. `rights`: the weights, as of `gemm_operands`."""
     if len(grads) == 1:
-        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0])
+        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0], rights=rights)
         return
     pair = cells(call.recipe, TensorRole.GRAD_OUTPUT)
 
@@ -131,12 +138,18 @@ def gradient_operands(
                 yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
             continue
         asked = [OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts]
-        yield from operands_together(asked, [TensorProducer(value) for value in values])
+        yield from operands_together(
+            asked, [TensorProducer(value) for value in values], rights if len(parts) == len(grads) else None
+        )
 
 
-def operands_together(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[GemmOperands]:
+def operands_together(
+    asked: Sequence[OperandRequest], given: Sequence[TensorProducer], rights: RightOperands | None = None
+) -> list[GemmOperands]:
     """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
     plan = asked[0].plan
+    if rights is not None and rights.reads_together:
+        given[0].beside = plan.beside(rights)
     outputs = outputs_of(asked, given)
     found = TensorProducer.emit_all(given, outputs)
     kept: Sequence[TensorProducer | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
@@ -205,7 +218,7 @@ class OperandRequest:
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = GradientRandomBits(state, part) if self.plan.draws else None
 
-    def of(self, source: producers.OperandProducer) -> GemmOperands:
+    def of(self, source: producers.OperandProducer, rights: RightOperands | None = None) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         known = source.known(self.plan)
         given = source.measured(self.plan) if self.plan.reads_values and known is None else None
@@ -216,7 +229,10 @@ class OperandRequest:
         measured = (known and known[0]) if given is None else given.amax
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
-        taken = self.taken(outputs, (source if given is None else given).emit(outputs), given)
+        emitter = source if given is None else given
+        if rights is not None and rights.reads_together and isinstance(emitter, TensorProducer):
+            emitter.beside = self.plan.beside(rights)
+        taken = self.taken(outputs, emitter.emit(outputs), given)
         if self.watching is not None:
             values = (source.measured() if given is None else given).values
             self.watching.see_both(values, taken.first, taken.second.operand, taken.second.transposed)
