@@ -4,7 +4,8 @@
 
 Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
 difference is from the arm bf16 of the same seed, whose tokens came in the same order; of several seeds the mean, with
-the least and the most. What bf16 itself differs by from seed to seed stands above the table.
+the least and the most. What bf16 itself differs by from seed to seed stands above the table. Rates and peaks are those
+of the arm's last record.
 """
 
 from __future__ import annotations
@@ -67,6 +68,11 @@ class ArmResult:
         pairs = [(self.records[seed]["heldout"], reference.records[seed]["heldout"]) for seed in shared if reference]
         return [100 * (own / other - 1) for own, other in pairs]
 
+    def latest(self, key: str) -> float | None:
+        """Of the record that was added last: what a step takes changes with the code."""
+        found = list(self.records.values())[-1].get(key)
+        return None if found is None else float(found)
+
     @property
     def devices(self) -> list[str]:
         """Where it ran."""
@@ -95,7 +101,9 @@ def add(found: dict[TrainedOn, dict[str, ArmResult]], record: Record) -> None:
     first, _, last = record["arm"].rpartition(" ")
     name = f"{first} {NAMES.get(last, last)}" if first else last
     arms = found.setdefault(trained, {})
-    arms.setdefault(name, ArmResult(name, {})).records[int(record["seed"])] = _with_rate(record)
+    records = arms.setdefault(name, ArmResult(name, {})).records
+    records.pop(int(record["seed"]), None)  # the last one stands last
+    records[int(record["seed"])] = _with_rate(record)
 
 
 def _with_rate(record: Record) -> Record:
@@ -115,13 +123,13 @@ def table(trained: TrainedOn, arms: dict[str, ArmResult]) -> Iterator[str]:
     yield "| arm | held-out loss | difference from BF16, % | bytes a parameter | peak GiB | tokens/s | seeds |"
     yield "|---" * 7 + "|"
     for arm in sorted(arms.values(), key=lambda arm: arm.mean("heldout") or 0.0):
-        rate = arm.mean("tokens_per_s")
+        rate = arm.latest("tokens_per_s")
         cells = [
             arm.name,
             _number(arm.mean("heldout"), ".4f"),
             "0" if arm.name == REFERENCE else _difference(arm.differences(reference)),
             _number(arm.mean("bytes"), ".2f"),
-            _number(arm.mean("peak_gib"), ".1f"),
+            _number(arm.latest("peak_gib"), ".1f"),
             "-" if rate is None else f"{rate:,.0f}",
             str(len(arm.records)),
         ]
@@ -219,8 +227,18 @@ def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
     yield "|---" * 8 + "|"
     for row in cost_rows():
         sizes = (*row.size, row.size.together, float(_BF16), row.size.together + _BF16)
-        loss = _number(arms[row.arm].mean("heldout"), ".3f") if row.arm in arms else NOT_RUN
+        loss = _loss_beside(arms[row.arm], arms.get(REFERENCE)) if row.arm in arms else NOT_RUN
         yield f"| {row.what} | {' | '.join(_bytes(size) for size in sizes)} | {loss} |"
+
+
+def _loss_beside(arm: ArmResult, reference: ArmResult | None) -> str:
+    """An arm's loss, of the seeds that it has in common with the reference, and what it differs by there."""
+    found = arm.differences(reference)
+    if not found:
+        return _number(arm.mean("heldout"), ".3f")
+    assert reference is not None
+    own = statistics.fmean(arm.records[seed]["heldout"] for seed in arm.records.keys() & reference.records.keys())
+    return f"{own:.3f}" if arm.name == REFERENCE else f"{own:.3f} ({statistics.fmean(found):+.2f} %)"
 
 
 def _bytes(size: float) -> str:

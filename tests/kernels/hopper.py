@@ -1,7 +1,7 @@
 """Compile cases of the registry for a Hopper GPU on a machine without one, and print what their kernels
 became: one JSON object for each.
 
-    python tests/kernels/hopper.py [--once] [CASE ...]
+    python tests/kernels/hopper.py [--once] [--shape 256 4096] [CASE ...]
 
 Run as a program: Triton must not have been imported under the interpreter. `--once`: of each case, each kernel as it is
 launched first. A kernel that is launched does not run, so what is on the host is garbage; its arguments count alone.
@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,11 @@ def became(kernel: Any) -> dict[str, Any]:
     }
 
 
-def case_of(name: str) -> KernelCase:
+def case_of(name: str, shape: Sequence[int] = SHAPE) -> KernelCase:
     """Its kernels are not compiled where their results are inputs."""
     row, options = CASES[name]
     JITFunction.run = lambda self, *arguments, **options: None
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     return row.make(x, **options)
 
 
@@ -102,12 +102,13 @@ def launched(launch: Callable[[], object], compiled: Callable[..., Any], once: b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--shape", type=int, nargs=2, default=SHAPE, help="of the matrix; a size of 1 is a constant")
     parser.add_argument("case", nargs="*", help="names of the registry; default: all that are timed")
     given = parser.parse_args()
     compiled = JITFunction.run
     with kernel_dispatch.kernels_only_on("cpu"):
         for name in given.case or [name for row in registry.ROWS for name in row.timed]:
-            for kernel, code in launched(case_of(name).launch, compiled, given.once):
+            for kernel, code in launched(case_of(name, given.shape).launch, compiled, given.once):
                 print(json.dumps({"case": name, "kernel": kernel, **became(code)}), flush=True)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ CHOSEN = [
 
 BYTES = {
     "amax_kernel": (16, 0), "tensor_amax_kernel": (16, 0), "scales_kernel": (4, 4), "tensor_scales_kernel": (8, 4),
+    "error_kernel": (16, 0), "values_kernel": (16, 0), "normalizer_kernel": (16, 4), "swizzle mxfp8_32x32": (4, 2),
     "statistics_kernel": (16, 4), "sums_kernel": (16, 4), "requantize_kernel": (16, 4), "rows_kernel": (8, 16),
     "record_kernel": (8, 4), "past_kernel": (8, 4), "tensor_past_kernel": (8, 4), "tensor_record_kernel": (8, 4),
     "quantize nvfp4_1x16": (16, 8), f"quantize nvfp4_1x16, {ROUNDED}": (8, 8), "dequantize nvfp4_16x16": (4, 16),
@@ -58,22 +60,33 @@ SPILLED = {
 """Bytes, by version of Triton; more programs beside each other are worth them."""
 
 
+def compiled(cache: Path, *options: str) -> list[dict[str, Any]]:
+    """What the kernels of the chosen cases become, by a program without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
+    script = str(ROOT / "tests" / "kernels" / "hopper.py")
+    done = subprocess.run(
+        [sys.executable, script, "--once", *options, *dict.fromkeys(CHOSEN)],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.exhaustive
+def test_sizes_of_one_compile(tmp_path: Path) -> None:
+    """Triton makes constants of them, on which less can be called than on numbers; its interpreter does not."""
+    assert {line["kernel"] for line in compiled(tmp_path, "--shape", "1", "1")} >= {"error_kernel", "values_kernel"}
+
+
 @pytest.mark.exhaustive
 def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[str], None]) -> None:
     """Registers that spill would cost bandwidth; a fused multiply-add or a quick division would cost the oracle's bits.
 
     Every kernel of the registry is among them, but for those that long rows, other blocks and other steps take.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    script = str(ROOT / "tests" / "kernels" / "hopper.py")
-    done = subprocess.run(
-        [sys.executable, script, "--once", *dict.fromkeys(CHOSEN)],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    found = compiled(tmp_path)
     spilled = SPILLED.get(".".join(triton.__version__.split(".")[:2]), {})
-    found = [json.loads(line) for line in done.stdout.splitlines()]
     show("\n".join(f"{line['case']}: {line['kernel']}, {line['registers']} registers" for line in found))
     for line in found:
         case, kernel = line["case"], line["kernel"]
