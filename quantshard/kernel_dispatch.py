@@ -207,11 +207,12 @@ def log_normalizers(logits: Tensor) -> Tensor:
     return cross_entropy.log_normalizers(logits)
 
 
-def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+def logits_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
+) -> Tensor:
     """`cross_entropy.logits_gradient`."""
-    if has_float_kernels(logits):
-        return cross_entropy_kernel.logits_gradient(logits, targets, log_z, factors, of_entropy)
-    return cross_entropy.logits_gradient(logits, targets, log_z, factors, of_entropy)
+    where = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return where.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:

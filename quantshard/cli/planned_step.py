@@ -16,7 +16,6 @@ from quantshard.cli.models import ModelSource
 from quantshard.errors import ConfigurationError
 from quantshard.planning import TrainingStep
 from quantshard.trainer.models import model as models
-from quantshard.trainer.models.losses import token_losses
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import TP, MeshSpec
 
@@ -119,4 +118,4 @@ def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
 
 
 def _loss(settings: TrainSettings, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return models.trained_loss(model, token_losses(models.logits(model, tokens), targets), settings)
+    return models.trained_loss(model, models.losses(model, tokens, targets), settings)

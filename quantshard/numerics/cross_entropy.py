@@ -17,7 +17,9 @@ def log_normalizers(logits: Tensor) -> Tensor:
     return torch.cat([_log_normalizers(logits[rows]) for rows in _at_once(logits)])
 
 
-def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+def logits_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
+) -> Tensor:
     """factors[n] * p[n, v] - of_entropy * (v == targets[n]), where p is the softmax, rounded to the logits' dtype once.
 
     Args:
@@ -26,11 +28,12 @@ def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Ten
         log_z: as `log_normalizers` gave them.
         factors: float32 [N].
         of_entropy: float32 scalar.
+        out: where it goes, contiguous; may be the logits themselves.
     """
-    found, chosen, columns = torch.empty_like(logits), targets[:, None], log_z[:, None]
+    found, chosen, columns = torch.empty_like(logits) if out is None else out, targets[:, None], log_z[:, None]
+    p = (logits.gather(1, chosen).float() - columns).exp_()
     for rows in _at_once(logits):
         torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=found[rows])
-    p = (logits.gather(1, chosen).float() - columns).exp_()
     return found.scatter_(1, chosen, (p * factors[:, None] - of_entropy).to(found.dtype))
 
 

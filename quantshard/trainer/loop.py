@@ -33,7 +33,6 @@ from quantshard.optimizers import averaged_weights
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.models import flops, initialization
 from quantshard.trainer.models import model as models
-from quantshard.trainer.models.losses import token_losses
 from quantshard.trainer.monitoring.profiling import StepProfile
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.monitoring.statistics import RunStatistics
@@ -159,7 +158,7 @@ class Trainer:
         parts = batch.chunk(settings.parts(self.axes))
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            found = token_losses(models.logits(self.model, part[:, :-1]), part[:, 1:])
+            found = models.losses(self.model, part[:, :-1], part[:, 1:])
             (models.trained_loss(self.model, found, settings) / len(parts)).backward()
             total += (found.cross_entropy.detach() / len(parts)).double()
         return total

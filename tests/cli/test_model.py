@@ -270,3 +270,27 @@ def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, ro
     expected.backward()
     torch.testing.assert_close(loss, expected, equal_nan=True)
     torch.testing.assert_close(ours.grad, other.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dtype) -> None:
+    """In their memory; who needs the logits afterwards is told by PyTorch."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 5, 37, generator=generator).to(dtype)
+    targets = torch.randint(0, 37, (2, 5), generator=generator)
+    gradients, places = [], []
+    for overwrites in (False, True):
+        leaf = values.clone().requires_grad_()
+        logits = leaf * 2
+        logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+        found = losses.token_losses(logits, targets, overwrites)
+        loss = found.cross_entropy + found.z_loss / 10
+        loss.backward(retain_graph=True)
+        gradients.append(leaf.grad)
+        assert (places[-1] == logits.data_ptr()) == overwrites
+    assert torch.equal(*gradients)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.token_losses(bounded, targets, True).cross_entropy.backward()

@@ -132,8 +132,9 @@ def test_activations_of_recomputed_layers_are_their_inputs() -> None:
 
 
 def test_stored_activations_are_their_codes() -> None:
-    """Of gate and up in four layers; of one layer they are values in forward still, and in backward again."""
-    settings = SMALL.resolved()
+    """Of gate and up in four layers; of one layer they are values in forward still, and in backward again. Logits are
+    more than the codes that a layer makes beside its values: with fewer these would be the most of the forward."""
+    settings = replace(SMALL, vocabulary=1024).resolved()
     stored = replace(settings, activation_storage="fp8")
     plain, codes = (planned(Case(each, 1), BLACKWELL) for each in (settings, stored))
     tokens, blocks = settings.global_batch * settings.seq_length, -(-settings.ffn // 128)

@@ -70,9 +70,11 @@ def log_normalizers(logits: Tensor) -> Tensor:
     return found
 
 
-def logits_gradient(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor) -> Tensor:
+def logits_gradient(
+    logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
+) -> Tensor:
     """`numerics.cross_entropy.logits_gradient` of float32, bfloat16 or float16 with any strides."""
-    found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
     if logits.numel() > 0:
         rows, cols = logits.shape
         launch_kernel(

@@ -22,27 +22,36 @@ class TokenLosses(NamedTuple):
     z_loss: Tensor
 
 
-def token_losses(logits: Tensor, targets: Tensor) -> TokenLosses:
+def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> TokenLosses:
     """Of logits [..., vocabulary], floating, and targets int64 [...], tokens all of them (none is left out): the mean
     of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
     arXiv:2204.02311), which keeps logits from drifting away.
 
     Sums are taken in float32; the gradient is rounded to the logits' dtype once. Of a target whose logit is -inf the
     loss is infinite and the gradient, as that of `torch.nn.functional.cross_entropy`, is finite.
+
+    `overwrites`: backward writes the gradient over the logits, if they are contiguous, which saves the memory of one of
+    both. Nothing but this loss may need their values then; what saved them for its own backward, or a second backward,
+    raises PyTorch's error of a tensor that was modified in place.
     """
-    return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten()))
+    return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), overwrites))
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool) -> tuple[Tensor, Tensor]:
         log_z = kernel_dispatch.log_normalizers(logits)
         ctx.save_for_backward(logits, targets, log_z)
+        ctx.overwrites = overwrites and logits.is_contiguous()
         return (log_z - logits.gather(1, targets[:, None])[:, 0]).mean(), log_z.square().mean()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, log_z = ctx.saved_tensors
         of_entropy, of_z = (grad / len(logits) for grad in grads)
         factors = of_entropy + 2 * of_z * log_z  # of each row's p
-        return kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy), None
+        out = logits.detach() if ctx.overwrites else None
+        found = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
+        if out is not None:  # kernels write without autograd's knowledge
+            torch.autograd.graph.increment_version(logits)
+        return found, None, None

@@ -333,6 +333,12 @@ def _prefetch(layers: Iterable[nn.Module]) -> None:
         layer.set_modules_to_forward_prefetch([following])
 
 
+def losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> TokenLosses:
+    """Those of a pass that is trained on. The gradient of our own decoder's logits, which nobody else has, takes their
+    place in memory."""
+    return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
+
+
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats a token."""
     return token_losses(logits, targets).cross_entropy
