@@ -47,6 +47,7 @@ SPILLED = {
     },
     "3.7": {
         f"quantize fp8_1x128, {BOTH}": 8, "activation + quantize fp8_e4m3": 4, "Adam, delayed, FP8 moments": 16,
+        "values and amaxes of rows and columns": 4, f"quantize mxfp8_1x32, {BOTH}": 20,
     },
     "3.8": {
         f"quantize fp8_1xrow, {BOTH}": 460, f"quantize fp8_1x128, {BOTH}": 20, "quantize nvfp4_1x16": 8,
