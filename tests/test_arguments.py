@@ -77,7 +77,7 @@ CALLS = {
     "compare": (checkpoints.compare, {"path_a": lambda: "none", "path_b": lambda: "none"}, "path_a path_b"),
     "verify": (checkpoints.verify, {}, "path"),
     "is_complete": (checkpoints.is_complete, {}, "path"),
-    "load_from_rank0": (checkpoints.load_from_rank0, {"model": layers, "state_dict": dict}, "model state_dict"),
+    "load_from_rank0": (checkpoints.load_from_rank0, {"model": layers, "state_dict": dict}, "model"),
     "load_high_precision": (checkpoints.load_high_precision, {"model": layers, "state_dict": dict}, "model state_dict"),
     "high_precision_state_dict": (checkpoints.high_precision_state_dict, {"model": layers}, "model optimizer"),
     "FusedAdam": (optimizers.FusedAdam, {"params": named}, "params lr betas preset exp_avg_dtype master_weights"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, check_arguments
+from quantshard.argument_kinds import MODULE, check_arguments
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import loading
 from quantshard.collectives import process_groups
@@ -54,7 +54,6 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     check_arguments("load_from_rank0", MODULE, model=model)
-    check_arguments("load_from_rank0", MAPPING.or_none, state_dict=state_dict)
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
         described = agreement.from_rank0(lambda: _description(state_dict))

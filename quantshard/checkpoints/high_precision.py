@@ -39,7 +39,6 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
     check_arguments("load_high_precision", MODULE, model=model)
-    check_arguments("load_high_precision", MAPPING, state_dict=state_dict)
     with loading("load_high_precision", model) as load:
         components.check_offsets(model.named_parameters())
         for module in model.modules():
@@ -72,6 +71,7 @@ def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
+    check_arguments("load_high_precision", MAPPING, state_dict=given)  # here, where other ranks are told of it
     others = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():

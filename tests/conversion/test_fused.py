@@ -336,7 +336,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     made: list[Tensor] = []
     real = linear_operands.gemm_operands
     for module in (functional, shared_input):
-        monkeypatch.setattr(module, "gemm_operands", lambda *args: made.append(args[0]) or real(*args))
+        monkeypatch.setattr(module, "gemm_operands", lambda *a, **options: made.append(a[0]) or real(*a, **options))
     return made
 
 
