@@ -44,7 +44,6 @@ SEVERAL: Final = ArgumentKind("several values, as a list", (Iterable,))
 TEXT: Final = ArgumentKind("text", (str,))
 NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (str, Iterable))
 NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
-FLAG: Final = ArgumentKind("True or False", (bool,))
 SIZES: Final = ArgumentKind("a whole number, or one of each dim", (Integral, Iterable))
 WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
 
@@ -59,6 +58,12 @@ def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
         is_flag = isinstance(value, bool) and kind.types[0] in (Integral, Real)
         if is_flag or not isinstance(value, kind.types):
             raise ConfigurationError(f"{where}({name}={shown_argument(value)}): it must be {kind.wanted}")
+
+
+def check_each(where: str, /, **given: tuple[ArgumentKind, Any]) -> None:
+    """`check_arguments` of arguments of several kinds: (kind, value) by name."""
+    for name, (kind, value) in given.items():
+        check_arguments(where, kind, **{name: value})
 
 
 def shown_argument(value: Any) -> str:

@@ -58,7 +58,7 @@ CALLS = {
         quantshard.GroupedLinear, {name: lambda: 32 for name in ("num_gemms", "in_features", "out_features")},
         "num_gemms ep_mesh tp_mesh",
     ),
-    "RMSNorm": (quantshard.RMSNorm, {"normalized_shape": lambda: 32}, "eps zero_centered_gamma"),
+    "RMSNorm": (quantshard.RMSNorm, {"normalized_shape": lambda: 32}, "eps"),
     "LayerNormMLP": (
         quantshard.LayerNormMLP, {"hidden_size": lambda: 32, "ffn_hidden_size": lambda: 32},
         "hidden_size normalization activation activation_storage",

@@ -53,7 +53,7 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
-    check_arguments("load_from_rank0", MODULE, model=model)
+    agreement.alike(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
         described = agreement.from_rank0(lambda: _description(state_dict))

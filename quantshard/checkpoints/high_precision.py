@@ -38,7 +38,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             read, or values that are to be quantized are infinite or NaN; on every rank, if so on one.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
-    check_arguments("load_high_precision", MODULE, model=model)
+    agreement.alike(lambda: check_arguments("load_high_precision", MODULE, model=model))
     with loading("load_high_precision", model) as load:
         components.check_offsets(model.named_parameters())
         for module in model.modules():

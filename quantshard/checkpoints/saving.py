@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_arguments
+from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_each
 from quantshard.checkpoints import fit, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -48,10 +48,8 @@ def save(
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks.
     """
-    check_arguments("save", PATH, path=path)
-    check_arguments("save", MODULE, model=model)
-    check_arguments("save", OPTIMIZER.or_none, optimizer=optimizer)
-    check_arguments("save", MAPPING.or_none, extra=extra)
+    states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
+    agreement.alike(lambda: check_each("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
     state = checkpoint_state(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))

@@ -53,8 +53,6 @@ def high_precision_state_dict(
             of experts that are spread over ranks. The same on every rank.
         CheckpointError: a parameter is on the meta device, or a load into the model has failed half way.
     """
-    check_arguments("high_precision_state_dict", MODULE, model=model)
-    check_arguments("high_precision_state_dict", OPTIMIZER.or_none, optimizer=optimizer)
     live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
     left_out = _entries_of_weights(params, live.keys()) - buffers
@@ -84,6 +82,8 @@ def _checked(
     Raises:
         ConfigurationError, CheckpointError: as of `high_precision_state_dict`.
     """
+    check_arguments("high_precision_state_dict", MODULE, model=model)
+    check_arguments("high_precision_state_dict", OPTIMIZER.or_none, optimizer=optimizer)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(
             f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}; the codes are in "

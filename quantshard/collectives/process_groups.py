@@ -105,6 +105,6 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     """Where a tensor must lie for a collective of the group."""
     # not get_backend: after init_process_group() without arguments it says "undefined"
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():  # gloo's are of the CPU
+    if backends.get("cuda", "gloo") not in ("gloo", "mpi") and torch.cuda.is_available():  # theirs are of the CPU
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.argument_kinds import FLAG, NUMBER, SIZES, check_arguments
+from quantshard.argument_kinds import NUMBER, SIZES, check_arguments
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
@@ -204,7 +204,6 @@ class Normalization:
         if self.kind not in tuple(KINDS):
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
         check_arguments(self.kind, NUMBER, eps=self.eps)
-        check_arguments(self.kind, FLAG, zero_centered_gamma=self.zero_centered_gamma)
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
         object.__setattr__(self, "rule", rule)  # no cached property: Dynamo cannot trace one on Python 3.11
 

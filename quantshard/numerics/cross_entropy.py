@@ -13,7 +13,8 @@ ELEMENTS_AT_ONCE: Final = 1 << 25
 
 
 def log_normalizers(logits: Tensor) -> Tensor:
-    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]; NaN if one is +inf."""
+    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]; NaN if one is +inf, or all
+    are -inf (of which a kernel gives -inf; gradients are NaN either way)."""
     return torch.cat([_log_normalizers(logits[rows]) for rows in _at_once(logits)])
 
 

@@ -120,6 +120,18 @@ def one_bad_state_dict(case: Case) -> list[str]:
     return found
 
 
+def one_bad_argument(case: Case) -> list[str]:
+    """On one rank a value of another type; the others do not wait."""
+    model, bad = build(case), dist.get_rank() == 1
+    path = "/nonexistent/of-no-use"
+    return [
+        message_of(lambda: qs.checkpoints.save(path, model, None, [3] if bad else {})),  # type: ignore[arg-type]
+        message_of(lambda: qs.checkpoints.load(3 if bad else path, model, None)),  # type: ignore[arg-type]
+        message_of(lambda: qs.checkpoints.high_precision_state_dict(model, {} if bad else None)),  # type: ignore[arg-type]
+        message_of(lambda: qs.checkpoints.load_high_precision(None if bad else model, {})),  # type: ignore[arg-type]
+    ]
+
+
 def change_resharding(case: Case) -> list[str]:
     model = build(case)
     train(model, optimizer_of(model, case), case, 0, 1)
@@ -132,6 +144,7 @@ REFUSED = {
     call_a_shard: (2, "block", "still sharded"),
     different_modules: (3, "delayed", "different modules"),
     one_bad_state_dict: (3, "mxfp8", "on rank 1: "),
+    one_bad_argument: (2, "current", "on rank 1: "),
     change_resharding: (2, "mxfp8 two copies", "before the first forward"),
 }
 

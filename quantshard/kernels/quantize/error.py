@@ -4,7 +4,8 @@ of values that were not quantized `add_values_`.
 Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by a
 power of two near the largest scale of the program's tiles first, so that none overflows or vanishes that is less than
 2**63 from it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
-beside the rounding of x - q itself, 2**-24 of the larger of both.
+beside the rounding of x - q itself, 2**-24 of the larger of both. A block of zeros has scale 1: beside one, squares of
+values below 1e-19 vanish.
 
 Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
 """
