@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch
+from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints import fit, optimizer_states, rank_state
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement, manifest
@@ -102,6 +103,7 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     Raises:
         CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
     """
+    check_arguments("load", PATH, path=request.path)  # here, where other ranks are told of it
     described = manifest.read_manifest(request.path)
     try:
         metadata = read_metadata(request.path)
