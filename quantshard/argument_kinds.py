@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, ParamSpec
+from typing import Any, Final, NamedTuple, ParamSpec, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ from torch.optim import Optimizer
 from quantshard.errors import ConfigurationError
 
 _Arguments = ParamSpec("_Arguments")
+
+
+@runtime_checkable
+class StateReader(Protocol):
+    """What is read as a mapping, and may be none: a reader of values that are elsewhere."""
+
+    def keys(self) -> Any:
+        """The names."""
+
+    def __getitem__(self, name: str) -> Any:
+        """A value."""
 
 
 class ArgumentKind(NamedTuple):
@@ -38,9 +49,10 @@ TENSOR: Final = ArgumentKind("a tensor", (Tensor,))
 PATH: Final = ArgumentKind("a path, as text or os.PathLike", (str, os.PathLike))
 PROCESS_GROUP: Final = ArgumentKind("a torch.distributed.ProcessGroup", (dist.ProcessGroup,))
 MESH: Final = ArgumentKind("a DeviceMesh", (DeviceMesh,))
-FUNCTION: Final = ArgumentKind("a function", (Callable,))
+CALLABLE: Final = ArgumentKind("a function", (Callable,))
 MAPPING: Final = ArgumentKind("a mapping, as a dict", (Mapping,))
-SEVERAL: Final = ArgumentKind("several values, as a list", (Iterable,))
+STATE_DICT: Final = ArgumentKind("a mapping, as a dict", (Mapping, StateReader))
+ITERABLE: Final = ArgumentKind("several values, as a list", (Iterable,))
 TEXT: Final = ArgumentKind("text", (str,))
 NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (str, Iterable))
 NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
@@ -49,18 +61,19 @@ WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
 
 
 def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
-    """Check that arguments of a public function are of a kind; True and False are no numbers.
+    """Check that arguments of a public function are of a kind; True and False are no numbers, a text is not several.
 
     Raises:
         ConfigurationError: naming the first that is not, what was given, and what is wanted.
     """
     for name, value in given.items():
         is_flag = isinstance(value, bool) and kind.types[0] in (Integral, Real)
-        if is_flag or not isinstance(value, kind.types):
+        is_text = isinstance(value, str) and str not in kind.types
+        if is_flag or is_text or not isinstance(value, kind.types):
             raise ConfigurationError(f"{where}({name}={shown_argument(value)}): it must be {kind.wanted}")
 
 
-def check_each(where: str, /, **given: tuple[ArgumentKind, Any]) -> None:
+def check_kinds(where: str, /, **given: tuple[ArgumentKind, Any]) -> None:
     """`check_arguments` of arguments of several kinds: (kind, value) by name."""
     for name, (kind, value) in given.items():
         check_arguments(where, kind, **{name: value})

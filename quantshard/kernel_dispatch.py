@@ -200,11 +200,10 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
         quantization_error.add_values_(sums[0], extremes[0], x)
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
-    """`cross_entropy.log_normalizers`."""
-    if has_float_kernels(logits):
-        return cross_entropy_kernel.log_normalizers(logits)
-    return cross_entropy.log_normalizers(logits)
+def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy.cross_entropies`."""
+    where = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return where.cross_entropies(logits, targets)
 
 
 def logits_gradient(

@@ -175,3 +175,38 @@ def test_what_was_given_and_what_is_wanted():
     with pytest.raises(ConfigurationError, match=r"f\(b=True\): it must be a whole number"):
         check_arguments("f", WHOLE_NUMBER, a=3, b=True)
     assert shown_argument("x" * 100) == "str" and shown_argument(torch.ones(2)) == "Tensor"
+
+
+def test_a_text_is_not_several_values_and_numbers_of_numpy_are_numbers():
+    for call, said in (
+        (lambda: quantshard.RMSNorm("32"), r"^RMSNorm\(normalized_shape='32'\): it must be a whole number"),
+        (lambda: quantshard.RMSNorm(hidden_size="32"), r"^RMSNorm\(hidden_size='32'\): it must be a whole number"),
+        (lambda: optimizers.FusedAdam("abc"), r"^FusedAdam\(params='abc'\): it must be several values"),
+        (
+            lambda: quantshard.Linear(4, 4, parameters_split="ab"),
+            r"^Linear\(parameters_split='ab'\): it must be several",
+        ),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            call()
+    four = torch.tensor(4).numpy()[()]
+    assert quantshard.MultiheadAttention(four * 8, four).kv_channels == 8
+    assert quantshard.Statistics(layers(), every=four).every == 4
+    assert quantshard.plan(layers(), {"dp_shard": four}).rows
+    assert not quantshard.RMSNorm(8, zero_centered_gamma=1).weight.any()
+
+
+def test_values_to_load_may_come_from_a_reader_that_is_no_mapping():
+    class Reader:
+        def __init__(self, values):
+            self.values = values
+
+        def keys(self):
+            return self.values.keys()
+
+        def __getitem__(self, name):
+            return self.values[name]
+
+    model = nn.Linear(2, 2)
+    checkpoints.load_high_precision(model, Reader({"weight": torch.eye(2), "bias": torch.ones(2)}))
+    assert torch.equal(model.weight, torch.eye(2))

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, check_arguments
+from quantshard.argument_kinds import MODULE, STATE_DICT, check_arguments
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
@@ -71,7 +71,7 @@ def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
-    check_arguments("load_high_precision", MAPPING, state_dict=given)  # here, where other ranks are told of it
+    check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where other ranks are told of it
     others = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_each
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds
 from quantshard.checkpoints import fit, optimizer_states, rank_state
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
@@ -61,7 +61,7 @@ def load(
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
         UnsupportedOperationError: experts are spread over ranks.
     """
-    check_each("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
+    check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_each
+from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_kinds
 from quantshard.checkpoints import fit, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -49,7 +49,7 @@ def save(
         UnsupportedOperationError: experts are spread over ranks.
     """
     states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
-    agreement.alike(lambda: check_each("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
+    agreement.alike(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
     state = checkpoint_state(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))

@@ -343,7 +343,8 @@ def rounded_sum_case(x: Tensor) -> KernelCase:
 
 
 def cross_entropy_case(x: Tensor) -> KernelCase:
-    """Of logits: log(Z) of their softmax, and the gradient, with a factor for each row, against float64."""
+    """Of logits: -log p of targets, log(Z) of their softmax, and the gradient, with a factor for each row, against
+    float64."""
     logits = random_like(x, 0) * 4
     rows, cols = logits.shape
     targets = torch.arange(rows, device=x.device) * 7 % cols
@@ -352,16 +353,17 @@ def cross_entropy_case(x: Tensor) -> KernelCase:
     given = exact.logsumexp(-1).float()
 
     def launch() -> list[Tensor | None]:
-        return [ke.log_normalizers(logits), ke.logits_gradient(logits, targets, given, factors, of_entropy)]
+        return [*ke.cross_entropies(logits, targets), ke.logits_gradient(logits, targets, given, factors, of_entropy)]
 
     def oracle() -> list[Expected]:
-        log_z = exact.logsumexp(-1)
+        log_z, chosen = exact.logsumexp(-1), exact.gather(1, targets[:, None])[:, 0]
         spread, steps = exact.amax(1) - exact.amin(1), -(cols // -ke.COLS)
-        error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U + 2 * U * log_z.abs()
+        error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U
+        found = [Bound(value, error + 2 * U * value.abs()) for value in (log_z - chosen, log_z)]
         z, factor = exact - given.double()[:, None], factors.double()[:, None]
         gradient = z.exp() * factor - 0.5 * (torch.arange(cols, device=x.device) == targets[:, None])
         near = (2 * z.abs() + 6) * U * factor.abs() * z.exp()
-        return [Bound(log_z, error), Bound(gradient, near + U * gradient.abs() + TINY * factor.abs())]
+        return [*found, Bound(gradient, near + U * gradient.abs() + TINY * factor.abs())]
 
     return KernelCase(launch, oracle, 3 * bytes_of(logits))
 
@@ -414,7 +416,7 @@ ROWS = (
     KernelRow({"deliver_kernel"}, gradient_codes_case, GRADIENT_CODES, timed_of(GRADIENT_CODES), (35, 290)),
     KernelRow({"rotate_kernel"}, rotary_case, ROTATIONS, list(ROTATIONS), (3, 40)),
     KernelRow(
-        {"normalizer_kernel", "logits_gradient_kernel"},
+        {"cross_entropy_kernel", "logits_gradient_kernel"},
         cross_entropy_case, CROSS_ENTROPY, list(CROSS_ENTROPY), (3, 4100), TOO_FAR,
     ),
     KernelRow({"sum_kernel"}, rounded_sum_case, SUMS, list(SUMS), (33, 129)),

@@ -328,11 +328,11 @@ def ready_case(x: Tensor, fmt: Format, weight: Format | None = None, turned: boo
         read += stored[2]
 
     def launch() -> list[Tensor | None]:
-        beside = None if stored is None else swizzle.SwizzleRequest(*stored[:2], turned)
-        ((found, _),) = matrix.quantize_matrices([x], [EpilogueRequest(request)], beside)
+        laid = None if stored is None else swizzle.SwizzleRequest(*stored[:2], turned)
+        ((found, _),) = matrix.quantize_matrices([x], [EpilogueRequest(request)], laid)
         assert found is not None
         codes, scale = (getattr(part, "base", part).view(torch.uint8) for part in (found.codes, found.scale))
-        return [codes, scale, found.second_scale, *([] if beside is None else _bytes_of_results(beside.finish()))]
+        return [codes, scale, found.second_scale, *([] if laid is None else _bytes_of_results(laid.finish()))]
 
     return KernelCase(launch, lambda: expected, bytes_of(*read, *_tensors(expected)))
 

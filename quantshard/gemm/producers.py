@@ -92,14 +92,14 @@ class OperandProducer(ABC):
 @dataclass
 class TensorProducer(OperandProducer):
     """Values [R, C] that are there; of blocks of them the amaxes that a plan measures, and the scalar that is NaN if
-    they are not finite, if what made them took these. `beside`: weights that the kernel which quantizes them may lay
+    they are not finite, if what made them took these. `swizzle`: weights that the kernel which quantizes them may lay
     out; others leave it."""
 
     values: Tensor
     amax: Tensor | None = None
     blocks: AmaxRequest | None = None
     poison: Tensor | None = None
-    beside: SwizzleRequest | None = None
+    swizzle: SwizzleRequest | None = None
 
     @staticmethod
     def empty(like: Tensor, plan: OperandPlan | None = None) -> TensorProducer:
@@ -142,7 +142,7 @@ class TensorProducer(OperandProducer):
             return [*TensorProducer.emit_all(*few), *TensorProducer.emit_all(producers[KEYS:], outputs[KEYS:])]
         if poison is None and sums is None and high is None:
             if request is not None:
-                return quantize_kernels.quantize_matrices(values, outputs, producers[0].beside)
+                return quantize_kernels.quantize_matrices(values, outputs, producers[0].swizzle)
             if other is not None and amax is None:
                 found = quantize_kernels.quantize_matrices(
                     [x.t() for x in values], [EpilogueRequest(each.other) for each in outputs]
@@ -417,12 +417,12 @@ class OperandPlan(NamedTuple):
             ))  # fmt: skip
         return results
 
-    def beside(self, rights: RightOperands) -> SwizzleRequest | None:
+    def swizzle_request(self, rights: RightOperands) -> SwizzleRequest | None:
         """What of the weights that the first GEMM reads the kernel that quantizes may lay out: they wait for no poison,
         and are multiplied with codes."""
         if self.one is None or self.one.spec.decoded or self.poison == "scalar":
             return None
-        return rights.beside(self.one.layout)
+        return rights.swizzle_request(self.one.layout)
 
     @property
     def decodes(self) -> bool:

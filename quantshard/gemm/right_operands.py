@@ -39,7 +39,7 @@ class RightOperands:
                         self._storages.append(each)
                 self.reads_together = len(self._storages) == len(operands)
 
-    def beside(self, left: OperandLayout) -> SwizzleRequest | None:
+    def swizzle_request(self, left: OperandLayout) -> SwizzleRequest | None:
         """What a kernel that makes left operands of this layout, whose products need no poison, is to lay out besides;
         `read` then gives it. None if there is nothing, or so much that it is worth a launch of its own."""
         readers = self._readers(None, left)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import MODULE, PATH, check_each
+from quantshard.argument_kinds import MODULE, PATH, check_kinds
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
 from quantshard.checkpoints.partial_load import covers_buffers, loading
@@ -96,7 +96,7 @@ def load(
             unless it is that, or a file cannot be read any more.
         ConfigurationError: the pieces of a parameter are not where their offsets say.
     """
-    agreement.alike(lambda: check_each("load", path=(PATH, path), model=(MODULE, model)))
+    agreement.alike(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
     components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):

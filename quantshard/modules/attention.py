@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
-from quantshard.argument_kinds import SEVERAL, WHOLE_NUMBER, check_arguments
+from quantshard.argument_kinds import ITERABLE, WHOLE_NUMBER, check_arguments
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
@@ -51,7 +51,7 @@ def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]
 
 def check_window(owner: str, window_size: Window | None, attn_mask_type: str) -> None:
     """Raise for a sliding window; TransformerEngine's None, (-1, -1) and for causal masks (-1, 0) ask for none."""
-    check_arguments(owner, SEVERAL.or_none, window_size=window_size)
+    check_arguments(owner, ITERABLE.or_none, window_size=window_size)
     if window_size is None or tuple(window_size) == (-1, -1):
         return
     if tuple(window_size) == (-1, 0) and "causal" not in attn_mask_type:
@@ -121,7 +121,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
         check_window(owner, window_size, attn_mask_type)
         check_choice(owner, "attention_backend", attention_backend, BACKENDS)
-        if not isinstance(kv_channels, int):
+        if not isinstance(kv_channels, WHOLE_NUMBER.types):
             raise ConfigurationError(f"{owner}(kv_channels={kv_channels}): keys and values have heads of one size here")
         super().__init__()
         self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels

@@ -310,7 +310,7 @@ def _size(kind: str, shape: int | Sequence[int] | None, hidden_size: int | Seque
     if (shape is None) == (hidden_size is None):
         raise ConfigurationError(f"{kind} needs the size of the last dim, once: normalized_shape or hidden_size")
     given = hidden_size if shape is None else shape
-    check_arguments(kind, SIZES, normalized_shape=given)
+    check_arguments(kind, SIZES, **{"hidden_size" if shape is None else "normalized_shape": given})
     sizes: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     if len(sizes) != 1:
         raise ConfigurationError(

@@ -12,10 +12,12 @@ ELEMENTS_AT_ONCE: Final = 1 << 25
 """Logits that are float32 at a time: 128 MiB, some times."""
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
-    """log(Z) of the softmax of each row of logits [N, V], any floating dtype: float32 [N]; NaN if one is +inf, or all
-    are -inf (of which a kernel gives -inf; gradients are NaN either way)."""
-    return torch.cat([_log_normalizers(logits[rows]) for rows in _at_once(logits)])
+def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of the target of each row of logits [N, V], any floating dtype, targets int64 [N]; and log(Z) of its
+    softmax: float32 [N]. Both are NaN if a logit is +inf, or all are -inf (of which a kernel's log(Z) is -inf)."""
+    parts = [_of_rows(logits[rows], targets[rows]) for rows in _at_once(logits)]
+    losses, log_z = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(log_z)
 
 
 def logits_gradient(
@@ -26,7 +28,7 @@ def logits_gradient(
     Args:
         logits: [N, V], floating.
         targets: int64 [N].
-        log_z: as `log_normalizers` gave them.
+        log_z: as `cross_entropies` gave them.
         factors: float32 [N].
         of_entropy: float32 scalar.
         out: where it goes, contiguous; may be the logits themselves.
@@ -38,9 +40,11 @@ def logits_gradient(
     return found.scatter_(1, chosen, (p * factors[:, None] - of_entropy).to(found.dtype))
 
 
-def _log_normalizers(logits: Tensor) -> Tensor:
+def _of_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     top = logits.amax(-1, keepdim=True).float()
-    return top[:, 0] + (logits - top).exp_().sum(-1).log()
+    log_sum = (logits - top).exp_().sum(-1).log()
+    below = (top - logits.gather(1, targets[:, None]))[:, 0]  # apart from log(Z), in which a large logit hides the sum
+    return below + log_sum, top[:, 0] + log_sum
 
 
 def _at_once(logits: Tensor) -> Iterator[slice]:

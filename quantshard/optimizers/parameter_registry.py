@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import SEVERAL, check_arguments, shown_argument
+from quantshard.argument_kinds import ITERABLE, check_arguments, shown_argument
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 
@@ -46,7 +46,7 @@ def checked_params(optimizer: str, params: Iterable[Any]) -> list[Any]:
         raise ConfigurationError(
             f"{optimizer}(params={type(params).__name__}): give a list of parameters, (name, parameter) pairs or groups"
         )
-    check_arguments(optimizer, SEVERAL, params=params)
+    check_arguments(optimizer, ITERABLE, params=params)
     found = list(params)
     if not found:
         raise ConfigurationError(
@@ -68,7 +68,7 @@ def checked_group(optimizer: str, number: int, group: Mapping[str, Any]) -> dict
             "{'params': model.parameters(), 'lr': 1e-3}"
         )
     given = group["params"]
-    check_arguments(f"{optimizer}: group {number} ", SEVERAL, params=given)
+    check_arguments(f"{optimizer}: group {number}", ITERABLE, params=given)
     params = [given] if isinstance(given, Tensor) else list(given)
     seen: dict[int, int] = {}
     for position, entry in enumerate(params):

@@ -88,7 +88,7 @@ def plan(
     check_arguments("plan", MODULE, model=model)
     check_arguments("plan", MAPPING.or_none, tensor_parallel=tensor_parallel)
     check_arguments("plan", WHOLE_NUMBER, rank=rank)
-    if not isinstance(mesh, Mapping) or not all(isinstance(size, int) for size in mesh.values()):
+    if not isinstance(mesh, Mapping) or not all(isinstance(size, WHOLE_NUMBER.types) for size in mesh.values()):
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")

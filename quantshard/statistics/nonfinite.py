@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import FUNCTION, MODULE, check_arguments
+from quantshard.argument_kinds import CALLABLE, MODULE, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
@@ -122,7 +122,7 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
         where it was first.
     """
     check_arguments("first_nonfinite", MODULE, model=model)
-    check_arguments("first_nonfinite", FUNCTION, run=run)
+    check_arguments("first_nonfinite", CALLABLE, run=run)
     recorder = FlagRecorder(model)
     try:
         for name, param in model.named_parameters():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import FUNCTION, MODULE, NUMBER, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import CALLABLE, MODULE, NUMBER, OPTIMIZER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
@@ -65,14 +66,14 @@ class Statistics:
     ) -> None:
         check_arguments("Statistics", MODULE, model=model)
         check_arguments("Statistics", NUMBER, saturation=saturation, loss_spike=loss_spike)
-        check_arguments("Statistics", FUNCTION.or_none, on_alarm=on_alarm)
+        check_arguments("Statistics", CALLABLE.or_none, on_alarm=on_alarm)
         for name, value in (("every", every), ("step", step)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"Statistics({name}={value!r}): it must be a whole number, 0 or more")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
         for each in optimizers:
             check_arguments("Statistics", OPTIMIZER, optimizer=each)
-        self.every, self.done = every, step
+        self.every, self.done = int(every), int(step)
         self._saturation, self._losses = check_share("Statistics: saturation", saturation), LossHistory(loss_spike)
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)
         self._group = process_groups.world()

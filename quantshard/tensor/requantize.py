@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch, sharding
-from quantshard.argument_kinds import SEVERAL, check_arguments
+from quantshard.argument_kinds import ITERABLE, check_arguments
 from quantshard.collectives.delayed_scaling import history_amax, record_amax_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups, sharding_group, united
@@ -100,7 +100,7 @@ def requantize_(
         UnsupportedOperationError: a weight is a gathered copy; or a CUDA graph is being captured, and values are not
             `judged`.
     """
-    check_arguments("requantize_", SEVERAL, weights=weights, plain=plain)
+    check_arguments("requantize_", ITERABLE, weights=weights, plain=plain)
     reduction, bad = FlatMax(), None
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
     all_values = [*weights, *plain]

@@ -57,9 +57,10 @@ def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
     if settings.schedule == "constant":
         return
     if settings.warmup > end and {"warmup", "decay_steps"}.intersection(given):
+        whose = "" if "warmup" in given else "the default "
         raise ConfigurationError(
-            f"warmup = {settings.warmup}, but schedule = {settings.schedule!r} ends at {name} = {end}, so nothing of "
-            f"it is left; make warmup at most {end}, or give more {name}"
+            f"{whose}warmup = {settings.warmup}, but schedule = {settings.schedule!r} ends at {name} = {end}, so "
+            f"nothing of it is left; make warmup at most {end}, or give more {name}"
         )
     if settings.schedule == "wsd" and "decay_share" in given and not round(settings.decay_share * end):
         raise ConfigurationError(
@@ -83,5 +84,9 @@ def shortfalls(settings: TrainSettings) -> Iterator[str]:
         yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {rate}, not at {floor}"
     elif falls and warmup > end:
         yield f"warmup = {warmup} is more than decay_steps = {end}: after it the learning rate is at once {rate}"
+    elif falls and warmup == end == steps:
+        yield f"warmup = {warmup} is all of steps = {steps}: the learning rate never falls"
+    elif settings.schedule == "wsd" and not round(settings.decay_share * end):
+        yield f"decay_share = {settings.decay_share} of {end} steps is none: the learning rate never falls"
     if falls and max(end, warmup) < steps and settings.lr_floor == 0:
         yield f"decay_steps = {end}, lr_floor = 0: steps {max(end, warmup) + 1} to {steps} have a learning rate of 0"

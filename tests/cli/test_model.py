@@ -141,7 +141,8 @@ def test_learning_rate_is_of_the_step():
         ({"warmup": 8, "decay_steps": 6}, "warmup = 8 is more than decay_steps = 6: after it the learning rate is"),
         ({"decay_steps": 10, "lr_floor": 0.0}, "decay_steps = 10, lr_floor = 0: steps 11 to 12 have a learning rate"),
         ({"decay_steps": 10}, ""),
-        ({"warmup": 12}, ""),
+        ({"warmup": 12}, "warmup = 12 is all of steps = 12: the learning rate never falls"),
+        ({"warmup": 2, "schedule": "wsd", "decay_share": 0.01}, "decay_share = 0.01 of 12 steps is none: the learning"),
         ({"decay_steps": 20, "schedule": "constant"}, ""),
     ],
 )
@@ -156,6 +157,8 @@ def test_numbers_that_leave_no_schedule_are_refused_where_they_are_given():
     for given in ({"warmup"}, {"decay_steps"}):
         with pytest.raises(ConfigurationError, match="warmup = 13, but schedule = 'cosine' ends at steps = 12"):
             check_schedule(given, settings)
+    with pytest.raises(ConfigurationError, match=r"^the default warmup = 13, but"):
+        check_schedule({"decay_steps"}, settings)
     check_schedule({"steps"}, settings)  # beside the default
     check_schedule({"warmup"}, replace(settings, decay_steps=13))
     check_schedule({"warmup"}, replace(settings, schedule="constant"))  # a later resume may go on
@@ -248,6 +251,14 @@ def test_losses_and_their_gradient_are_those_of_float64(
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
         assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy
+
+
+def test_a_loss_keeps_its_digits_where_all_logits_are_large() -> None:
+    """log(Z) less a logit would be off by a rounding of both, 0.008 at 1e5."""
+    logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).round(decimals=2) + 1e5
+    targets = torch.arange(64)
+    found = losses.token_losses(logits, targets).cross_entropy.item()
+    assert found == pytest.approx(nn.functional.cross_entropy(logits.double(), targets).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

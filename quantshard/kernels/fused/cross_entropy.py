@@ -1,11 +1,11 @@
-"""The cross-entropy of logits: one read for log(Z) of their softmax, one read and one write for the gradient.
+"""The cross-entropy of logits: one read for it and log(Z) of their softmax, one read and one write for the gradient.
 
 Of each of `COLS` columns apart the largest logit so far and the sum of the exponentials beside it are kept, so a row
 is read once. With u = 2**-24, S = ceil(V / COLS) steps and R the difference of the largest and the smallest logit of a
 row, exp of z is off by a relative (|z| + 3) u (`kernels/fused/activation.py`), of which a term meets one at first and
 perhaps one in each later step and at the end; so
 
-    |log_z - exact| <= ((S + 2) (R + 4) + log2(COLS) + 4) u + 2 u |exact|
+    |log_z - exact| <= ((S + 2) (R + 4) + log2(COLS) + 4) u + 2 u |exact|     likewise |loss - exact|
 
 and, before the one rounding to the logits' dtype, with z = x - log_z and p = exp(z), of a log_z that is given
 
@@ -29,7 +29,7 @@ WARPS: Final = 8
 
 
 @triton.jit
-def normalizer_kernel(x_ptr, x_row, x_col, cols, log_z_ptr, COLS: tl.constexpr):
+def cross_entropy_kernel(x_ptr, x_row, x_col, cols, targets_ptr, losses_ptr, log_z_ptr, COLS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lowest = float("-inf")
     top = tl.full((COLS,), lowest, tl.float32)
@@ -38,12 +38,15 @@ def normalizer_kernel(x_ptr, x_row, x_col, cols, log_z_ptr, COLS: tl.constexpr):
         j = begin + tl.arange(0, COLS)
         x = ql.widen(tl.load(x_ptr + row * x_row + j.to(tl.int64) * x_col, mask=j < cols, other=lowest))
         higher = tl.maximum(top, x)  # of NaN, which the sum then has, the other
-        beside = tl.where(higher > lowest, higher, 0.0)
-        total = total * tl.exp(top - beside) + tl.exp(x - beside)
+        base = tl.where(higher > lowest, higher, 0.0)
+        total = total * tl.exp(top - base) + tl.exp(x - base)
         top = higher
     highest = tl.max(top, 0)
-    beside = tl.where(highest > lowest, highest, 0.0)
-    tl.store(log_z_ptr + row, beside + tl.log(tl.sum(total * tl.exp(top - beside), 0)))
+    base = tl.where(highest > lowest, highest, 0.0)
+    log_sum = tl.log(tl.sum(total * tl.exp(top - base), 0))
+    chosen = ql.widen(tl.load(x_ptr + row * x_row + tl.load(targets_ptr + row) * x_col))
+    tl.store(losses_ptr + row, (base - chosen) + log_sum)
+    tl.store(log_z_ptr + row, base + log_sum)
 
 
 @triton.jit
@@ -59,15 +62,16 @@ def logits_gradient_kernel(
     tl.store(out_ptr + row * cols + j, ql.narrow(gradient, out_ptr.dtype.element_ty), mask=inside)
 
 
-def log_normalizers(logits: Tensor) -> Tensor:
-    """`numerics.cross_entropy.log_normalizers` of float32, bfloat16 or float16 with any strides."""
-    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`numerics.cross_entropy.cross_entropies` of float32, bfloat16 or float16 with any strides."""
+    losses, log_z = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) > 0:
         launch_kernel(
-            normalizer_kernel, (len(logits),), logits.device,
-            logits, *logits.stride(), logits.shape[1], found, COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
+            cross_entropy_kernel, (len(logits),), logits.device,
+            logits, *logits.stride(), logits.shape[1], targets.contiguous(), losses, log_z,
+            COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return found
+    return losses, log_z
 
 
 def logits_gradient(

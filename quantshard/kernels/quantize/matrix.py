@@ -341,11 +341,11 @@ def quantize_matrix(
 
 
 def quantize_matrices(
-    xs: Sequence[Tensor], requests: Sequence[EpilogueRequest], beside: SwizzleRequest | None = None
+    xs: Sequence[Tensor], requests: Sequence[EpilogueRequest], swizzle: SwizzleRequest | None = None
 ) -> list[Targets]:
     """The same of several matrices of one shape, strides, dtype and device, by one kernel.
 
-    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`. `beside`:
+    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`. `swizzle`:
     weights, which the same kernel lays out.
     """
     x, (request, other, *_) = xs[0], requests[0]
@@ -358,9 +358,9 @@ def quantize_matrices(
     if x.numel() > 0:
         ones, twos = zip(*made, strict=True)
         (down, across), layers, weights, config = plan.programs, len(xs), None, None
-        if beside is not None:
-            layers += -(beside.tiles // -(down * across))
-            weights, config, beside.launched = beside.arguments, beside.config, True
+        if swizzle is not None:
+            layers += -(swizzle.tiles // -(down * across))
+            weights, config, swizzle.launched = swizzle.arguments, swizzle.config, True
         launch_kernel(
             quantize_kernel, (down, across, layers), x.device,
             tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *keys, *streams, weights,

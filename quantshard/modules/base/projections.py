@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import SEVERAL, TEXT, check_arguments
+from quantshard.argument_kinds import ITERABLE, TEXT, check_arguments
 from quantshard.errors import ConfigurationError
 
 
@@ -49,7 +49,7 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
     Raises:
         ConfigurationError: the parts do not add up to `out_features`.
     """
-    check_arguments(owner, SEVERAL.or_none, parameters_split=split)
+    check_arguments(owner, ITERABLE.or_none, parameters_split=split)
     if split is None:
         return {"": out_features}
     check_arguments(owner, TEXT, **{f"parameters_split, part {at}": name for at, name in enumerate(split)})

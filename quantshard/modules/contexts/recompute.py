@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from quantshard import limits, private_torch
-from quantshard.argument_kinds import FUNCTION, check_arguments
+from quantshard.argument_kinds import CALLABLE, check_arguments
 from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.contexts import context, context_warnings, unsupported
 from quantshard.private_torch import CheckpointedRegions
@@ -184,7 +184,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
             `determinism_check`, `debug`) and of the function, with `use_reentrant` too, which PyTorch's does not take;
             TransformerEngine's are in `unsupported`.
     """
-    check_arguments("checkpoint", FUNCTION, function=function)
+    check_arguments("checkpoint", CALLABLE, function=function)
     refused = unsupported.ARGUMENTS["checkpoint"]
     unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
     if use_reentrant:

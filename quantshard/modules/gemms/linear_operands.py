@@ -149,7 +149,7 @@ def operands_together(
     """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
     plan = asked[0].plan
     if rights is not None and rights.reads_together:
-        given[0].beside = plan.beside(rights)
+        given[0].swizzle = plan.swizzle_request(rights)
     outputs = outputs_of(asked, given)
     found = TensorProducer.emit_all(given, outputs)
     kept: Sequence[TensorProducer | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
@@ -231,7 +231,7 @@ class OperandRequest:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
         emitter = source if given is None else given
         if rights is not None and rights.reads_together and isinstance(emitter, TensorProducer):
-            emitter.beside = self.plan.beside(rights)
+            emitter.swizzle = self.plan.swizzle_request(rights)
         taken = self.taken(outputs, emitter.emit(outputs), given)
         if self.watching is not None:
             values = (source.measured() if given is None else given).values

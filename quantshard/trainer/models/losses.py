@@ -27,10 +27,8 @@ def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> T
     of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
     arXiv:2204.02311), which keeps logits from drifting away.
 
-    Sums are taken in float32, and a loss is log(Z) less a logit, so off by a rounding of both: of logits that have all
-    drifted to 1e5, by 1e-4, which the z-loss is there to prevent. The gradient is rounded to the logits' dtype once. Of
-    a target whose logit is -inf the loss is infinite and the gradient, as that of
-    `torch.nn.functional.cross_entropy`, is finite.
+    Sums are taken in float32; the gradient is rounded to the logits' dtype once. Of a target whose logit is -inf the
+    loss is infinite and the gradient, as that of `torch.nn.functional.cross_entropy`, is finite.
 
     `overwrites`: backward writes the gradient over the logits, if they are contiguous, which saves the memory of one of
     both. Nothing but this loss may need their values then; what saved them for its own backward, or a second backward,
@@ -42,10 +40,10 @@ def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> T
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, overwrites: bool) -> tuple[Tensor, Tensor]:
-        log_z = kernel_dispatch.log_normalizers(logits)
+        losses, log_z = kernel_dispatch.cross_entropies(logits, targets)
         ctx.save_for_backward(logits, targets, log_z)
         ctx.overwrites = overwrites and logits.is_contiguous()
-        return (log_z - logits.gather(1, targets[:, None])[:, 0]).mean(), log_z.square().mean()
+        return losses.mean(), log_z.square().mean()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
