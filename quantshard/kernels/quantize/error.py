@@ -1,9 +1,9 @@
 """The error of a quantization, in one read of the values and their codes: `numerics.quantization_error.add_error_`; and
 of values that were not quantized `add_values_`.
 
-Counts and extremes are the oracle's. Squares are summed in float32 within a tile, of values that are divided by a
-power of two near the largest scale of the program's tiles first, so that none overflows or vanishes that is less than
-2**63 from it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
+Counts and extremes are the oracle's. Squares are summed in float32 within a program, of values that are divided by a
+power of two near the largest scale of its tiles first, so that none overflows or vanishes that is less than 2**63 from
+it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
 beside the rounding of x - q itself, 2**-24 of the larger of both. A block of zeros has scale 1: beside one, squares of
 values below 1e-19 vanish.
 
