@@ -135,6 +135,8 @@ class StepSample(Observer):
     @torch.no_grad()
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before it: gradients, and what the step will have changed."""
+        values: dict[str, Tensor] = {}
+        codes: dict[str, Tensor] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._by_param.get(param)
@@ -142,10 +144,15 @@ class StepSample(Observer):
                 if name is None or grad is None:
                     continue
                 self._gradients[name] = private_torch.local_tensor(grad)
-                self._before[name] = _values(optimizer, param).clone()
+                found = _values(optimizer, param)
+                (self._before if _are_made(optimizer, param) else values)[name] = found
                 quantized = components.quantized_local(param)
                 if quantized is not None:
-                    self._codes[name] = _codes(quantized.quantized_storage).clone()
+                    codes[name] = _codes(quantized.quantized_storage)
+        for kept, given in ((self._before, values), (self._codes, codes)):
+            kept.update({name: torch.empty_like(each) for name, each in given.items()})
+            for names in _alike(given):
+                torch.ops.aten._foreach_copy_.default([kept[name] for name in names], [given[name] for name in names])
         self._add_squares("gradient", self._gradients)
         for name, grad in self._gradients.items():
             self._elements[name] = grad.numel()
@@ -178,11 +185,10 @@ class StepSample(Observer):
             for param in each["params"]
         }
         self._add_squares("value", self._before)
-        updates = {}
-        for name, before in self._before.items():
-            param = self._names.own[name]
-            updates[name] = before.sub_(_values(owners[param], param))
-        self._add_squares("update", updates)
+        for names in _alike(self._before):
+            now = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
+            torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], now)
+        self._add_squares("update", self._before)
         for name, param in self._names.own.items():
             quantized = components.quantized_local(param)
             if quantized is not None:
@@ -233,6 +239,14 @@ class StepSample(Observer):
             self._hooks.pop().remove()
 
 
+def _alike(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of those of one device and dtype, for which a few launches do."""
+    found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault((tensor.device, tensor.dtype), []).append(name)
+    return list(found.values())
+
+
 def _codes(storage: QuantizedStorage) -> Tensor:
     copy = storage.cell.format.copies[Copy.ROWWISE]
     return storage.components[copy.codes.name]
@@ -240,6 +254,14 @@ def _codes(storage: QuantizedStorage) -> Tensor:
 
 def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     return any(str(key).startswith(MASTER) for key in optimizer.state.get(param, {}))
+
+
+def _are_made(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    """Whether `_values` makes a tensor of what is stored in another form."""
+    if not _has_master(optimizer, param):
+        return components.quantized_local(param) is not None
+    master = optimizer.state[param].get(MASTER)
+    return not isinstance(master, Tensor) or master.dtype is not torch.float32
 
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:

@@ -103,21 +103,26 @@ def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
 
 
 @pytest.mark.parametrize("values", ["not finite", "zero", "far above the scales"])
-@pytest.mark.parametrize("scales", ["", "NaN"])
-def test_what_is_not_finite_is_counted_as_by_the_oracle(values: str, scales: str) -> None:
-    """Values and scales, in a matrix that no tile divides."""
+@pytest.mark.parametrize("scales", ["", "NaN", "tiny"])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, is_turned: bool) -> None:
+    """And scales, in a matrix that no tile divides, whose rows or columns lie beside each other in memory."""
     for name in ("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16"):
         fmt = FORMATS[name]
         copy = fmt.copies[Copy.ROWWISE]
         x = torch.randn(130, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
         parts = numerics.quantize(torch.zeros_like(x) if values == "zero" else x, fmt)
+        if scales == "tiny":
+            x = x.float() * 2.0**-140
         if values == "not finite":
             x[0, 0], x[3, 5], x[129, 271] = math.inf, math.nan, -math.inf
         else:
             x *= 0.0 if values == "zero" else 2.0**40
+        x = x.t().contiguous().t() if is_turned else x
         if scales:
             stored = parts[copy.scale.name]
-            stored.fill_(math.nan if stored.is_floating_point() else {"E8M0": 0xFF}.get(copy.scale.encoding.name, 0x7F))
+            codes = {"NaN": (math.nan, 0xFF, 0x7F), "tiny": (2.0**-148, 0, 1)}[scales]
+            stored.fill_(codes[{"FP32": 0, "E8M0": 1}.get(copy.scale.encoding.name, 2)])
         sums, exact = torch.zeros(2, 3, len(SUMS), dtype=torch.float64, device=DEVICE)
         extremes, outer = torch.tensor(EMPTY, device=DEVICE).repeat(2, 3, 1)
         error.add_error(sums, extremes, x, copy, parts)

@@ -4,8 +4,11 @@ of values that were not quantized `add_values_`.
 Counts and extremes are the oracle's. Squares are summed in float32 within a program, of values that are divided by a
 power of two near the largest scale of its tiles first, so that none overflows or vanishes that is less than 2**63 from
 it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
-beside the rounding of x - q itself, 2**-24 of the larger of both. A block of zeros has scale 1: beside one, squares of
-values below 1e-19 vanish.
+beside the roundings of q and of x - q itself, 2**-24 of the larger of both. A block of zeros has scale 1: beside one,
+squares of values below 1e-19 vanish.
+
+Where all is finite, and no scale so small that a product with it might be 0, products and sums are one operation. Of
+tiles that are not so a program then counts and sums what is finite.
 
 Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
 """
@@ -25,62 +28,40 @@ from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, transformed
-from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, tiles, tiling
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, registers, tiles, tiling
 from quantshard.numerics.quantization_error import beyond
 
 TILE: Final = (32, 256)
 """Values that a program of `values_kernel` reads."""
 STEPS: Final = 6
 """Tiles, one below the other, that a program of `error_kernel` adds up."""
-ELEMENTS: Final = 16
-"""Of a tile that a thread has."""
-TOGETHER = tl.constexpr(4)
-"""Neighbours in a row that are added up first; by `STEPS` they are fewer than a count of 6 bits holds."""
+ELEMENTS: Final = 8
+"""Of a tile that a thread has, so that registers leave room for two programs of 16 warps beside each other."""
+SMALLEST = tl.constexpr(2.0**-100)
+"""Of a scale that is not 0: with any code that is not 0 a larger one makes a value that is not 0."""
 
 
 @triton.jit
 def error_kernel(
     x_ptr, x_row, x_col, codes, scales, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, where,
-    tiles, BEYOND: tl.constexpr, STEPS: tl.constexpr, H: tl.constexpr,
+    tiles, BEYOND: tl.constexpr, STEPS: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = H.rows
-    COLS: tl.constexpr = H.cols
-    infinity = float("inf")
     first = where.row_origin // H.rows + tl.program_id(0) * STEPS
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
-    largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
-    smallest = largest + infinity
     steps = tl.minimum(STEPS, tiles - tl.program_id(0) * STEPS)
-    for step in range(steps):
-        grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
-        largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
-        smallest = tl.minimum(smallest, tl.where(usable, grid, infinity))
-    highest = tl.max(tl.max(largest, 1), 0)
+    values = (x_ptr, x_row, x_col)
+    highest, smallest, is_odd = _extremes_of_scales(first, col, scales, where, steps, H)
     unit, per_unit = _power_near(highest)
-    top = tl.zeros((ROWS, COLS // TOGETHER), tl.float32)
-    signal, noise = top, top
-    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)  # four of 6 bits each
-    for step in range(steps):
-        row = (first + step) * H.rows
-        i, j, x = _values_of_tile(row, col, x_ptr, x_row, x_col, where, H)
-        scale = ql.expand(_scales_of_tile(row, col, scales, where, H)[0], H.rows, H.cols, H.block_rows, H.block_cols)
-        q = _codes_of_tile(i, j, col, codes, where, H) * scale
-        error = x - q
-        known = tl.abs(error) < infinity  # if both are finite: they have one sign
-        x, error = tl.where(known, x, 0.0), tl.where(known, error, 0.0)
-        part, off = x * per_unit, error * per_unit
-        signal += tl.sum(_neighbours(part * part, H), 2)
-        noise += tl.sum(_neighbours(off * off, H), 2)
-        top = tl.maximum(top, tl.max(_neighbours(tl.abs(x), H), 2))
-        rounded = tl.where(tl.abs(x) > scale * BEYOND, 1 << 6 | 1 << 12, 1 << 6)
-        nonzero = tl.where(q != 0.0, rounded, 1 << 6 | 1 << 18)
-        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]  # else x is 0
-        kinds = tl.where(x != 0.0, nonzero, tl.where(inside & ~known, 1, 0))
-        counts += tl.sum(_neighbours(kinds, H), 2)
-    amax, unknown = ql.largest_bits(top), _count(counts)
-    nonfinite, nonzeros = tl.zeros((), tl.float64), _count(counts >> 6)
-    if unknown > 0.0:  # look at the values alone
-        amax, nonfinite, nonzeros = _values_of_program(first, col, x_ptr, x_row, x_col, where, steps, H)
+    signal, noise, amax, nonzeros, saturated, zeros = _sums_where_finite(
+        first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
+    )
+    unknown = tl.zeros((), tl.float64)
+    nonfinite = unknown
+    if is_odd | ~(signal + noise < float("inf")):
+        signal, noise, unknown, saturated, zeros = _sums_of_finite(
+            first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
+        )
+        amax, nonfinite, nonzeros = _values_of_program(first, col, values, where, steps, TURNED, H)
     copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
     to = sums_ptr + copy * sums_stride
     square = unit.to(tl.float64) * unit.to(tl.float64)
@@ -91,39 +72,150 @@ def error_kernel(
     tl.atomic_add(to + 1, nonfinite, sem="relaxed")
     tl.atomic_add(to + 2, nonzeros, sem="relaxed")
     tl.atomic_add(to + 3, -unknown, sem="relaxed")
-    tl.atomic_add(to + 4, _count(counts >> 12), sem="relaxed")
-    tl.atomic_add(to + 5, _count(counts >> 18), sem="relaxed")
-    tl.atomic_add(to + 6, tl.sum(tl.sum(signal, 1), 0).to(tl.float64) * square, sem="relaxed")
-    tl.atomic_add(to + 7, tl.sum(tl.sum(noise, 1), 0).to(tl.float64) * square, sem="relaxed")
+    tl.atomic_add(to + 4, saturated, sem="relaxed")
+    tl.atomic_add(to + 5, zeros, sem="relaxed")
+    tl.atomic_add(to + 6, signal.to(tl.float64) * square, sem="relaxed")
+    tl.atomic_add(to + 7, noise.to(tl.float64) * square, sem="relaxed")
     bits = ql.as_bits(extremes_ptr + copy * extremes_stride)  # of positive numbers they are in the order of values
     tl.atomic_max(bits, amax, sem="relaxed")
     tl.atomic_max(bits + 1, highest.to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_min(bits + 2, tl.min(tl.min(smallest, 1), 0).to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_min(bits + 2, smallest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
-def _values_of_tile(row, col, x_ptr, x_row, x_col, where, H: tl.constexpr):
-    """Local rows and columns of a tile, and its values, float32."""
+def _extremes_of_scales(first, col, scales, where, steps, H: tl.constexpr):
+    """Of a program's tiles the largest and the smallest scale, and whether one is so small, and not 0, that a product
+    with a code that is not 0 might be 0."""
+    rule: tl.constexpr = H.rule
+    infinity = float("inf")
+    largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
+    smallest = largest + infinity
+    least = smallest
+    for step in range(steps):
+        grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
+        usual = tl.where(usable, grid, infinity)
+        largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
+        smallest = tl.minimum(smallest, usual)
+        if rule.kind == 2:  # an FP8 scale may be 0
+            least = tl.minimum(least, tl.where(grid == 0.0, infinity, usual))
+    lowest = tl.min(tl.min(smallest, 1), 0)
+    is_odd = (tl.min(tl.min(least, 1), 0) if rule.kind == 2 else lowest) < SMALLEST
+    return tl.max(tl.max(largest, 1), 0), lowest, is_odd
+
+
+@triton.jit
+def _sums_where_finite(
+    first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
+    H: tl.constexpr,
+):  # fmt: skip
+    """Of a program's tiles, where all values and scales are finite and no scale is odd: the squares of values and of
+    errors, divided by the unit; bits of the amax; how many values are not zero, saturate, and became zero. If something
+    is not finite a sum of squares is not."""
+    rule: tl.constexpr = H.rule
+    ROWS: tl.constexpr = H.rows
+    HALF: tl.constexpr = H.cols // 2
+    signal = tl.zeros((ROWS, HALF), tl.float32)
+    noise, top = signal, signal
+    counts = tl.zeros((ROWS, HALF), tl.int32)
+    for step in range(steps):
+        row = (first + step) * H.rows
+        i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
+        grid = _scales_of_tile(row, col, scales, where, H)[0]
+        code, other_code = _halves_of_codes(i, j, col, codes, where, H)
+        x, other_x = _halves(x, H)
+        unit, other_unit = _halves(_expanded(grid * per_unit, H), H)
+        limit, other_limit = _halves(_expanded(grid * BEYOND, H), H)
+        part, other_part = x * per_unit, other_x * per_unit
+        off, other_off = tl.fma(code, -unit, part), tl.fma(other_code, -other_unit, other_part)
+        signal = tl.fma(other_part, other_part, tl.fma(part, part, signal))
+        noise = tl.fma(other_off, other_off, tl.fma(off, off, noise))
+        top = tl.maximum(top, tl.maximum(tl.abs(x), tl.abs(other_x)))
+        there, other_there = code != 0.0, other_code != 0.0
+        if rule.kind == 2:
+            there, other_there = there & (unit != 0.0), other_there & (other_unit != 0.0)
+        counts += _kinds(x, there, limit) + _kinds(other_x, other_there, other_limit)
+    return (
+        tl.sum(tl.sum(signal, 1), 0), tl.sum(tl.sum(noise, 1), 0), ql.largest_bits(top), _count(counts >> 6),
+        _count(counts >> 12), _count(counts >> 18),
+    )  # fmt: skip
+
+
+@triton.jit
+def _sums_of_finite(
+    first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
+    H: tl.constexpr,
+):  # fmt: skip
+    """The same of values that are finite, as what they became: squares of values and errors; how many values are not
+    so, saturate, and became zero."""
+    signal, unknown = tl.zeros((), tl.float32), tl.zeros((), tl.float64)
+    noise, saturated, zeros = signal, unknown, unknown
+    for step in range(steps):
+        row = (first + step) * H.rows
+        i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
+        scale = _expanded(_scales_of_tile(row, col, scales, where, H)[0], H)
+        q = _codes_of_tile(i, j, col, codes, where, H) * scale
+        error = x - q
+        known = tl.abs(error) < float("inf")  # if both are finite: they have one sign
+        x, error = tl.where(known, x, 0.0), tl.where(known, error, 0.0)
+        part, off = x * per_unit, error * per_unit
+        signal += tl.sum(tl.sum(part * part, 1), 0)
+        noise += tl.sum(tl.sum(off * off, 1), 0)
+        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]  # else x is 0
+        kinds = _kinds(x, q != 0.0, scale * BEYOND) + tl.where(inside & ~known, 1, 0)
+        unknown += _count(kinds)
+        saturated += _count(kinds >> 12)
+        zeros += _count(kinds >> 18)
+    return signal, noise, unknown, saturated, zeros
+
+
+@triton.jit
+def _kinds(x, there, limit):
+    """One in a field of 6 bits for each of these: x is not zero, and saturates, or became zero."""
+    return tl.where(
+        x != 0.0, tl.where(there, tl.where(tl.abs(x) > limit, 1 << 6 | 1 << 12, 1 << 6), 1 << 6 | 1 << 18), 0
+    )
+
+
+@triton.jit
+def _values_of_tile(row, col, values, where, TURNED: tl.constexpr, H: tl.constexpr):
+    """Local rows and columns of a tile, and its values, float32. TURNED: columns lie beside each other in memory."""
+    x_ptr, x_row, x_col = values
     i = row - where.row_origin + tl.arange(0, H.rows)
     j = col - where.col_origin + tl.arange(0, H.cols)
-    valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
-    at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
-    return i, j, transformed(tl.load(x_ptr + at, mask=valued, other=0.0), x_ptr.dtype.element_ty, H)
+    below, beside = (i >= 0) & (i < where.rows), (j >= 0) & (j < where.value_cols)
+    down, across = i.to(tl.int64) * x_row, j.to(tl.int64) * x_col
+    if TURNED:
+        x = tl.trans(tl.load(x_ptr + across[:, None] + down[None, :], mask=beside[:, None] & below[None, :], other=0.0))
+    else:
+        x = tl.load(x_ptr + down[:, None] + across[None, :], mask=below[:, None] & beside[None, :], other=0.0)
+    return i, j, transformed(x, x_ptr.dtype.element_ty, H)
 
 
 @triton.jit
-def _values_of_program(first, col, x_ptr, x_row, x_col, where, steps, H: tl.constexpr):
+def _values_of_program(first, col, values, where, steps, TURNED: tl.constexpr, H: tl.constexpr):
     """Of a program's tiles: bits of the largest finite magnitude, and how many values are not finite, and not zero."""
-    ROWS: tl.constexpr = H.rows
-    COLS: tl.constexpr = H.cols
-    top = tl.zeros((ROWS, COLS // TOGETHER), tl.float32)
-    counts = tl.zeros((ROWS, COLS // TOGETHER), tl.int32)
+    top, nonfinite = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
+    nonzeros = nonfinite
     for step in range(steps):
-        _, _, x = _values_of_tile((first + step) * H.rows, col, x_ptr, x_row, x_col, where, H)
+        _, _, x = _values_of_tile((first + step) * H.rows, col, values, where, TURNED, H)
         finite = tl.abs(x) < float("inf")
-        top = tl.maximum(top, tl.max(_neighbours(tl.where(finite, tl.abs(x), 0.0), H), 2))
-        counts += tl.sum(_neighbours(tl.where(finite, tl.where(x != 0.0, 1 << 6, 0), 1), H), 2)
-    return ql.largest_bits(top), _count(counts), _count(counts >> 6)
+        top = tl.maximum(top, ql.largest_bits(tl.where(finite, x, 0.0)))
+        counts = tl.where(finite, tl.where(x != 0.0, 1 << 6, 0), 1)
+        nonfinite += _count(counts)
+        nonzeros += _count(counts >> 6)
+    return top, nonfinite, nonzeros
+
+
+@triton.jit
+def _expanded(grid, H: tl.constexpr):
+    """The entry of each element's block."""
+    return ql.expand(grid, H.rows, H.cols, H.block_rows, H.block_cols)
+
+
+@triton.jit
+def _halves(x, H: tl.constexpr):
+    """[H.rows, H.cols] -> columns 0, 2, ... and 1, 3, ..."""
+    return tl.split(tl.reshape(x, (H.rows, H.cols // 2, 2)))
 
 
 @triton.jit
@@ -140,6 +232,13 @@ def _scales_of_tile(row, col, scales, where, H: tl.constexpr):
 @triton.jit
 def _codes_of_tile(i, j, col, codes, where, H: tl.constexpr):
     """The decoded codes of a tile, float32."""
+    code, other_code = _halves_of_codes(i, j, col, codes, where, H)
+    return tl.reshape(tl.join(code, other_code), (H.rows, H.cols))
+
+
+@triton.jit
+def _halves_of_codes(i, j, col, codes, where, H: tl.constexpr):
+    """The same, as `_halves` gives them."""
     codes_ptr, stride, cols = codes
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
@@ -150,11 +249,10 @@ def _codes_of_tile(i, j, col, codes, where, H: tl.constexpr):
         packed = tl.load(
             codes_ptr + rows + half[None, :], mask=inside & ((half >= 0) & (half < cols))[None, :], other=0
         )
-        stored = ql.unpack(packed, H.rows, H.cols)
+        return ql.decode(packed & 0xF, element), ql.decode(packed >> 4, element)
     else:
         valid = inside & ((j >= 0) & (j < where.cols))[None, :]
-        stored = tl.load(codes_ptr + rows + j[None, :], mask=valid, other=0)
-    return ql.decode(stored, element)
+        return _halves(ql.decode(tl.load(codes_ptr + rows + j[None, :], mask=valid, other=0), element), H)
 
 
 @triton.jit
@@ -192,12 +290,6 @@ def _count(counts):
     return tl.sum(tl.sum(counts & 0x3F, 1), 0).to(tl.float64)
 
 
-@triton.jit
-def _neighbours(x, H: tl.constexpr):
-    """[H.rows, H.cols] -> [H.rows, H.cols / TOGETHER, TOGETHER]: what a thread has of a row."""
-    return tl.reshape(x, (H.rows, H.cols // TOGETHER, TOGETHER))
-
-
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
     """`numerics.quantization_error.add_values_` of x [R, C], float32, bfloat16 or float16 with any strides, added to
     one of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]."""
@@ -227,7 +319,8 @@ def add_error(
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     second = parts[copy.amax.name] if copy.amax is not None else None
-    where, rows, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard)
+    turned = x.stride(0) == 1 < x.stride(1)
+    where, rows, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned)
     launch_kernel(
         error_kernel, grid, x.device,
         x, *x.stride(), (codes, codes.stride(0), codes.shape[1]), (scale, second, *scale.stride(), *scale.shape),
@@ -237,16 +330,24 @@ def add_error(
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    copy: QuantizedCopy, shape: tuple[int, int], origin: tuple[int, int], device: torch.device, hadamard: bool
+    copy: QuantizedCopy,
+    shape: tuple[int, int],
+    origin: tuple[int, int],
+    device: torch.device,
+    hadamard: bool,
+    turned: bool,
 ) -> tuple[Region, int, tuple[int, int], dict[str, Any]]:
     """What is the same in each launch of a shape: the rectangle, its rows of tiles, the programs, and the kernel's
-    constants."""
+    constants. `turned`: the matrix's columns lie in memory as rows do, whose cache lines a high tile reads whole."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
-    tile = max(16, rows), max(256 if rows <= 16 else 128, cols)
+    tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
     how = tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     touched_rows, touched_cols = tiles(where, how)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))
-    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "H": how, "num_warps": warps}
+    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "TURNED": turned, "H": how}
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    if tile[0] * tile[1] == 32 * ELEMENTS * warps:
+        options["maxnreg"] = registers(warps, 32 // warps)
     programs = -(touched_rows // -STEPS), touched_cols
-    return where, touched_rows, programs, {**constants, "enable_fp_fusion": False}
+    return where, touched_rows, programs, {**constants, **options}
