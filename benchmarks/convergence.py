@@ -7,10 +7,11 @@
 
 A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), or a mixture of experts of
 the train command's sizes. An arm is a name of `ARMS` and a seed, which gives the initial weights and the order of the
-windows: arms of one seed read the same tokens in the same order. Each finished arm is one line of RESULTS.jsonl with
-the hash of its corpus, its model, steps and batch, and is not run again. An arm that the minutes end is saved under
---work and goes on from there, bit for bit. On a GPU the loss is compiled, and the dense model's layers run from CUDA
-graphs, which changes no bit; `--eager` does without graphs. Arms of `convergence_peers.py` are compiled instead.
+windows, both as of `quantshard train`, whose runs are arms too (`convergence_runs.py`): those of one seed read the same
+tokens in the same order. Each finished arm is one line of RESULTS.jsonl with the hash of its corpus, its model, steps
+and batch, and is not run again. An arm that the minutes end is saved under --work and goes on from there, bit for bit.
+On a GPU the dense model's layers run from CUDA graphs, which changes no bit; `--eager` does without. Arms of
+`convergence_peers.py` are compiled instead.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +38,7 @@ from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.tensor import components
+from quantshard.trainer import data
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models.losses import token_losses
 from quantshard.trainer.models.model import LanguageModel, trained_loss
@@ -57,7 +58,7 @@ SMALL = TrainSettings(
     micro_batches=2,
     lr=1e-3,
     warmup=150,
-    eval_sequences=512,
+    eval_sequences=96,
     save_every=0,
 ).resolved()
 """98 million tokens, 0.8 for each parameter: the start of a training, in which arms differ as they do later."""
@@ -122,33 +123,18 @@ ARMS = {
 model alone; plain bf16 is bf16 in another order of rounding, and so tells what that does to a loss."""
 
 
-class Windows:
-    """Tokens as windows of one length, in an order that a seed gives."""
-
-    def __init__(self, file: Path, length: int, seed: int | None) -> None:
-        self.tokens = np.memmap(file, dtype=np.uint16, mode="r")
-        self.length, count = length, (len(self.tokens) - 1) // length
-        self.order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
-
-    def take(self, start: int, count: int, device: str) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [count, length]; after the last window comes the first again."""
-        chosen = self.order[np.arange(start, start + count) % len(self.order)] * self.length
-        rows = np.stack([self.tokens[at : at + self.length + 1] for at in chosen]).astype(np.int64)
-        both = torch.from_numpy(rows).to(device)
-        return both[:, :-1], both[:, 1:]
-
-
 class Training:
     """One arm and seed, at some step."""
 
     def __init__(self, arm: Arm, seed: int, corpus: Path, settings: TrainSettings, device: str) -> None:
-        self.settings, self.device, self.step, self.seconds = settings, device, 0, 0.0
+        self.settings, self.seed, self.device, self.step, self.seconds = settings, seed, device, 0, 0.0
         self.times: list[float] = []
         self.peak = 0.0
-        self.windows = Windows(corpus / "train.bin", settings.seq_length, seed)
-        self.heldout = Windows(corpus / "heldout.bin", settings.seq_length, None)
-        torch.manual_seed(seed)
         vocabulary = json.loads((corpus / "corpus.json").read_text())["vocabulary"]
+        files = [str(corpus / name) for name in ("train.bin", "heldout.bin")]
+        found = data.collect(files[:1], files[1:], like=data.Corpus((), vocabulary=vocabulary, end_of_document=0))
+        self.windows = data.Windows(found, settings.seq_length, 0.0)
+        torch.manual_seed(seed)
         settings = replace(settings, activation_storage=arm.activation_storage)
         ours = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
         self.model: LanguageModel | PlainModel = PlainModel(ours, arm.peer, device) if arm.peer else ours
@@ -207,8 +193,7 @@ class Training:
         settings, total = self.settings, torch.zeros((), dtype=torch.float32, device=self.device)
         size = settings.global_batch // settings.micro_batches
         for part in range(settings.micro_batches):
-            at = self.step * settings.global_batch + part * size
-            inputs, targets = self.windows.take(at, size, self.device)
+            inputs, targets = self._windows(self.windows.batch(self.seed, self.step + 1, part * size, size))
             found = token_losses(self.model(inputs), targets)
             total += found.cross_entropy.detach() / settings.micro_batches
             (trained_loss(self.model, found, settings) / settings.micro_batches).backward()
@@ -218,12 +203,16 @@ class Training:
     def evaluate(self) -> float:
         """Mean held-out loss, nats a token."""
         self.model.eval()
-        losses = []
-        for start in range(0, self.settings.eval_sequences, AT_ONCE):
-            inputs, targets = self.heldout.take(start, AT_ONCE, self.device)
-            losses.append(float(token_losses(self.model(inputs), targets).cross_entropy))
+        total, windows = 0.0, self.windows.heldout(self.settings.eval_sequences)
+        for inputs, targets in map(self._windows, windows.split(AT_ONCE)):
+            total += float(token_losses(self.model(inputs), targets).cross_entropy) * len(inputs)
         self.model.train()
-        return math.fsum(losses) / len(losses)
+        return total / len(windows)
+
+    def _windows(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets [windows, seq_length] of tokens [windows, seq_length + 1]."""
+        moved = tokens.to(self.device)
+        return moved[:, :-1], moved[:, 1:]
 
     def save(self, folder: Path) -> None:
         """What `load` goes on from."""

@@ -9,9 +9,10 @@ The processes are its own, one for each GPU: what fails or hangs ends with them 
 
 All arms of a batch have the same weights, input and gradient of the output. BF16 and torchao compile each layer, as
 torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours step
-`FusedAdam` with the states of `training_arms.STATES`, eagerly or in one of the ways there. Times are of a step that the
-device waits for, medians with the fastest and the slowest; "host ms" is until it is launched. MFU is of a BF16 product
-of 8192 x 8192 x 8192 that is timed in the same process. "peak GiB" is what tensors had at most, the most of all ranks;
+`FusedAdam` with the states of `training_arms.STATES`, eagerly or in one of the ways there. Times are of steps that
+follow each other as in a training, by the device's clock, medians with the fastest and the slowest; "host ms" is until
+one is launched that finds the device idle. MFU is of a BF16 product of 8192 x 8192 x 8192 that is timed in the same
+process. "peak GiB" is what tensors had at most, the most of all ranks;
 "reserved GiB" is with what the allocator keeps, as the memory of CUDA graphs. Collectives are counted where they are
 called, with the bytes of their results; "exposed ms" is the time in which NCCL's kernels run and no other one. W and
 MHz are of one GPU that steps without pause, and J is its energy for a step.
@@ -30,9 +31,11 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,7 @@ SHOWN = (
 )  # fmt: skip
 """The columns of the table."""
 GEMM = 8192
+HOST_STEPS = 3
 
 Row = dict[str, Any]
 
@@ -115,14 +119,8 @@ def _measured(trained: TrainingArm, steps: int, seconds: float, before: int, pea
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    times, host = [], []
-    for _ in range(steps):
-        synchronize(shape)
-        start = time.perf_counter()
-        trained.run()
-        host.append(time.perf_counter() - start)
-        synchronize(shape)
-        times.append(time.perf_counter() - start)
+    host = launches(trained.run, shape, HOST_STEPS)
+    times = durations(trained.run, shape, steps)
     middle, tokens = statistics.median(times), shape.batch * shape.tokens
     row: Row = {"ms": middle * 1e3, "ms min": min(times) * 1e3, "ms max": max(times) * 1e3}
     row |= {"host ms": statistics.median(host) * 1e3, "tokens/s/GPU": tokens / middle}
@@ -133,6 +131,33 @@ def _measured(trained: TrainingArm, steps: int, seconds: float, before: int, pea
         row |= step_profile.kernels(trained.run)
         row |= _power(trained, seconds, middle) if seconds else {}
     return row | (traffic or _traffic(trained))  # last: under a mode compiled layers run eagerly, and are compiled anew
+
+
+def launches(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
+    """Seconds of the host for each of some steps that find the device idle."""
+    found = []
+    for _ in range(count):
+        synchronize(shape)
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def durations(step: Callable[[], None], shape: Shape, count: int) -> list[float]:
+    """Seconds between the ends of steps that follow each other, none of which is waited for; that before them is not
+    timed."""
+    synchronize(shape)
+    step()
+    if shape.device != "cuda":
+        return launches(step, shape, count)
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        step()
+        end.record()
+    synchronize(shape)
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(ends)]
 
 
 def _power(trained: TrainingArm, seconds: float, each: float) -> Row:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +92,21 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
             continue
         with pytest.raises(ValueError, match=says):
             convergence_runs.record(corpus, folder.path)
+
+
+def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path, monkeypatch):
+    """Its first two losses have the same bits; later ones differ, since gradients of micro-batches add up in BF16."""
+    monkeypatch.setattr(convergence, "EVERY", 1)
+    settings = replace(TINY, micro_batches=1)
+    arm = Training(ARMS["current"], 3, corpus, settings, "cpu")
+    arm.train(math.inf, last=2)
+    data = f"--data {corpus}/train.bin --heldout-data {corpus}/heldout.bin --vocabulary 128".split()
+    sizes = "--architecture gpt --tied --hidden 32 --layers 1 --heads 2 --kv-heads 2 --ffn 64 --seq-length 16".split()
+    steps = "--steps 6 --warmup 2 --global-batch 4 --lr 1e-3 --save-every 0 --seed 3 --recipe current".split()
+    command = [sys.executable, "-m", "quantshard", "train", "--run", str(tmp_path / "run"), *data, *sizes, *steps]
+    subprocess.run(command, check=True, capture_output=True)
+    lines = [json.loads(line) for line in RunDir(tmp_path / "run").metrics.read_text().splitlines()]
+    assert [round(line["loss"], 5) for line in lines[:2]] == arm.losses
 
 
 def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
