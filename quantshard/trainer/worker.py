@@ -28,7 +28,7 @@ from quantshard.checkpoints.disk.store import is_taken
 from quantshard.determinism import deterministic
 from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.observe import explain
-from quantshard.observe.table import Report
+from quantshard.observe.table import MORE, Report
 from quantshard.terminal import screen
 from quantshard.trainer import data, environment, launch, restarts
 from quantshard.trainer.data.preparation import Preparation
@@ -329,7 +329,7 @@ def _announce(
     run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, table: Report, restored: Restored | None
 ) -> None:
     note = trainer.progress.note
-    trainer.progress.report(table)
+    trainer.progress.report(table.summary(f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"))
     note(describe_run(task.settings, task.corpus, place))
     done = 0 if restored is None else restored.step
     for step in (step for step in task.incomplete if step > done):
