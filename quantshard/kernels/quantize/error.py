@@ -50,9 +50,8 @@ def error_kernel(
     col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
     steps = tl.minimum(STEPS, tiles - tl.program_id(0) * STEPS)
     values = (x_ptr, x_row, x_col)
-    highest, smallest, is_odd = _extremes_of_scales(first, col, scales, where, steps, H)
-    unit, per_unit = _power_near(highest)
-    signal, noise, amax, nonzeros, saturated, zeros = _sums_where_finite(
+    unit, per_unit = _power_near(_bound_of_scales(first, col, scales, where, steps, H))
+    signal, noise, amax, nonzeros, saturated, zeros, highest, smallest, is_odd = _sums_where_finite(
         first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
     )
     unknown = tl.zeros((), tl.float64)
@@ -83,24 +82,16 @@ def error_kernel(
 
 
 @triton.jit
-def _extremes_of_scales(first, col, scales, where, steps, H: tl.constexpr):
-    """Of a program's tiles the largest and the smallest scale, and whether one is so small, and not 0, that a product
-    with a code that is not 0 might be 0."""
+def _bound_of_scales(first, col, scales, where, steps, H: tl.constexpr):
+    """What the scales of a program's tiles come near, and do not exceed."""
     rule: tl.constexpr = H.rule
-    infinity = float("inf")
+    if rule.kind == 2:
+        return tl.load(scales[1]) * (1.0 / rule.element.max)  # that of a block with the tensor's amax
     largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
-    smallest = largest + infinity
-    least = smallest
     for step in range(steps):
         grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
-        usual = tl.where(usable, grid, infinity)
         largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
-        smallest = tl.minimum(smallest, usual)
-        if rule.kind == 2:  # an FP8 scale may be 0
-            least = tl.minimum(least, tl.where(grid == 0.0, infinity, usual))
-    lowest = tl.min(tl.min(smallest, 1), 0)
-    is_odd = (tl.min(tl.min(least, 1), 0) if rule.kind == 2 else lowest) < SMALLEST
-    return tl.max(tl.max(largest, 1), 0), lowest, is_odd
+    return tl.max(tl.max(largest, 1), 0)
 
 
 @triton.jit
@@ -110,17 +101,26 @@ def _sums_where_finite(
 ):  # fmt: skip
     """Of a program's tiles, where all values and scales are finite and no scale is odd: the squares of values and of
     errors, divided by the unit; bits of the amax; how many values are not zero, saturate, and became zero. If something
-    is not finite a sum of squares is not."""
+    is not finite a sum of squares is not. Then the largest and the smallest scale, and whether one is odd: so small,
+    and not 0, that a product with a code that is not 0 might be 0."""
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows
     HALF: tl.constexpr = H.cols // 2
     signal = tl.zeros((ROWS, HALF), tl.float32)
     noise, top = signal, signal
     counts = tl.zeros((ROWS, HALF), tl.int32)
+    largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
+    smallest = largest + float("inf")
+    least = smallest
     for step in range(steps):
         row = (first + step) * H.rows
         i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
-        grid = _scales_of_tile(row, col, scales, where, H)[0]
+        grid, usable = _scales_of_tile(row, col, scales, where, H)
+        usual = tl.where(usable, grid, float("inf"))
+        largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
+        smallest = tl.minimum(smallest, usual)
+        if rule.kind == 2:  # an FP8 scale may be 0
+            least = tl.minimum(least, tl.where(grid == 0.0, float("inf"), usual))
         code, other_code = _halves_of_codes(i, j, col, codes, where, H)
         x, other_x = _halves(x, H)
         unit, other_unit = _halves(_expanded(grid * per_unit, H), H)
@@ -134,9 +134,11 @@ def _sums_where_finite(
         if rule.kind == 2:
             there, other_there = there & (unit != 0.0), other_there & (other_unit != 0.0)
         counts += _kinds(x, there, limit) + _kinds(other_x, other_there, other_limit)
+    lowest = tl.min(tl.min(smallest, 1), 0)
+    is_odd = (tl.min(tl.min(least, 1), 0) if rule.kind == 2 else lowest) < SMALLEST
     return (
         tl.sum(tl.sum(signal, 1), 0), tl.sum(tl.sum(noise, 1), 0), ql.largest_bits(top), _count(counts >> 6),
-        _count(counts >> 12), _count(counts >> 18),
+        _count(counts >> 12), _count(counts >> 18), tl.max(tl.max(largest, 1), 0), lowest, is_odd,
     )  # fmt: skip
 
 
