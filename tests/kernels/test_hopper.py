@@ -41,6 +41,9 @@ BYTES = {
 """Of the widest load and store of a thread, by case or kernel, where these are not 16: what is left of a row or a
 block is a number, half a byte a code, four columns a thread."""
 
+FUSED = {"error_kernel": 24}
+"""Multiply-adds that a kernel asks for, within the bound of its docstring; three for each of a thread's values here."""
+
 SPILLED = {
     "3.6": {
         f"quantize nvfp4_1x16, {ROUNDED}": 40, "activation + quantize mxfp8_1x32": 8, "Adam, delayed, FP8 moments": 60,
@@ -92,7 +95,8 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
     for line in found:
         case, kernel = line["case"], line["kernel"]
         assert line["spilled"] <= spilled.get(case, 0), (case, kernel)
-        assert line["fused multiply-adds"] == line["approximate divisions"] == 0, (case, kernel)
+        assert line["fused multiply-adds"] == FUSED.get(kernel, 0), (case, kernel)
+        assert line["approximate divisions"] == 0, (case, kernel)
         widths = BYTES.get(case) or BYTES.get(kernel, (16, 16))
         assert (line["bytes of a load"], line["bytes of a store"]) == widths, (case, kernel)
     assert next(line["casts"] for line in found if line["case"].endswith("next amax")) > 0
