@@ -1,4 +1,4 @@
-"""Processes, one for each GPU, that measure one thing after another; after a failure they are started anew.
+"""Processes, one for each GPU, that measure one thing and end: what it leaves behind is no matter of the next.
 
 One that fails, hangs or runs out of memory ends alone: the others, which may wait for it in a collective, are killed.
 """
@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "quantshard"]
 """Once, by the process that all are forked from."""
-LEFT = 64 * 2**20
-"""Bytes on a GPU that may be left of what was measured; with more, the next has processes of its own."""
 ENDING = 10.0
 """Seconds that idle processes have to end."""
 
@@ -44,7 +42,7 @@ class Ranks:
     def __init__(self, size: int, device: str, measure: Measure) -> None:
         self.size, self.device, self.measure = size, device, measure
         self.folders = ExitStack()
-        self.starts, self.ranks = 0, list[tuple[Connection, Any]]()
+        self.ranks = list[tuple[Connection, Any]]()
 
     def ask(self, seconds: float, *request: Any) -> list[Row]:
         """The rows of all ranks.
@@ -53,8 +51,7 @@ class Ranks:
             RankFailure: one of them raised, or ended.
             OutOfTime: it takes longer.
         """
-        if not self.ranks:
-            self._start()
+        self._start()
         rows: dict[int, Row] = {}
         try:
             for pipe, _ in self.ranks:
@@ -63,8 +60,7 @@ class Ranks:
         except BaseException:
             self._kill()
             raise
-        if any(row.pop("left") > LEFT for row in rows.values()):
-            self.stop()
+        self.stop()
         return [rows[rank] for rank in range(self.size)]
 
     def _receive(self, rows: dict[int, Row], until: float) -> None:
@@ -88,7 +84,6 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
-        self.starts += 1
         meeting = str(Path(self.folders.enter_context(tempfile.TemporaryDirectory())) / "meeting")
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -5,7 +5,7 @@
 
 Each row is written when it is done, also that of an arm that failed, and is left out by a later call with the same
 file, so that a few minutes of a GPU at a time do; `--again bf16` measures a baseline again, on the GPU of that call.
-The processes are its own, one for each GPU: what fails or hangs ends with them (`ranks.py`).
+The processes are an arm's own, one for each GPU: what fails or hangs ends with them (`ranks.py`).
 
 All arms of a batch have the same weights, input and gradient of the output. BF16 and torchao compile each layer, as
 torchtitan does, and step PyTorch's fused AdamW with states of BF16; torchao gathers FP8 where it can. Ours step
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import gc
 import json
 import os
 import re
@@ -99,14 +98,9 @@ def synchronize(shape: Shape) -> None:
 
 
 def measure(mesh: DeviceMesh | None, arm: Arm, shape: Shape, steps: int, seconds: float) -> Row:
-    """The row of an arm on this rank, and the bytes of it that are left. `seconds`: for how long power is measured."""
+    """The row of an arm on this rank. `seconds`: for how long power is measured."""
     peak, before = peak_flops(shape.device), held(shape)
-    row = _measured(TrainingArm(arm, shape, mesh), steps, seconds, before, peak)
-    torch._dynamo.reset()
-    gc.collect()
-    if shape.device == "cuda":
-        torch.cuda.empty_cache()
-    return row | {"left": held(shape) - before}
+    return _measured(TrainingArm(arm, shape, mesh), steps, seconds, before, peak)
 
 
 def _measured(trained: TrainingArm, steps: int, seconds: float, before: int, peak: float) -> Row:

@@ -67,8 +67,9 @@ class SampleBuffer:
         self.extremes.copy_(self._empty)
         self.parameters.zero_()
 
-    def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage) -> None:
-        """Add values [R, C] and what they were quantized to; the values alone where they were not."""
+    def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, sparsely: bool = False) -> None:
+        """Add values [R, C] and what they were quantized to; the values alone where they were not. `sparsely`: of a
+        large matrix perhaps a part."""
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
@@ -77,8 +78,9 @@ class SampleBuffer:
             return
         cell, (copy, *_) = operand.cell, operand.cell.format.copies.values()
         kernel_dispatch.add_quantization_error(
-            sums, extremes, values, copy, operand.touched(), operand.shard.origin, cell.scaling.random_hadamard
-        )
+            sums, extremes, values, copy, operand.touched(), operand.shard.origin, cell.scaling.random_hadamard,
+            sparsely,
+        )  # fmt: skip
 
     def add_codes(self, row: int, storage: QuantizedStorage) -> None:
         """Add a weight of which no other values are known than its codes stand for: amax and scales, and no error."""

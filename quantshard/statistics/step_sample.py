@@ -106,7 +106,8 @@ class StepSample(Observer):
         row = known[1] + _KIND_NUMBERS[role, for_wgrad]
         self.order.setdefault(row)
         buffer = self._by_device.get(values.device) or self._buffer(values.device)
-        buffer.add_operand(row, values.detach() if values.requires_grad else values, operand)
+        values = values.detach() if values.requires_grad else values
+        buffer.add_operand(row, values, operand, sparsely=for_wgrad)  # the other operand is of all these values
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]

@@ -130,3 +130,26 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
         assert torch.equal(sums.sum(0)[:6], exact[0, :6]), name
         assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0]), name
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5), name
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> None:
+    """One in four columns of tiles, which the last does not fill; and all of a matrix that is not large."""
+    x = torch.randn(130, 1100, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    x[:, 300:320] = 0.0  # in no tile that is measured first
+    fmt = FORMATS["mxfp8_1x32"]
+    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
+    x = x.t().contiguous().t() if is_turned else x
+    tiles = [(at, at + 64) for at in (0, 256, 512, 768, 1024)] if is_turned else [(0, 256), (1024, 1100)]
+    for largest, chosen in ((x.numel(), tiles), (x.numel() + 1, [(0, 1100)])):
+        monkeypatch.setattr(error, "LARGE", largest)
+        sums, exact = torch.zeros(2, 3, len(SUMS), dtype=torch.float64, device=DEVICE)
+        extremes, outer = torch.tensor(EMPTY, device=DEVICE).repeat(2, 3, 1)
+        error.add_error(sums, extremes, x, copy, parts, sparsely=True)
+        for first, last in chosen:
+            piece = x[:, first:last].contiguous()
+            add_error_(exact[0], outer[0], piece, copy, numerics.quantize(piece, fmt))
+        assert exact[0, 0] == 130 * sum(last - first for first, last in chosen)
+        assert torch.equal(sums.sum(0)[:6], exact[0, :6])
+        assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0])
+        assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5)

@@ -35,6 +35,9 @@ TILE: Final = (32, 256)
 """Values that a program of `values_kernel` reads."""
 STEPS: Final = 6
 """Tiles, one below the other, that a program of `error_kernel` adds up."""
+EVERY: Final = 4
+LARGE: Final = 1 << 22
+"""Of a matrix of `LARGE` elements or more `sparsely` measures one in `EVERY` columns of tiles."""
 ELEMENTS: Final = 8
 """Of a tile that a thread has, so that registers leave room for two programs of 16 warps beside each other."""
 SMALLEST = tl.constexpr(2.0**-100)
@@ -44,10 +47,11 @@ SMALLEST = tl.constexpr(2.0**-100)
 @triton.jit
 def error_kernel(
     x_ptr, x_row, x_col, codes, scales, sums_ptr, sums_stride, extremes_ptr, extremes_stride, copies, where,
-    tiles, BEYOND: tl.constexpr, STEPS: tl.constexpr, TURNED: tl.constexpr, H: tl.constexpr,
+    tiles, measured, BEYOND: tl.constexpr, STEPS: tl.constexpr, EVERY: tl.constexpr, TURNED: tl.constexpr,
+    H: tl.constexpr,
 ):  # fmt: skip
     first = where.row_origin // H.rows + tl.program_id(0) * STEPS
-    col = (where.col_origin // H.cols + tl.program_id(1)) * H.cols
+    col = (where.col_origin // H.cols + tl.program_id(1) * EVERY) * H.cols
     steps = tl.minimum(STEPS, tiles - tl.program_id(0) * STEPS)
     values = (x_ptr, x_row, x_col)
     unit, per_unit = _power_near(_bound_of_scales(first, col, scales, where, steps, H))
@@ -65,7 +69,7 @@ def error_kernel(
     to = sums_ptr + copy * sums_stride
     square = unit.to(tl.float64) * unit.to(tl.float64)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        elements = tl.full((), 1.0, tl.float64) * where.rows * where.cols  # numbers that are 1 are constants
+        elements = tl.full((), 1.0, tl.float64) * measured  # a number that is 1 is a constant
         tl.atomic_add(to, elements, sem="relaxed")
         tl.atomic_add(to + 3, elements, sem="relaxed")
     tl.atomic_add(to + 1, nonfinite, sem="relaxed")
@@ -313,20 +317,22 @@ def add_error(
     parts: Mapping[str, Tensor],
     origin: tuple[int, int] = (0, 0),
     hadamard: bool = False,
+    sparsely: bool = False,
 ) -> None:
     """`numerics.quantization_error.add_error_` of x [R, C], float32, bfloat16 or float16 with any strides, added to one
     of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]. `hadamard`: of
-    `numerics.hadamard16` of x."""
+    `numerics.hadamard16` of x. `sparsely`: of a large matrix a part is measured, and counts alone."""
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     second = parts[copy.amax.name] if copy.amax is not None else None
     turned = x.stride(0) == 1 < x.stride(1)
-    where, rows, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned)
+    every = EVERY if sparsely and x.numel() >= LARGE else 1
+    where, counted, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned, every)
     launch_kernel(
         error_kernel, grid, x.device,
         x, *x.stride(), (codes, codes.stride(0), codes.shape[1]), (scale, second, *scale.stride(), *scale.shape),
-        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, rows, **constants,
+        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, *counted, **constants,
     )  # fmt: skip
 
 
@@ -338,18 +344,23 @@ def _plan(
     device: torch.device,
     hadamard: bool,
     turned: bool,
-) -> tuple[Region, int, tuple[int, int], dict[str, Any]]:
-    """What is the same in each launch of a shape: the rectangle, its rows of tiles, the programs, and the kernel's
-    constants. `turned`: the matrix's columns lie in memory as rows do, whose cache lines a high tile reads whole."""
+    every: int,
+) -> tuple[Region, tuple[int, int], tuple[int, int], dict[str, Any]]:
+    """What is the same in each launch of a shape: the rectangle, its rows of tiles and how many elements are measured,
+    the programs, and the kernel's constants. `turned`: the matrix's columns lie in memory as rows do, whose cache lines
+    a high tile reads whole. `every`: one in so many columns of tiles."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
     how = tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     touched_rows, touched_cols = tiles(where, how)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))
-    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "TURNED": turned, "H": how}
+    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "EVERY": every, "TURNED": turned, "H": how}
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     if tile[0] * tile[1] == 32 * ELEMENTS * warps:
         options["maxnreg"] = registers(warps, 32 // warps)
-    programs = -(touched_rows // -STEPS), touched_cols
-    return where, touched_rows, programs, {**constants, **options}
+    programs = -(touched_rows // -STEPS), -(touched_cols // -every)
+    first = origin[1] // tile[1] * tile[1]
+    begins = range(first, first + touched_cols * tile[1], every * tile[1])
+    cols = sum(min(at + tile[1], origin[1] + where.cols) - max(at, origin[1]) for at in begins)
+    return where, (touched_rows, where.rows * cols), programs, {**constants, **options}
