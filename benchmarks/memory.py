@@ -30,6 +30,8 @@ from torch import Tensor
 import quantshard as qs
 from benchmarks import convert_models
 from benchmarks.block_step import GIB, Ours, Shape
+from benchmarks.train_step import SHAPES
+from benchmarks.training_arms import ARMS, STATES, Arm
 from quantshard.gemm import operands
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.observe.step_memory import StepMemory
@@ -163,7 +165,7 @@ def tables(recipes: list[str], shape: Shape, capability: tuple[int, int]) -> Ite
 
 
 class Measured(NamedTuple):
-    """A peak in RESULTS.md: of which arm, on which day on an H200, and GiB."""
+    """A peak in RESULTS.md: of which arm, on which day on H200s or H100s, and GiB."""
 
     subject: str
     arm: str
@@ -177,7 +179,15 @@ BLOCKS = {
 }
 """Of block_step.py: forward and backward, without an optimizer."""
 _EIGHT, _ONE = BLOCKS
+STEPS = {"8 blocks of Llama-3-8B, 2 x 8192 a GPU": 1, "8 blocks of Llama-3-8B, 2 x 8192 a GPU, FSDP2": 2}
+"""Of train_step.py, with the optimizer: how many GPUs there were. Arms are those of training_arms.py."""
+_ALONE, _SHARDED = STEPS
 MEASURED = [
+    *(Measured(_ALONE, f"ours-{arm}", "2026-11-24", gib) for arm, gib in (("delayed", 35.89), ("delayed-lean", 23.06))),
+    *(Measured(_SHARDED, f"ours-{arm}", "2026-11-24", gib) for arm, gib in (
+        ("delayed", 25.73), ("current", 25.70), ("block", 25.78), ("delayed-lean", 19.31), ("current-lean", 19.28),
+        ("block-lean", 19.35), ("mxfp8-lean", 19.36), ("nvfp4-lean", 18.56),
+    )),
     *(Measured(_EIGHT, arm, "2026-11-24", gib) for arm, gib in (
         ("delayed", 8.91), ("delayed, recomputed", 7.88), ("current", 8.91), ("current, recomputed", 7.88),
         ("block", 8.96), ("block, recomputed", 7.90),
@@ -199,6 +209,8 @@ def planned(subject: str, arm: str) -> float:
     if subject in BLOCKS:
         recipe, *more = arm.split(", ")
         return _blocks(BLOCKS[subject], recipe, "recomputed" in more, "stored" in more) / GIB
+    if subject in STEPS:
+        return _trained(ARMS[arm], STEPS[subject]) / GIB
     model = convert_models.build(known := convert_models.MODELS[subject], arm, "meta")
     step = qs.TrainingStep(known.batch, known.length)
     fp8 = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
@@ -210,14 +222,25 @@ def planned(subject: str, arm: str) -> float:
 
 
 def _blocks(shape: Shape, recipe: str, recomputes: bool, stores: bool) -> int:
+    model = Ours(shape, recipe, None, recomputes, stores)
+    return _without_states(qs.plan(model, {}, layers=model.layers, step=_step_of(shape, recipe)).memory)
+
+
+def _trained(arm: Arm, gpus: int) -> int:
+    shape = dataclasses.replace(SHAPES["llama-8b"], batch=2, tokens=8192, device="meta")
+    model, mesh = Ours(shape, arm.recipe, None), {"dp_shard": gpus} if gpus > 1 else {}
+    report = qs.plan(model, mesh, layers=model.layers, step=_step_of(shape, arm.recipe), **STATES[arm.states])
+    assert report.memory is not None
+    return report.memory.peak
+
+
+def _step_of(shape: Shape, recipe: str) -> qs.TrainingStep:
     def forward(model: torch.nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         x = torch.empty(*tokens.shape, shape.hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
         found: Tensor = model(x)
         return found
 
-    model = Ours(shape, recipe, None, recomputes, stores)
-    step = qs.TrainingStep(shape.batch, shape.tokens, recipe=recipe, loss=forward)
-    return _without_states(qs.plan(model, {}, layers=model.layers, step=step).memory)
+    return qs.TrainingStep(shape.batch, shape.tokens, recipe=recipe, loss=forward)
 
 
 def _without_states(memory: StepMemory | None) -> int:

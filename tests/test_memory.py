@@ -92,8 +92,9 @@ def test_emulated_products_take_no_more_than_native_ones(recipe: str) -> None:
 def test_planned_peaks_are_those_measured_on_gpus() -> None:
     """The table of RESULTS.md; of the models of transformers by `benchmarks/memory.py --against` alone."""
     text = (Path(__file__).parents[1] / "benchmarks" / "RESULTS.md").read_text()
-    arms = [each for each in memory.MEASURED if each.subject in memory.BLOCKS]
-    assert len(arms) == 8
+    blocks, steps = ([m for m in memory.MEASURED if m.subject in those] for those in (memory.BLOCKS, memory.STEPS))
+    arms = [*blocks, *steps]
+    assert (len(blocks), len(steps)) == (8, 10)
     for subject, arm, day, gib in arms:
         found = memory.planned(subject, arm)
         assert abs(found / gib - 1) < 0.07, (subject, arm, found)
