@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.convergence import DENSE, EVERY, NO_MASTERS, of_record
+from benchmarks.convergence import DENSE, NO_MASTERS, of_record
 from quantshard.presets import PRESETS, StateBytes, StateOptions
 from quantshard.recipe import resolve
 
@@ -159,30 +159,56 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def draw(file: Path, groups: dict[TrainedOn, dict[str, ArmResult]]) -> None:
-    """Losses by tokens, a panel for each kind of tokens: the seeds of an arm in one color."""
+    """For each kind of tokens the training losses of the arms by tokens, each the mean of its seeds, and how held-out
+    losses differ from BF16's: each seed, and their mean."""
     import matplotlib  # here, since it takes long to import
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for panel, (trained, arms) in zip(panels, groups.items(), strict=True):
-        for number, arm in enumerate(arms.values()):
-            style: dict[str, Any] = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
-            for position, record in enumerate(arm.records.values()):
-                step = trained.tokens * EVERY * SMOOTH / max(1, len(record["losses"]) * EVERY) / 1e6
-                losses = list(_means(record["losses"]))
-                millions = [step * (at + 0.5) for at in range(len(losses))]
-                panel.plot(millions, losses, linewidth=0.8, label="_" * (position > 0) + arm.name, **style)
-        panel.set(title=str(trained), xlabel="million tokens", ylabel="training loss (nats a token)", yscale="log")
-        panel.legend(fontsize="small", ncols=3)
+    heights = [max(4.0, 0.34 * len(arms) + 1.2) for arms in groups.values()]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
+    for (curves, differences), (trained, arms) in zip(panels, groups.items(), strict=True):
+        styles = {
+            name: {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+            for number, name in enumerate(arms)
+        }
+        _draw_curves(curves, trained, arms, styles)
+        _draw_differences(differences, arms, styles)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "convergence"}):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
+def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
+    for name, arm in arms.items():
+        seeds = [list(_means(record["losses"])) for record in arm.records.values()]
+        losses = [statistics.fmean(each) for each in zip(*seeds, strict=False)]
+        step = trained.tokens / max(1, len(next(iter(arm.records.values()))["losses"])) / 1e6
+        panel.plot(
+            [step * (at + SMOOTH) for at in range(len(losses))], losses, linewidth=0.9, label=name, **styles[name]
+        )
+    panel.set_title(str(trained), fontsize="small", loc="left")
+    panel.set(xlabel="million tokens", ylabel="training loss (nats a token)")
+    panel.legend(fontsize="x-small", ncols=2)
+
+
+def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
+    """Dots for seeds, a bar for their mean."""
+    found = {name: arm.differences(arms.get(REFERENCE)) for name, arm in arms.items() if name != REFERENCE}
+    shown = sorted(((statistics.fmean(each), name) for name, each in found.items() if each), reverse=True)
+    for place, (mean, name) in enumerate(shown):
+        color = styles[name]["color"]
+        panel.plot(found[name], [place] * len(found[name]), "o", color=color, markersize=4)
+        panel.plot([mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
+    panel.axvline(0.0, color="gray", linewidth=0.8)
+    panel.set_yticks(range(len(shown)), [f"{name}, {arms[name].latest('bytes'):.3g}" for _, name in shown])
+    panel.set_title("held-out loss, % from bf16 of the same seed; bytes a parameter", fontsize="small", loc="left")
+    panel.set(xlabel="%")
+
+
 def _means(losses: Sequence[float]) -> Iterator[float]:
-    """Of `SMOOTH` in a row; what is left at the end is left out, unless it is all."""
+    """Of each `SMOOTH` in a row, or of all if there are fewer."""
     size = min(SMOOTH, len(losses))
-    return (statistics.fmean(losses[at : at + size]) for at in range(0, len(losses) - size + 1, max(1, size)))
+    return (statistics.fmean(losses[last - size : last]) for last in range(max(1, size), len(losses) + 1))
 
 
 # The README
