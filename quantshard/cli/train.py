@@ -206,6 +206,7 @@ def work(run: Path, order: str) -> None:
 
 
 def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
+    say(f"starting {processes} process{'es' * (processes > 1)}")  # nothing else is seen until they have a model
     try:
         launch.launch(processes, ["-m", "quantshard", "worker", str(folder.path), json.dumps(asdict(order))])
     except launch.LaunchError as error:
