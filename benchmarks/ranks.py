@@ -51,9 +51,9 @@ class Ranks:
             RankFailure: one of them raised, or ended.
             OutOfTime: it takes longer.
         """
-        self._start()
         rows: dict[int, Row] = {}
         try:
+            self._start()
             for pipe, _ in self.ranks:
                 pipe.send(request)
             self._receive(rows, time.monotonic() + seconds)

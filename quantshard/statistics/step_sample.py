@@ -104,10 +104,11 @@ class StepSample(Observer):
                 "whole step within `with statistics.whole_step()`"
             )
         row = known[1] + _KIND_NUMBERS[role, for_wgrad]
+        is_second = for_wgrad and known[1] + _KIND_NUMBERS[role, False] in self.order  # all these values were seen
         self.order.setdefault(row)
         buffer = self._by_device.get(values.device) or self._buffer(values.device)
         values = values.detach() if values.requires_grad else values
-        buffer.add_operand(row, values, operand, sparsely=for_wgrad)  # the other operand is of all these values
+        buffer.add_operand(row, values, operand, sparsely=is_second)
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -262,7 +263,8 @@ def _are_made(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     if not _has_master(optimizer, param):
         return components.quantized_local(param) is not None
     master = optimizer.state[param].get(MASTER)
-    return not isinstance(master, Tensor) or master.dtype is not torch.float32
+    is_float32 = isinstance(master, Tensor) and master.dtype is torch.float32
+    return isinstance(optimizer, ElementwiseOptimizer) and not is_float32
 
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:

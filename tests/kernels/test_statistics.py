@@ -153,3 +153,23 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
         assert torch.equal(sums.sum(0)[:6], exact[0, :6])
         assert torch.equal(torch.cat([extremes[:, :2].amax(0), extremes[:, 2:].amin(0)]), outer[0])
         assert sums.sum(0)[6:].tolist() == pytest.approx(exact[0, 6:].tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", exhaustive([("block",), ("mxfp8",), ("nvfp4",)], [("block",)]))
+def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
+    """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values."""
+    monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE})
+    monkeypatch.setattr(error, "LARGE", 1)
+    layer = qs.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
+    for needed in (False, True):
+        with qs.Statistics(layer, None, every=1, on_alarm=lambda alarm: None) as statistics:
+            with qs.autocast(recipe=recipe):
+                y = layer(torch.ones(512, 32, dtype=torch.bfloat16, device=DEVICE, requires_grad=needed))
+            grad = torch.ones_like(y)
+            grad[200, 5], grad[201, 6] = 77.0, math.inf  # in no column of tiles that is measured of a large second one
+            y.backward(grad)
+            [sample] = [*statistics.step(), *statistics.close()]
+        [row] = [row for row in sample.rows if row.role == "grad_output"]
+        assert (row.amax, row.nonfinite) == (77.0, 1 / grad.numel()) and [a.kind for a in sample.alarms] == ["nan"], (
+            needed
+        )
