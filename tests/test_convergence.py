@@ -94,6 +94,7 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
             convergence_runs.record(corpus, folder.path)
 
 
+@pytest.mark.exhaustive
 def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path, monkeypatch):
     """Its first two losses have the same bits; later ones differ, since gradients of micro-batches add up in BF16."""
     monkeypatch.setattr(convergence, "EVERY", 1)

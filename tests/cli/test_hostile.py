@@ -201,7 +201,7 @@ def test_the_files_that_were_compared_are_those_that_are_read(
 def test_what_is_read_is_said_before(run: Path, sound: dict[str, Any]) -> None:
     code, out, err = resumed(run, sound)
     assert code is Started and not err
-    assert " ".join(out).split() == f"reading the data of the run: {run.parent / 'text'}".split()
+    assert " ".join(out).split() == f"reading the data of the run: {run.parent / 'text'} starting 2 processes".split()
 
 
 ODD = {

@@ -104,10 +104,11 @@ def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
 
 @pytest.mark.parametrize("values", ["not finite", "zero", "far above the scales"])
 @pytest.mark.parametrize("scales", ["", "NaN", "tiny"])
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, is_turned: bool) -> None:
-    """And scales, in a matrix that no tile divides, whose rows or columns lie beside each other in memory."""
-    for name in ("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16"):
+@pytest.mark.parametrize("is_turned", exhaustive([(False,), (True,), (None,)], [(None,)]))
+def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, is_turned: bool | None) -> None:
+    """And scales, in a matrix that no tile divides, whose rows or columns lie beside each other in memory; None: now
+    these, now those."""
+    for number, name in enumerate(("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16")):
         fmt = FORMATS[name]
         copy = fmt.copies[Copy.ROWWISE]
         x = torch.randn(130, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
@@ -118,7 +119,7 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
             x[0, 0], x[3, 5], x[129, 271] = math.inf, math.nan, -math.inf
         else:
             x *= 0.0 if values == "zero" else 2.0**40
-        x = x.t().contiguous().t() if is_turned else x
+        x = x.t().contiguous().t() if (number % 2 == 0 if is_turned is None else is_turned) else x
         if scales:
             stored = parts[copy.scale.name]
             codes = {"NaN": (math.nan, 0xFF, 0x7F), "tiny": (2.0**-148, 0, 1)}[scales]
