@@ -182,12 +182,12 @@ def add_quantization_error(
     parts: Mapping[str, Tensor],
     origin: Pair = (0, 0),
     hadamard: bool = False,
-    sparsely: bool = False,
+    partial: bool = False,
 ) -> None:
     """`quantization_error.add_error_`, to one of several rows [copies, columns] that count together. `hadamard`: x was
-    quantized after `numerics.hadamard16`. `sparsely`: a kernel may look at a part of a large matrix."""
+    quantized after `numerics.hadamard16`. `partial`: a kernel may look at a part of a large matrix."""
     if _has_kernel(x, copy):
-        error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, sparsely)
+        error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, partial)
     else:
         x = numerics.hadamard16(x) if hadamard else x
         quantization_error.add_error_(sums[0], extremes[0], x, copy, parts, origin)

@@ -31,7 +31,8 @@ class Statistics:
                 for sample in statistics.step(): ...
             for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
-    The numbers are those of the global tensors, on any number of ranks. Training keeps its bits. A step that is not
+    The numbers are those of the global tensors, on any number of ranks (of large second operands, on a GPU, of a
+    quarter: docs/statistics.md). Training keeps its bits. A step that is not
     sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
     the host reads the sums a step later. A sampled step keeps a copy of the weights' codes and of the values that
     are trained through the optimizer's step; and where kernels run, the backward of a gated MLP makes the two gradients

@@ -67,8 +67,8 @@ class SampleBuffer:
         self.extremes.copy_(self._empty)
         self.parameters.zero_()
 
-    def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, sparsely: bool = False) -> None:
-        """Add values [R, C] and what they were quantized to; the values alone where they were not. `sparsely`: of a
+    def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, partial: bool = False) -> None:
+        """Add values [R, C] and what they were quantized to; the values alone where they were not. `partial`: of a
         large matrix perhaps a part."""
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
@@ -79,7 +79,7 @@ class SampleBuffer:
         cell, (copy, *_) = operand.cell, operand.cell.format.copies.values()
         kernel_dispatch.add_quantization_error(
             sums, extremes, values, copy, operand.touched(), operand.shard.origin, cell.scaling.random_hadamard,
-            sparsely,
+            partial,
         )  # fmt: skip
 
     def add_codes(self, row: int, storage: QuantizedStorage) -> None:

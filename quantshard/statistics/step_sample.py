@@ -80,6 +80,7 @@ class StepSample(Observer):
         """What was measured, as `gathered` gives it; None before."""
         self.order: dict[int, None] = {}
         """Rows in the order in which operands were seen."""
+        self._last = -1
         self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
         self._codes: dict[str, Tensor] = {}
@@ -104,11 +105,13 @@ class StepSample(Observer):
                 "whole step within `with statistics.whole_step()`"
             )
         row = known[1] + _KIND_NUMBERS[role, for_wgrad]
-        is_second = for_wgrad and known[1] + _KIND_NUMBERS[role, False] in self.order  # all these values were seen
+        # whole, unless what was seen last is the other operand of these values
+        is_second = for_wgrad and self._last == known[1] + _KIND_NUMBERS[role, False]
+        self._last = row
         self.order.setdefault(row)
         buffer = self._by_device.get(values.device) or self._buffer(values.device)
         values = values.detach() if values.requires_grad else values
-        buffer.add_operand(row, values, operand, sparsely=is_second)
+        buffer.add_operand(row, values, operand, partial=is_second)
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -147,13 +150,13 @@ class StepSample(Observer):
                     continue
                 self._gradients[name] = private_torch.local_tensor(grad)
                 found = _values(optimizer, param)
-                (self._before if _are_made(optimizer, param) else values)[name] = found
+                (self._before if _values_are_new(optimizer, param) else values)[name] = found
                 quantized = components.quantized_local(param)
                 if quantized is not None:
                     codes[name] = _codes(quantized.quantized_storage)
         for kept, given in ((self._before, values), (self._codes, codes)):
             kept.update({name: torch.empty_like(each) for name, each in given.items()})
-            for names in _alike(given):
+            for names in _by_kind(given):
                 torch.ops.aten._foreach_copy_.default([kept[name] for name in names], [given[name] for name in names])
         self._add_squares("gradient", self._gradients)
         for name, grad in self._gradients.items():
@@ -187,7 +190,7 @@ class StepSample(Observer):
             for param in each["params"]
         }
         self._add_squares("value", self._before)
-        for names in _alike(self._before):
+        for names in _by_kind(self._before):
             now = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
             torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], now)
         self._add_squares("update", self._before)
@@ -241,7 +244,7 @@ class StepSample(Observer):
             self._hooks.pop().remove()
 
 
-def _alike(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """Names of those of one device and dtype, for which a few launches do."""
     found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
@@ -258,7 +261,7 @@ def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     return any(str(key).startswith(MASTER) for key in optimizer.state.get(param, {}))
 
 
-def _are_made(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
     """Whether `_values` makes a tensor of what is stored in another form."""
     if not _has_master(optimizer, param):
         return components.quantized_local(param) is not None

@@ -133,6 +133,9 @@ def uninterrupted(text, tmp_path_factory):
     result = quantshard(*train(run, text, *options))
     assert result.returncode == 0 and not result.stderr, result.stderr
     assert "mxfp8_32x32" in result.stdout and "step 6/6" in result.stdout  # explain, and progress
+    assert (
+        result.stdout.startswith("starting ") and "layers.{0-1}." in result.stdout and "layers.1." not in result.stdout
+    )
     return run
 
 

@@ -146,7 +146,7 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
         monkeypatch.setattr(error, "LARGE", largest)
         sums, exact = torch.zeros(2, 3, len(SUMS), dtype=torch.float64, device=DEVICE)
         extremes, outer = torch.tensor(EMPTY, device=DEVICE).repeat(2, 3, 1)
-        error.add_error(sums, extremes, x, copy, parts, sparsely=True)
+        error.add_error(sums, extremes, x, copy, parts, partial=True)
         for first, last in chosen:
             piece = x[:, first:last].contiguous()
             add_error_(exact[0], outer[0], piece, copy, numerics.quantize(piece, fmt))
@@ -161,6 +161,8 @@ def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
     """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values."""
     monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE})
     monkeypatch.setattr(error, "LARGE", 1)
+    parts, real = [], error.add_error
+    monkeypatch.setattr(error, "add_error", lambda *args: parts.append(args[-1]) or real(*args))
     layer = qs.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device=DEVICE)
     for needed in (False, True):
         with qs.Statistics(layer, None, every=1, on_alarm=lambda alarm: None) as statistics:
@@ -170,6 +172,8 @@ def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
             grad[200, 5], grad[201, 6] = 77.0, math.inf  # in no column of tiles that is measured of a large second one
             y.backward(grad)
             [sample] = [*statistics.step(), *statistics.close()]
+        assert sum(parts) == (2 if needed else 1), "second operands of input and gradient, measured by a part"
+        parts.clear()
         [row] = [row for row in sample.rows if row.role == "grad_output"]
         assert (row.amax, row.nonfinite) == (77.0, 1 / grad.numel()) and [a.kind for a in sample.alarms] == ["nan"], (
             needed

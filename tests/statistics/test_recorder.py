@@ -436,3 +436,27 @@ def test_a_sampled_step_that_shows_nothing_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         statistics.close()
+
+
+class NarrowMasters(torch.optim.SGD):
+    """Of somebody else, with masters in bfloat16 under the name that ours have."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["master_param"].copy_(param)
+
+
+def test_masters_of_another_optimizer_are_only_read():
+    model = perceptron("current")
+    param = next(each for each in model.parameters() if components.quantized_local(each) is None)
+    optimizer = NarrowMasters([param], lr=100.0)
+    master = optimizer.state[param]["master_param"] = param.detach().bfloat16()
+    before = param.detach().clone()
+    with Statistics(model, optimizer, every=1) as statistics:
+        loss_of(model, 1, "current").backward()
+        optimizer.step()
+        found = [*statistics.step(), *statistics.close()]
+    assert not torch.equal(before, param) and torch.equal(master, param.detach().bfloat16())
+    assert any((row.update_ratio or 0.0) > 0.0 for sample in found for row in sample.rows)

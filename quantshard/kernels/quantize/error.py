@@ -37,7 +37,7 @@ STEPS: Final = 6
 """Tiles, one below the other, that a program of `error_kernel` adds up."""
 EVERY: Final = 4
 LARGE: Final = 1 << 22
-"""Of a matrix of `LARGE` elements or more `sparsely` measures one in `EVERY` columns of tiles."""
+"""Of a matrix of `LARGE` elements or more `partial` measures one in `EVERY` columns of tiles."""
 ELEMENTS: Final = 8
 """Of a tile that a thread has, so that registers leave room for two programs of 16 warps beside each other."""
 SMALLEST = tl.constexpr(2.0**-100)
@@ -55,12 +55,12 @@ def error_kernel(
     steps = tl.minimum(STEPS, tiles - tl.program_id(0) * STEPS)
     values = (x_ptr, x_row, x_col)
     unit, per_unit = _power_near(_bound_of_scales(first, col, scales, where, steps, H))
-    signal, noise, amax, nonzeros, saturated, zeros, highest, smallest, is_odd = _sums_where_finite(
+    signal, noise, amax, nonzeros, saturated, zeros, highest, smallest, is_tiny = _sums_where_finite(
         first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
     )
     unknown = tl.zeros((), tl.float64)
     nonfinite = unknown
-    if is_odd | ~(signal + noise < float("inf")):
+    if is_tiny | ~(signal + noise < float("inf")):
         signal, noise, unknown, saturated, zeros = _sums_of_finite(
             first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
         )
@@ -103,9 +103,9 @@ def _sums_where_finite(
     first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Of a program's tiles, where all values and scales are finite and no scale is odd: the squares of values and of
+    """Of a program's tiles, where all values and scales are finite and no scale is tiny: the squares of values and of
     errors, divided by the unit; bits of the amax; how many values are not zero, saturate, and became zero. If something
-    is not finite a sum of squares is not. Then the largest and the smallest scale, and whether one is odd: so small,
+    is not finite a sum of squares is not. Then the largest and the smallest scale, and whether one is tiny: so small,
     and not 0, that a product with a code that is not 0 might be 0."""
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows
@@ -120,11 +120,11 @@ def _sums_where_finite(
         row = (first + step) * H.rows
         i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
         grid, usable = _scales_of_tile(row, col, scales, where, H)
-        usual = tl.where(usable, grid, float("inf"))
+        bounded = tl.where(usable, grid, float("inf"))
         largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
-        smallest = tl.minimum(smallest, usual)
+        smallest = tl.minimum(smallest, bounded)
         if rule.kind == 2:  # an FP8 scale may be 0
-            least = tl.minimum(least, tl.where(grid == 0.0, float("inf"), usual))
+            least = tl.minimum(least, tl.where(grid == 0.0, float("inf"), bounded))
         code, other_code = _halves_of_codes(i, j, col, codes, where, H)
         x, other_x = _halves(x, H)
         unit, other_unit = _halves(_expanded(grid * per_unit, H), H)
@@ -134,15 +134,15 @@ def _sums_where_finite(
         signal = tl.fma(other_part, other_part, tl.fma(part, part, signal))
         noise = tl.fma(other_off, other_off, tl.fma(off, off, noise))
         top = tl.maximum(top, tl.maximum(tl.abs(x), tl.abs(other_x)))
-        there, other_there = code != 0.0, other_code != 0.0
+        nonzero, other_nonzero = code != 0.0, other_code != 0.0
         if rule.kind == 2:
-            there, other_there = there & (unit != 0.0), other_there & (other_unit != 0.0)
-        counts += _kinds(x, there, limit) + _kinds(other_x, other_there, other_limit)
+            nonzero, other_nonzero = nonzero & (unit != 0.0), other_nonzero & (other_unit != 0.0)
+        counts += _kinds(x, nonzero, limit) + _kinds(other_x, other_nonzero, other_limit)
     lowest = tl.min(tl.min(smallest, 1), 0)
-    is_odd = (tl.min(tl.min(least, 1), 0) if rule.kind == 2 else lowest) < SMALLEST
+    is_tiny = (tl.min(tl.min(least, 1), 0) if rule.kind == 2 else lowest) < SMALLEST
     return (
         tl.sum(tl.sum(signal, 1), 0), tl.sum(tl.sum(noise, 1), 0), ql.largest_bits(top), _count(counts >> 6),
-        _count(counts >> 12), _count(counts >> 18), tl.max(tl.max(largest, 1), 0), lowest, is_odd,
+        _count(counts >> 12), _count(counts >> 18), tl.max(tl.max(largest, 1), 0), lowest, is_tiny,
     )  # fmt: skip
 
 
@@ -175,10 +175,10 @@ def _sums_of_finite(
 
 
 @triton.jit
-def _kinds(x, there, limit):
+def _kinds(x, nonzero, limit):
     """One in a field of 6 bits for each of these: x is not zero, and saturates, or became zero."""
     return tl.where(
-        x != 0.0, tl.where(there, tl.where(tl.abs(x) > limit, 1 << 6 | 1 << 12, 1 << 6), 1 << 6 | 1 << 18), 0
+        x != 0.0, tl.where(nonzero, tl.where(tl.abs(x) > limit, 1 << 6 | 1 << 12, 1 << 6), 1 << 6 | 1 << 18), 0
     )
 
 
@@ -317,17 +317,17 @@ def add_error(
     parts: Mapping[str, Tensor],
     origin: tuple[int, int] = (0, 0),
     hadamard: bool = False,
-    sparsely: bool = False,
+    partial: bool = False,
 ) -> None:
     """`numerics.quantization_error.add_error_` of x [R, C], float32, bfloat16 or float16 with any strides, added to one
     of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]. `hadamard`: of
-    `numerics.hadamard16` of x. `sparsely`: of a large matrix a part is measured, and counts alone."""
+    `numerics.hadamard16` of x. `partial`: of a large matrix a part is measured, and counts alone."""
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     second = parts[copy.amax.name] if copy.amax is not None else None
     turned = x.stride(0) == 1 < x.stride(1)
-    every = EVERY if sparsely and x.numel() >= LARGE else 1
+    every = EVERY if partial and x.numel() >= LARGE else 1
     where, counted, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned, every)
     launch_kernel(
         error_kernel, grid, x.device,
