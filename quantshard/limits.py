@@ -65,6 +65,11 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "kernels for all of them read codes of 8 bits, rounded to nearest, with one scale or one for 32 or 128 values",
         "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
     ),
+    "counts read": Limit(
+        "experts wait until the device tells how many tokens each has",
+        "m_splits lies there, and these experts are quantized or multiplied one after another, which the host arranges",
+        "use delayed, current, block or mxfp8 scaling, or bf16 in multiples of 8 features, outside of torch.compile",
+    ),
     "called apart": Limit(
         "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
         "a layer of it has hooks, was wrapped or exchanged, so that a call of it does more than multiply",

@@ -2,7 +2,8 @@
 
 Experts are spread over an axis of a mesh, in order: rank r of R holds experts r * n / R to (r + 1) * n / R - 1. Two
 all-to-alls move tokens, `dispatch_tokens` and `Dispatch.combine`, each the other's backward; a small one before tells
-each rank how many come.
+each rank how many come. Where one rank has all experts nothing is exchanged, and on a GPU nobody waits for these
+numbers.
 
 An expert's tokens are in the order of the ranks that they came from, and of one rank in its own order: that of one
 process that has the tokens of all ranks, one rank after the other. Its gradients are those of the mean over the ranks
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard import kernel_dispatch, private_torch
 from quantshard.argument_kinds import MESH, TENSOR, WHOLE_NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
 
@@ -78,11 +80,12 @@ class Dispatch:
     """What `dispatch_tokens` returns.
 
     `tokens`: [rows, hidden], the tokens of this rank's first expert, then those of the second, ... `m_splits`: how many
-    each has. Both are for `GroupedLinear`.
+    each has; on a GPU, where one rank has all experts, an int64 tensor [experts] there, which nobody has waited for.
+    Both are for `GroupedLinear`.
     """
 
     tokens: Tensor
-    m_splits: list[int]
+    m_splits: list[int] | Tensor
     route: TokenRoute
 
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
@@ -98,7 +101,7 @@ class Dispatch:
         Raises:
             ConfigurationError: the shapes are not those that were dispatched.
         """
-        rows, choices = sum(self.m_splits), self.route.choices
+        rows, choices = self.tokens.shape[0], self.route.choices
         weights = weights.reshape(-1, choices)
         if outputs.shape[0] != rows or weights.numel() != sum(self.route.sent):
             raise ConfigurationError(
@@ -125,7 +128,8 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
         ep_mesh: the axis that experts are spread over, the one that `GroupedLinear` got; None: this rank has all.
 
     Raises:
-        ConfigurationError: on every rank, if an expert of one is out of range; or shapes or dtypes do not fit.
+        ConfigurationError: on every rank, if an expert of one is out of range; or shapes or dtypes do not fit. Of one
+            rank's experts on a GPU the device tells of the former, as a RuntimeError where it is next waited for.
     """
     check_arguments("dispatch_tokens", TENSOR, tokens=tokens, experts=experts)
     check_arguments("dispatch_tokens", WHOLE_NUMBER, num_experts=num_experts)
@@ -142,17 +146,37 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
     group = None if ep_mesh is None else ep_mesh.get_group()
     choices = 1 if experts.ndim == 1 else experts.shape[1]
     chosen = experts.reshape(-1)
-    sent, received = _exchange_counts(chosen, num_experts, here, group)
-    m_splits = received.sum(0).tolist()
-    order = chosen.argsort(stable=True)
-    route = TokenRoute(
-        order, sent.sum(1).tolist(), received.sum(1).tolist(), _sorting(received, chosen), choices, group
-    )
+    m_splits: list[int] | Tensor
+    if here == num_experts and kernel_dispatch.has_kernels(chosen):
+        m_splits, route = _stays(chosen, num_experts, choices, group)
+    else:
+        m_splits, route = _goes(chosen, num_experts, here, choices, group)
+    order = route.order
     rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
     rows = _AllToAllRows.apply(rows, route, True)
     if route.sorting is not None:
         rows = _TakeRows.apply(rows, route.sorting, _inverse(route.sorting), 1)
     return Dispatch(rows, m_splits, route)
+
+
+def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None) -> tuple[Tensor, TokenRoute]:
+    """How many rows each expert gets, and their route, where one rank has all experts; nothing is waited for."""
+    ordered, order = chosen.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
+    if rows := len(chosen):
+        inside = (bounds[0] == 0) & (bounds[-1] == rows)
+        private_torch.assert_on_device(inside, f"dispatch_tokens: entries of experts are not in 0 to {experts - 1}")
+    return bounds.diff(), TokenRoute(order, [rows], [rows], None, choices, group)
+
+
+def _goes(
+    chosen: Tensor, num_experts: int, here: int, choices: int, group: dist.ProcessGroup | None
+) -> tuple[list[int], TokenRoute]:
+    """How many rows each expert of this rank gets, and their route from and to all ranks."""
+    sent, received = _exchange_counts(chosen, num_experts, here, group)
+    order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
+    route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
+    return received.sum(0).tolist(), route
 
 
 def _exchange_counts(

@@ -37,6 +37,7 @@ from quantshard.tensor.storage import QuantizedStorage
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped, grouped_matmul
     from quantshard.kernels.experts.grouped_matmul import EncodedRows
+    from quantshard.kernels.experts.segments import ExpertSegments
 
 SUMS = 2.0**-13
 PAST = 3.0
@@ -49,7 +50,8 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
     counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
     x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
     layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)
-    segments, dtype = layer.segments(x.device), x.dtype
+    segments, dtype = layer.segments(x), x.dtype
+    numbers = torch.tensor(counts, dtype=torch.int64, device=x.device)
     spans = segments.spans.tolist()
 
     def launch() -> list[Tensor]:
@@ -61,13 +63,14 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
             grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True),
             grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False),
             grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
-            grouped.expert_sums(dy, segments),
+            grouped.expert_sums(dy, segments), *_tables(layer._replace(counts=numbers).segments(x), segments),
         ]  # fmt: skip
 
     def oracle() -> list[Expected]:
         inputs, gradients = (_oracle(layer, *of) for of in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
         parts = (part for of in (inputs, gradients) for rowwise, _ in of for part in rowwise.components.values())
-        return [*parts, *_products(layer, _values(inputs), _values(gradients)), _sums(dy, counts)]
+        products = _products(layer, _values(inputs), _values(gradients))
+        return [*parts, *products, _sums(dy, counts), *_tables(segments, segments)]
 
     moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
     return KernelCase(launch, oracle, 2 * moved)
@@ -98,8 +101,13 @@ def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
     with kernel_dispatch.kernels_only_on():
         return [
             (operands.quantize_operand(part, first, amax=past), operands.quantize_operand(part.t(), second, amax=past))
-            for part in values.split(list(layer.counts))
+            for part in values.split(_known(layer))
         ]
+
+
+def _known(layer: ExpertsLayer) -> list[int]:
+    assert not isinstance(layer.counts, Tensor)
+    return list(layer.counts)
 
 
 def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -107,6 +115,11 @@ def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[T
     for expert, first, end, _ in spans:
         yield found.codes[first:end]
         yield found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
+
+
+def _tables(segments: ExpertSegments, known: ExpertSegments) -> tuple[Tensor, Tensor]:
+    """Spans, and as many tiles as it is known that there are."""
+    return segments.spans, segments.tiles[: len(known.tiles)]
 
 
 Values = Sequence[tuple[Tensor, Tensor]]
@@ -148,7 +161,7 @@ ROWS = (
     KernelRow(
         {
             "expert_amax_kernel", "expert_quantize_kernel", "quantize_blocks_kernel", "rows_kernel", "weights_kernel",
-            "weights_by_blocks_kernel", "sums_kernel",
+            "weights_by_blocks_kernel", "sums_kernel", "segments_kernel",
         },
         experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
     ),

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from quantshard import kernel_dispatch, private_torch
+from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import backend
 from quantshard.modules.base.module import InitMethod, QuantizedModule
 from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import recompute, unsupported
+from quantshard.modules.contexts import context, recompute, unsupported
 from quantshard.modules.contexts.context import InitPlan
-from quantshard.modules.gemms import functional, grouped
+from quantshard.modules.gemms import functional, grouped, grouped_plain
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import Recipe, TensorRole
 from quantshard.tensor import storage as storages
@@ -137,21 +137,44 @@ class GroupedLinear(QuantizedModule):
         """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
 
         With `return_bias` a tuple. `m_splits`: how many rows, of the input as [tokens, in_features], go to each expert
-        of this rank: ints, or an integer tensor on the CPU.
+        of this rank: ints, or an integer tensor. One that lies on a GPU is read there, where all experts are computed
+        at once, and otherwise waited for (`limits.FALLBACKS`, "counts read").
 
         Raises:
-            ConfigurationError: `m_splits` does not fit the input or the number of experts.
+            ConfigurationError: `m_splits` does not fit the input or the number of experts. Of a tensor that is read on
+                a GPU the device tells of a wrong sum, as a RuntimeError where it is next waited for.
+            FallbackError: strict, and the device would be waited for.
         """
         unsupported.refuse("GroupedLinear.forward", others)
         inp = self._input(inp)
         tokens = inp.reshape(-1, inp.shape[-1])
-        splits = self._checked_splits(m_splits, tokens.shape[0])
-        together = self._together(tokens, splits)
-        out = self._one_by_one(tokens, splits) if together is None else grouped.grouped_linear(tokens, together)
-        out = functional.shaped_as(out, inp)
+        out = functional.shaped_as(self._of_experts(tokens, self._checked_splits(m_splits, tokens)), inp)
         if not self.return_bias:
             return out
         return out, [self._joined_bias(layer, out.dtype) for layer in self._layers] if self.use_bias else None
+
+    def _of_experts(self, tokens: Tensor, splits: list[int] | Tensor) -> Tensor:
+        """Tokens times the weights of their experts, by whichever way is there."""
+        together = self._together(tokens, splits)
+        if together is not None:
+            return grouped.grouped_linear(tokens, together)
+        if isinstance(splits, Tensor):
+            plain = self._plain_together(tokens)
+            if plain is not None:
+                return grouped_plain.grouped_linear(tokens, splits, *plain)
+            splits = self._fitting_splits(self._read(splits), tokens.shape[0])
+        return self._one_by_one(tokens, splits)
+
+    def _read(self, splits: Tensor) -> list[int]:
+        """Splits that lie on a GPU, where the host must know them."""
+        if context.is_strict():
+            self._refuse_fallbacks(self._weight_names[0], ("counts read",))
+        if kernel_dispatch.is_capturing():
+            raise UnsupportedOperationError(
+                f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['counts read']}"
+            )
+        found: list[int] = splits.tolist()
+        return found
 
     def _one_by_one(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:
         outputs = [
@@ -160,9 +183,10 @@ class GroupedLinear(QuantizedModule):
         ]
         return torch.cat(outputs)
 
-    def _together(self, tokens: Tensor, splits: Sequence[int]) -> grouped.ExpertsLayer | None:
-        """All experts as one layer, where kernels quantize and multiply them at once and that is faster; else None."""
-        if not self._may_be_together(tokens):
+    def _together(self, tokens: Tensor, splits: Sequence[int] | Tensor) -> grouped.ExpertsLayer | None:
+        """All experts as one layer, where kernels quantize and multiply them at once and that is faster, or the host
+        knows no splits; else None."""
+        if not self._may_be_together(tokens, isinstance(splits, Tensor)):
             return None
         weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
@@ -173,8 +197,7 @@ class GroupedLinear(QuantizedModule):
             if call.strict:
                 self._refuse_fallbacks(self._weight_names[0], self.joint_fallbacks(call.recipe, tokens.device))
             return None
-        added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
-        biases = [bias for bias in added if bias is not None]
+        biases = self._added_biases()
         if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
             return None
         if call.strict:
@@ -185,20 +208,39 @@ class GroupedLinear(QuantizedModule):
         group = call.group if spread is None else private_torch.other_axes(spread)
         return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group, self._reader)
 
+    def _added_biases(self) -> list[Tensor]:
+        """The biases of the experts that are added here."""
+        added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
+        return [bias for bias in added if bias is not None]
+
+    def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Weights and biases in high precision that PyTorch multiplies at once with these tokens; else None."""
+        if torch.compiler.is_compiling() or self.tp_size > 1:
+            return None
+        found = private_torch.registered_parameters(self, self._weight_names)
+        weights: list[Tensor] = [weight for weight in found if weight is not None]
+        if not grouped_plain.multiplies(tokens, weights):
+            return None
+        call = recompute.linear_context((id(self), "experts"), False)
+        return None if call.recipe.table else (weights, self._added_biases())
+
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
         """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
-    def _may_be_together(self, tokens: Tensor) -> bool:
-        """What is compiled goes one by one: there splits are numbers of a graph that may differ each time."""
+    def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
+        """What is compiled goes one by one: there splits are numbers of a graph that may differ each time.
+
+        `on_device`: whether splits lie there, so that one by one would wait for them.
+        """
         if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
             return False
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return backend.is_faster_together(tokens.shape[0], len(self._layers), shape)
+        return backend.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """The amax histories of all experts that the recipe needs."""
@@ -212,23 +254,39 @@ class GroupedLinear(QuantizedModule):
             found[role] = there
         return found
 
-    def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: int) -> list[int]:
-        if isinstance(m_splits, Tensor):
-            if m_splits.device.type != "cpu":
-                raise ConfigurationError(
-                    f"GroupedLinear: m_splits is on {m_splits.device}, where reading it would wait for the device; "
-                    "pass m_splits.tolist()"
-                )
-            m_splits = m_splits.tolist()
-        splits = list(m_splits)
+    def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:
+        """Splits that fit, or that the device is to check."""
+        rows, experts = tokens.shape[0], len(self._layers)
+        if not isinstance(m_splits, Tensor):
+            return self._fitting_splits(list(m_splits), rows)
+        if m_splits.dtype not in (torch.int64, torch.int32) or m_splits.shape != (experts,):
+            raise ConfigurationError(
+                f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be int64 or "
+                f"int32 [{experts}], a number for each of the {experts} experts{self._here()}"
+            )
+        if m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
+            return self._fitting_splits(m_splits.tolist(), rows)
+        if m_splits.device != tokens.device:
+            raise ConfigurationError(
+                f"GroupedLinear: m_splits is on {m_splits.device} and the input on {tokens.device}; put it there, or "
+                "pass m_splits.tolist()"
+            )
+        if experts == 1 or rows == 0:
+            return [rows] * experts  # whatever the device has
+        return m_splits.contiguous()
+
+    def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
+        """Splits that are checked."""
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
-            local = "" if len(self._layers) == self.num_gemms else f" of the {self.num_gemms} on this rank"
             raise ConfigurationError(
                 f"GroupedLinear: m_splits {_shown(splits)} has {len(splits)} entries that sum to {sum(splits)}; it "
-                f"must have one of 0 or more for each of the {len(self._layers)} experts{local}, and sum to the "
+                f"must have one of 0 or more for each of the {len(self._layers)} experts{self._here()}, and sum to the "
                 f"{tokens} rows of the input"
             )
         return splits
+
+    def _here(self) -> str:
+        return "" if len(self._layers) == self.num_gemms else f" of the {self.num_gemms} on this rank"
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         state = super()._linear_state(weights, recipe, prefix)

@@ -31,6 +31,7 @@ _unfinished = private_name(
 )
 _wrapper = private_name("torch.Tensor._make_wrapper_subclass", _TENSOR)
 _null_pointer = private_name("torch._C._set_throw_on_mutable_data_ptr", "telling who would read from a null pointer")
+_assert = private_name("torch._assert_async", "experts whose tokens are counted on the device")
 _takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -89,6 +90,12 @@ def plain(tensor: Tensor) -> Tensor:
     could read from; it has no public name. Not differentiable: for use inside an `autograd.Function`.
     """
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Let the device stop with an error unless a bool tensor is true, without waiting for it; on the CPU a
+    RuntimeError. There is no public way to check what the host does not know."""
+    _assert(condition, message)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

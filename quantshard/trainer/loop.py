@@ -119,8 +119,10 @@ class Trainer:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
-        around = statistics.whole_step if statistics is not None and statistics.is_sampling else nullcontext
-        if self._captured is not None:
+        sampled = statistics is not None and statistics.is_sampling
+        around = statistics.whole_step if statistics is not None and sampled else nullcontext
+        eagerly = sampled and self.settings.experts  # who shows the rows of each expert reads how many there are
+        if self._captured is not None and not eagerly:
             sums = self._captured(batch, stop, around)
         else:
             with around():

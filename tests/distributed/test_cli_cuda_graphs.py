@@ -125,7 +125,6 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = ("train", "--run", tmp_path / "run", "--data", text, "--cuda-graphs", *SIZES.split())
     for more, says in (
         (("--dropout", 0.1), "a step with dropout is not captured"),
-        (("--experts", 2), "a step with experts is not captured"),
         (("--optimizer", "muon"), "a step with optimizer = 'muon' is not captured"),
         (("--optimizer", "lion"), "a step with optimizer = 'lion' is not captured"),
         (("--no-master-weights",), "a step with master_weights = false is not captured"),

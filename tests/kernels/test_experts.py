@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
 from benchmarks import host
-from quantshard.errors import FallbackError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOperationError
 from quantshard.gemm import backend
 from quantshard.recipe import Recipe, resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
@@ -97,12 +97,13 @@ def values(step: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(step)).bfloat16().to(DEVICE)
 
 
-def stepped(layer: qs.GroupedLinear, recipe: Recipe, splits: Sequence[int], step: int) -> list[Tensor]:
+def stepped(layer: qs.GroupedLinear, recipe: Recipe, splits: Sequence[int] | Tensor, step: int) -> list[Tensor]:
     """The output, and gradients of the input and of the parameters."""
-    x = values(step, sum(splits), IN).requires_grad_()
+    rows = int(sum(splits))
+    x = values(step, rows, IN).requires_grad_()
     with qs.autocast(recipe=recipe):
         y = layer(x, splits)
-    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), values(10 + step, sum(splits), OUT))]
+    return [y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), values(10 + step, rows, OUT))]
 
 
 def close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -185,35 +186,126 @@ def test_no_function_is_called_for_each_expert(recipe: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
-def test_a_captured_step_is_computed_at_once(recipe: str, calls: list[int]) -> None:
-    """1 process: forward and backward as a CUDA graph, whose replays have the bits of eager steps, histories too."""
-    rule, rows = AT_ONCE[recipe], SPLITS["more than a tile"]
-    eager, captured = experts(rule), experts(rule)
-    static = values(0, sum(rows), IN).requires_grad_()
-    dy = values(1, sum(rows), OUT)
+@pytest.mark.parametrize(("splits", "recipe"), exhaustive(dict.fromkeys(CASES + FEWER), FEWER))
+def test_counts_on_the_device_give_the_same_bits(splits: str, recipe: str, calls: list[int]) -> None:
+    """As counts that the host knows: outputs, gradients, histories; also where rows are few for their experts."""
+    rule, rows = AT_ONCE[recipe], SPLITS[splits]
+    known, read = experts(rule), experts(rule)
+    for step in range(2 if histories(known) else 1):
+        wanted = stepped(known, rule, rows, step)
+        found = stepped(read, rule, torch.tensor(rows, device=DEVICE), step)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(read.buffers(), known.buffers(), strict=True))
+    assert set(calls) == {4}
 
-    def step(layer: qs.GroupedLinear, x: Tensor) -> list[Tensor]:
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_plain_weights_and_counts_on_the_device(splits: str, bias: bool) -> None:
+    """By PyTorch's grouped product, which sums in another order; a gradient may be one number for all."""
+    rows = SPLITS[splits]
+    torch.manual_seed(3)
+    layer = qs.GroupedLinear(4, 48, OUT, bias=bias, params_dtype=torch.bfloat16, device=DEVICE)
+    x = values(0, sum(rows), 48).requires_grad_()
+    found, wanted = (
+        [y.detach(), *torch.autograd.grad(y.float().sum(), (x, *layer.parameters()))]
+        for y in (layer(x, torch.tensor(rows, device=DEVICE)), layer(x, rows))
+    )
+    close(found, wanted)
+    for (name, _), grad in zip(layer.named_parameters(), found[2:], strict=True):
+        assert rows[int(name[-1])] or not grad.count_nonzero()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+def test_counts_on_the_device_are_read_where_experts_go_one_by_one(recipe: str, calls: list[int]) -> None:
+    """Not in silence: strict refuses. Rows of 33 elements are not aligned for PyTorch's product."""
+    rule, rows = resolve(RECIPES.get(recipe, recipe)), SPLITS["one expert is empty"]
+
+    def layer() -> qs.GroupedLinear:
+        torch.manual_seed(3)
+        with qs.quantized_model_init(recipe != "bf16", recipe=rule):
+            return qs.GroupedLinear(4, IN, OUT, params_dtype=torch.bfloat16, device=DEVICE)
+
+    counts = torch.tensor(rows, device=DEVICE)
+    found, wanted = (stepped(layer(), rule, given, 0) for given in (counts, rows))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) and not calls
+    with pytest.raises(FallbackError), qs.autocast(recipe=rule, strict=True):
+        layer()(values(0, 12, IN), counts)
+
+
+def test_counts_on_the_device_are_checked() -> None:
+    layer, x = experts(AT_ONCE["current"]), values(0, 12, IN)
+    with qs.autocast(recipe=AT_ONCE["current"]):
+        for wrong in (torch.ones(3, dtype=torch.int64), torch.ones(4, 1, dtype=torch.int64), torch.full((4,), 3.0)):
+            with pytest.raises(ConfigurationError, match=r"m_splits is a tensor of .* it must be int64 or int32 \[4\]"):
+                layer(x, wrong.to(DEVICE))
+        if not ON_GPU:
+            with pytest.raises(ConfigurationError, match="m_splits is on meta and the input on cpu"):
+                layer(x, torch.ones(4, dtype=torch.int64, device="meta"))
+
+
+def test_tokens_of_one_rank_are_dispatched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels run: the rows, counts, outputs and gradients of a dispatch that counts on the host."""
+    tokens, chosen = values(0, 9, 8).requires_grad_(), torch.tensor([2, 0, 3, 0, 2, 2, 3, 0, 0], device=DEVICE)
+    chosen, weights = torch.stack([chosen, (chosen + 2) % 4], 1), torch.rand(9, 2, device=DEVICE)
+
+    def moved() -> tuple[qs.Dispatch, list[Tensor]]:
+        sent = qs.dispatch_tokens(tokens, chosen, 4)
+        out = sent.combine(sent.tokens * 2, weights)
+        return sent, [sent.tokens, out, *torch.autograd.grad(out.float().square().sum(), tokens)]
+
+    read, found = moved()
+    assert isinstance(read.m_splits, Tensor) and read.m_splits.device.type == DEVICE
+    monkeypatch.setattr("quantshard.kernel_dispatch.has_kernels", lambda x: False)
+    known, wanted = moved()
+    assert read.m_splits.tolist() == known.m_splits and len(set(known.m_splits)) > 1
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a device asserts ends the process")
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_an_expert_that_there_is_not_is_told(wrong: int) -> None:
+    with pytest.raises(RuntimeError, match="entries of experts are not in 0 to 3"):
+        qs.dispatch_tokens(values(0, 2, 8), torch.tensor([0, wrong], device=DEVICE), 4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "bf16"])
+def test_a_captured_step_is_computed_at_once(recipe: str, calls: list[int]) -> None:
+    """1 process: forward and backward as a CUDA graph, whose replays have the bits of eager steps, histories too, each
+    with other counts than the one before."""
+    rule, plain = AT_ONCE.get(recipe, resolve("bf16")), recipe == "bf16"
+
+    def layer() -> qs.GroupedLinear:
+        torch.manual_seed(3)
+        with qs.quantized_model_init(not plain, recipe=rule):
+            return qs.GroupedLinear(4, 48, OUT, params_dtype=torch.bfloat16, device=DEVICE)
+
+    eager, captured = layer(), layer()
+    rows = torch.tensor(SPLITS["more than a tile"], device=DEVICE)
+    static, dy = values(0, int(rows.sum()), 48).requires_grad_(), values(1, int(rows.sum()), OUT)
+
+    def step(layer: qs.GroupedLinear, x: Tensor, counts: Sequence[int] | Tensor) -> list[Tensor]:
         with qs.autocast(recipe=rule):
-            y = layer(x, rows)
+            y = layer(x, counts)
         return [y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for layer in (eager, captured):
-            step(layer, static)
+        for each in (eager, captured):
+            step(each, static, rows)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step(captured, static)
-    assert calls == [4] * 3
-    for number in range(3):
-        x = values(2 + number, sum(rows), IN) * (1 + number)
-        wanted = step(eager, x.requires_grad_())
+        found = step(captured, static, rows)
+    assert plain or calls == [4] * 3
+    for number, counts in enumerate(([3, 70, 0, 9], [0, 0, 82, 0], [20, 21, 19, 22])):
+        x = values(2 + number, sum(counts), 48) * (1 + number)
+        wanted = step(eager, x.requires_grad_(), rows.new_tensor(counts) if plain else counts)
         with torch.no_grad():
             static.copy_(x)
+        rows.copy_(rows.new_tensor(counts))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert all(torch.equal(*pair) for pair in zip(captured.buffers(), eager.buffers(), strict=True))

@@ -18,8 +18,8 @@ from quantshard.tensor.storage import QuantizedStorage
 pytest.importorskip("triton")
 
 from quantshard.kernels.experts import grouped, grouped_matmul
-from quantshard.kernels.experts.grouped import ExpertSegments
 from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
+from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
 from quantshard.kernels.optimizer import history
 from quantshard.kernels.quantize import scales
 from tests.kernels.asked import request_of
@@ -52,6 +52,27 @@ def quantized(x: Tensor, counts: Sequence[int], encoding: Encoding) -> EncodedRo
 
 def one_by_one(x: Tensor, counts: Sequence[int], encoding: Encoding) -> list[QuantizedStorage]:
     return [operands.quantize_operand(part, Cell(ROWS[encoding])) for part in x.split(list(counts))]
+
+
+@pytest.mark.parametrize("unit", [1, MANY_ROWS])
+@pytest.mark.parametrize("counts", [*COUNTS.values(), [300, 0, 0, 5, 128, 129, 0, 1], [3] * 40])
+def test_tables_of_counts_on_the_device_are_those_of_the_host(counts: list[int], unit: int) -> None:
+    """Spans, and tiles, behind which are some that have no rows and are of an expert that there is."""
+    wanted = ExpertSegments.of(counts, DEVICE, unit)
+    for dtype in (torch.int64, torch.int32):
+        found = ExpertSegments.of_tensor(torch.tensor(counts, dtype=dtype, device=DEVICE), sum(counts), unit)
+        assert (found.rows, found.values) == (wanted.rows, wanted.values) and found.total >= wanted.total
+        assert torch.equal(found.spans, wanted.spans)
+        tiles, more = found.tiles.split([len(wanted.tiles), len(found.tiles) - len(wanted.tiles)])
+        assert tiles.tolist() == wanted.tiles.tolist()
+        assert (more[:, 1] >= more[:, 2]).all() and (more[:, 0] < len(counts)).all() and (more >= 0).all()
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a device asserts ends the process")
+@pytest.mark.parametrize("counts", [[3, 4], [9, -1], [0, 9]])
+def test_counts_that_do_not_fit_are_told(counts: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="m_splits has an entry below 0, or does not sum to the 8 rows of the input"):
+        ExpertSegments.of_tensor(torch.tensor(counts), 8)
 
 
 @pytest.mark.parametrize("counts", COUNTS)

@@ -11,11 +11,6 @@ serves all of them. The codes and scales are those that `quantize_expert_rows` g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
-from operator import add
 from typing import Final
 
 import torch
@@ -25,6 +20,7 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
+from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
 from quantshard.kernels.fused.epilogue import by_rows, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import emit
@@ -34,55 +30,9 @@ from quantshard.kernels.quantize.targets import (
     QuantizeRequest,
     plan_quantization,
 )
-from quantshard.kernels.tables import DeviceTable
 
-FEW_ROWS: Final = 64
-MANY_ROWS: Final = 128
 COLS: Final = 128
 WARPS: Final = 8
-
-
-@dataclass(frozen=True)
-class ExpertSegments:
-    """The rows of a matrix of codes that belong to each expert.
-
-    `rows`: the most rows in a tile. `values`, `total`: rows without and with those between experts. `spans`: int64
-    [experts, 4] on the device: number of the expert, its first row, the one after its last, and by how many rows its
-    codes lie behind its values. `tiles`: int64 [tiles, 4]: the same with the first row of each tile; an expert without
-    rows has none.
-    """
-
-    rows: int
-    values: int
-    total: int
-    spans: Tensor
-    tiles: Tensor
-
-    @staticmethod
-    def of(counts: Sequence[int], device: torch.device, unit: int = 1) -> ExpertSegments:
-        """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it.
-
-        `unit`: what the first row of codes of an expert is a multiple of.
-        """
-        rows, total, held = _segments(tuple(counts), device, unit)
-        table = held.tensor()
-        return ExpertSegments(rows, sum(counts), total, table[: len(counts)], table[len(counts) :])
-
-    def __len__(self) -> int:
-        """How many experts."""
-        return self.spans.shape[0]
-
-
-@lru_cache(maxsize=16)  # layers that follow each other have the same, and so has a capture as the run before it
-def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple[int, int, DeviceTable]:
-    """The most rows in a tile, how many rows of codes there are, and the table of `spans` and `tiles`."""
-    rows = FEW_ROWS if unit == 1 and sum(counts) <= FEW_ROWS * len(counts) else MANY_ROWS
-    starts = list(accumulate([count + -count % unit for count in counts], initial=0))
-    shifts = accumulate([-count % unit for count in counts], initial=0)
-    ends = map(add, starts, counts)
-    spans = list(zip(range(len(counts)), starts, ends, shifts, strict=False))  # the last start and shift are of no one
-    tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
-    return rows, starts[-1], DeviceTable([*spans, *tiles], device)
 
 
 @triton.jit

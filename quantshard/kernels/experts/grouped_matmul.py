@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
-from quantshard.kernels.experts.grouped import FEW_ROWS, MANY_ROWS, ExpertSegments
+from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES
 from quantshard.kernels.tables import DeviceTable, lasting_table
@@ -74,8 +74,8 @@ def rows_kernel(
 ):  # fmt: skip
     """Rows [R, summed] times the weight of their expert, [summed, cols] or, if TURNED, [cols, summed]."""
     row = tiles + tl.program_id(1) * 4
-    expert, end, shift = tl.load(row), tl.load(row + 2), tl.load(row + 3)
-    i = tl.load(row + 1) + tl.arange(0, ROWS)
+    expert, first, end, shift = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    i = first + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, SUMMED)
     held = weights + expert
@@ -89,7 +89,7 @@ def rows_kernel(
     else:
         b = weight + k[:, None] * cols + j[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, summed, SUMMED):
+    for start in range(0, tl.where(first < end, summed, 0), SUMMED):  # none for a tile that is too many
         inside = k < summed - start
         left = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
         right = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)

@@ -33,8 +33,8 @@ from quantshard.tensor.storage import KEY, QuantizedStorage
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped as grouped_kernel
     from quantshard.kernels.experts import grouped_matmul
-    from quantshard.kernels.experts.grouped import ExpertSegments
     from quantshard.kernels.experts.grouped_matmul import EncodedRows, ExpertBias, ExpertWeights
+    from quantshard.kernels.experts.segments import MANY_ROWS, ExpertSegments
     from quantshard.kernels.quantize import scales
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
@@ -84,7 +84,8 @@ def _lie_together(tensors: Sequence[Tensor], device: int) -> bool:
 class ExpertsLayer(NamedTuple):
     """The linear layers of all experts, about to be called.
 
-    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order. `block`: elements under one
+    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order, or an integer tensor of that
+    where kernels read it. `block`: elements under one
     scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
     scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom they are reduced over.
     `reader`: reads the weights.
@@ -92,7 +93,7 @@ class ExpertsLayer(NamedTuple):
 
     weights: Sequence[QuantizedTensor]
     biases: Sequence[Tensor]
-    counts: Sequence[int]
+    counts: Sequence[int] | Tensor
     block: int
     call: LinearContext
     histories: Mapping[TensorRole, Sequence[Tensor]]
@@ -114,9 +115,12 @@ class ExpertsLayer(NamedTuple):
             self.call.amaxes[role, 0] = found
         return found
 
-    def segments(self, device: torch.device) -> ExpertSegments:
-        """Which rows are of which expert."""
-        return ExpertSegments.of(self.counts, device, grouped_kernel.MANY_ROWS if self.block else 1)
+    def segments(self, x: Tensor) -> ExpertSegments:
+        """Which rows of x are of which expert."""
+        unit = MANY_ROWS if self.block else 1
+        if isinstance(self.counts, Tensor):
+            return ExpertSegments.of_tensor(self.counts, x.shape[0], unit)
+        return ExpertSegments.of(self.counts, x.device, unit)
 
     def quantized(
         self, values: Tensor, role: TensorRole, segments: ExpertSegments, second: bool
@@ -154,13 +158,14 @@ class ExpertsLayer(NamedTuple):
         """Quantize the rows of each expert once more, alone, to the codes that all have together, for who observes."""
         first, transposed = cells(self.call.recipe, role)
         assert first is not None
-        amaxes: Sequence[Tensor | None] = [None] * len(self.counts)
+        counts = list(self.counts) if not isinstance(self.counts, Tensor) else self.counts.tolist()
+        amaxes: Sequence[Tensor | None] = [None] * len(counts)
         if first.scaling.history:
             past = self.call.amaxes.get((role, 0))
             if past is None:  # not by `past`, after which it would count as noted
                 past = delayed_scaling.history_amaxes(self.histories[role], first.scaling.most_recent)
             amaxes = past.unbind()
-        for rows, weight, amax in zip(values.split(list(self.counts)), self.weights, amaxes, strict=True):
+        for rows, weight, amax in zip(values.split(counts), self.weights, amaxes, strict=True):
             watching = watch(role, self.call, self.record, weight.quantized_storage.state)
             if watching is None or not len(rows):
                 continue
@@ -239,7 +244,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, layer: ExpertsLayer, keeps_input: bool, *tensors: Tensor) -> Tensor:
         if layer.call.repeated:
             context.flush_after_backward()
-        x, segments = private_torch.plain(x), layer.segments(x.device)
+        x, segments = private_torch.plain(x), layer.segments(x)
         read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         biases = ExpertBias.of(layer.biases) if layer.biases else None
         y = grouped_matmul.rows_times_weights(read, layer.operands(), segments, x.dtype, transposed=True, biases=biases)

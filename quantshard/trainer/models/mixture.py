@@ -40,16 +40,17 @@ class ExpertMixture(nn.Module):
         sent = dispatch_tokens(tokens, experts, self.experts)
         hidden = F.silu(self.gate(sent.tokens, sent.m_splits)) * self.up(sent.tokens, sent.m_splits)
         out = sent.combine(self.down(hidden, sent.m_splits), weights / weights.sum(-1, keepdim=True))
-        return out.view_as(x), _balance_loss(probabilities, experts)
+        counts = torch.as_tensor(sent.m_splits, dtype=torch.float32, device=x.device)
+        return out.view_as(x), _balance_loss(probabilities, counts)
 
 
-def _balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """1 where tokens and probabilities are spread evenly, more where not (Fedus et al., 2021, arXiv:2101.03961).
 
-    Tokens are counted over all processes, so that the mean of this over them is the loss of the global batch.
+    `counts`: of the tokens of each expert, float32, here; they are added up over all processes, so that the mean of
+    this over them is the loss of the global batch.
     """
     number = probabilities.shape[-1]
-    counts = torch.bincount(experts.flatten(), minlength=number).float()
     if dist.is_initialized():
         dist.all_reduce(counts)
     return number * (counts / counts.sum() * probabilities.mean(0)).sum()

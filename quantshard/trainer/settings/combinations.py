@@ -34,7 +34,7 @@ _OF_DENSE_MODELS: Final = (
     "architecture = 'gpt'", "tp in the mesh", "recompute = 'activation'", "activation_storage = 'fp8'", "compile"
 )  # fmt: skip
 _NOT_CAPTURED: Final = (
-    "dropout", "experts", "optimizer = 'lion'", "optimizer = 'muon'", "master_weights = false", "statistics_every = 1"
+    "dropout", "optimizer = 'lion'", "optimizer = 'muon'", "master_weights = false", "statistics_every = 1"
 )  # fmt: skip
 
 
