@@ -20,6 +20,7 @@ from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses
+from tests.modules.test_graphs import trained_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS, TOKENS, HIDDEN = 20, 96, 64
@@ -144,14 +145,26 @@ def test_counts_go_where_the_model_goes(quantized: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", ["current", "layers.0=nvfp4,*=delayed"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["DDP", "tensor parallel"])
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_replicas_and_tensor_parallelism(recipe: str, way: str) -> None:
+    """2 ranks, over NCCL: layers of `make_graphed_callables`, with collectives in the graphs or around them."""
+    eager, captured = (run_ranks(2, trained_on_ranks, recipe, way, captured, "cuda") for captured in (False, True))
+    assert eager == captured and eager[0] == eager[1]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "recipe", ["current", "layers.0=nvfp4,*=delayed", "block --experts 5", "current --experts 5", "bf16 --experts 5"]
+)
 def test_the_train_command_replays_its_steps(tmp_path: Path, recipe: str) -> None:
     """1 process: losses, statistics and checkpoint of a run that is not captured; every third step is sampled."""
     text, sampled = tmp_path / "text.txt", {}
     text.write_text(Path(__file__).read_text())
     for name, more in (("eager", []), ("replayed", ["--cuda-graphs"])):
         sizes = "--hidden 128 --heads 2 --layers 2 --ffn 256 --seq-length 128 --global-batch 4 --steps 12 --warmup 1"
-        options = [*sizes.split(), "--recipe", recipe, "--statistics-every", "3", *more]
+        options = [*sizes.split(), "--recipe", *recipe.split(), "--statistics-every", "3", *more]
         command = [sys.executable, "-m", "quantshard", "train", "--run", tmp_path / name, "--data", text, *options]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr

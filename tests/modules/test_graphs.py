@@ -592,27 +592,28 @@ def test_the_page(rerun: None) -> None:
 # Several ranks -------------------------------------------------------------------------------------------------------
 
 
-def layer_of(recipe: str, mesh: Any) -> nn.Module:
+def layer_of(recipe: str, mesh: Any, device: str) -> nn.Module:
     torch.manual_seed(5)
     with qs.quantized_model_init(recipe=RECIPES[recipe]):
         return qs.TransformerLayer(
             HIDDEN, 160, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", activation="swiglu",
-            params_dtype=torch.bfloat16, device="cpu", set_parallel_mode=mesh is not None, tp_mesh=mesh,
+            params_dtype=torch.bfloat16, device=device, set_parallel_mode=mesh is not None, tp_mesh=mesh,
             sequence_parallel=mesh is not None,
         )  # fmt: skip
 
 
-def trained_on_ranks(recipe: str, way: str, captured: bool) -> dict[str, str]:
+def trained_on_ranks(recipe: str, way: str, captured: bool, device: str = "cpu") -> dict[str, str]:
     """Bits after three steps on data of each rank's own, or of rows of its own under sequence parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.nn.parallel import DistributedDataParallel
 
     tp = way == "tensor parallel"
-    layer = layer_of(recipe, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)) if tp else None)
+    layer = layer_of(recipe, init_device_mesh(device, (2,), mesh_dim_names=("tp",)) if tp else None, device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(callables, "GraphRecorder", RerunRecorder)
-        patch.setattr(callables, "_device", lambda *_: torch.device("cpu"))
-        x = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        if device == "cpu":
+            patch.setattr(callables, "GraphRecorder", RerunRecorder)
+            patch.setattr(callables, "_device", lambda *_: torch.device("cpu"))
+        x = torch.randn(16, 1, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank())).to(device).bfloat16()
         if captured:
             qs.make_graphed_callables(layer, (x,), recipe=RECIPES[recipe])
         model = layer if tp else DistributedDataParallel(layer, init_sync=False)
