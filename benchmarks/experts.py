@@ -6,7 +6,9 @@ Each token goes to an expert of its own choice, so experts have different number
 one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python
 takes to launch a step. What quantshard computes at once is first compared with what it computes one by one: output and
 gradients, in the norm of each. BF16 is `torch.nn.functional.grouped_mm` on weights that are one stacked tensor, and on
-separate parameters, as ours are, that each step stacks. "captured" is the same step as a CUDA graph.
+separate parameters, as ours are, that each step stacks. "counts on the GPU" is with the
+numbers of rows in a tensor there, as dispatch_tokens leaves them, and "captured" that step as a CUDA graph, each replay
+of which reads them.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def at_once_up_to(largest: int) -> Iterator[None]:
         backend.LARGEST_GROUPED = before
 
 
-def ours(given: Given, recipe: str, at_once: bool) -> Step:
+def ours(given: Given, recipe: str, at_once: bool, on_device: bool = False) -> Step:
     shape = given.shape
     torch.manual_seed(1)
     with qs.quantized_model_init(recipe=recipe):
@@ -101,10 +103,11 @@ def ours(given: Given, recipe: str, at_once: bool) -> Step:
             shape.experts, shape.in_features, shape.out_features, bias=False, params_dtype=torch.bfloat16, device="cuda"
         )
     inputs = (given.x, *layer.parameters())
+    splits = torch.tensor(given.splits, device="cuda") if on_device else given.splits
 
     def step() -> tuple[Tensor, ...]:
         with at_once_up_to(1 << 62 if at_once else -1), qs.autocast(recipe=recipe):
-            y = layer(given.x, given.splits)
+            y = layer(given.x, splits)
         return y.detach(), *torch.autograd.grad(y, inputs, given.dy)
 
     return step
@@ -192,7 +195,9 @@ def rows_of(given: Given, recipes: list[str], repeats: int) -> Iterator[tuple[st
             if off > BOUND:
                 sys.exit(f"benchmarks/experts.py: {given.shape.name}, {recipe}: off by {off} from one by one")
             yield f"{recipe}, at once", measured(together, repeats, off)
-            yield f"{recipe}, at once, captured", measured(captured(together), repeats, off)
+            read = ours(given, recipe, at_once=True, on_device=True)
+            yield f"{recipe}, at once, counts on the GPU", measured(read, repeats)
+            yield f"{recipe}, at once, counts on the GPU, captured", measured(captured(read), repeats)
         yield f"{recipe}, one by one", measured(apart, max(repeats // 4, 3))  # a hundred times as long
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quantshard import kernels
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Encoding, QuantizedCopy, Scaling
-from quantshard.numerics import HADAMARD_SIGNS
+from quantshard.numerics import HADAMARD_NEGATIVE
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
@@ -477,7 +477,7 @@ def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 
 
 # bits, since a kernel cannot index a tuple by a tile
-SIGN_MASK = tl.constexpr(sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0))
+SIGN_MASK = tl.constexpr(HADAMARD_NEGATIVE)
 
 
 @triton.jit

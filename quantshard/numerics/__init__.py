@@ -413,6 +413,9 @@ def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> di
 HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """TransformerEngine's fixed signs (pytorch/tensor/nvfp4_tensor.py)."""
 
+HADAMARD_NEGATIVE: Final = sum(1 << i for i, sign in enumerate(HADAMARD_SIGNS) if sign < 0)
+"""A bit for each that is negative: what a device makes the signs of, with no copy that a host would wait for."""
+
 
 def hadamard16(x: Tensor) -> Tensor:
     """Multiply each group of 16 along the last dim by diag(HADAMARD_SIGNS) @ H16 / 4, an orthogonal matrix.
@@ -422,7 +425,8 @@ def hadamard16(x: Tensor) -> Tensor:
     butterfly stages (strides 1, 2, 4, 8), then rounded once.
     """
     out = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
-    out = out * torch.tensor(HADAMARD_SIGNS, dtype=torch.float32, device=x.device)
+    negative = HADAMARD_NEGATIVE >> torch.arange(16, device=x.device) & 1
+    out = out * (1.0 - 2.0 * negative.float())
     for stride in (1, 2, 4, 8):
         a, b = out.unflatten(-1, (-1, 2, stride)).unbind(-2)
         out = torch.stack((a + b, a - b), dim=-2).flatten(-3)

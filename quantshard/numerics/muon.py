@@ -32,9 +32,10 @@ RATE_FACTORS = {
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The numbers of one step, as `torch.optim.Muon` names them."""
+    """The numbers of one step, as `torch.optim.Muon` names them. `lr` may be a float64 scalar tensor, and then no value
+    is read back from its device."""
 
-    lr: float
+    lr: float | Tensor
     momentum: float
     nesterov: bool
     weight_decay: float
@@ -43,7 +44,7 @@ class MuonSettings:
     eps: float
     adjust_lr_fn: str
 
-    def adjusted_lr(self, shape: tuple[int, ...]) -> float:
+    def adjusted_lr(self, shape: tuple[int, ...]) -> float | Tensor:
         """The learning rate of a matrix of this (global) shape [rows, columns]."""
         return self.lr * RATE_FACTORS[self.adjust_lr_fn](*shape)
 
@@ -102,4 +103,10 @@ def muon(master: Tensor, direction: Tensor, shape: tuple[int, ...], settings: Mu
 
     `direction`: the elements that `orthogonalized` has where those of `master` are. `shape`: of the whole matrix.
     """
-    return master * (1 - settings.lr * settings.weight_decay) - settings.adjusted_lr(shape) * direction.float()
+    kept = 1 - settings.lr * settings.weight_decay
+    return master * _rounded(kept) - _rounded(settings.adjusted_lr(shape)) * direction.float()
+
+
+def _rounded(number: float | Tensor) -> float | Tensor:
+    """As it multiplies a float32 tensor."""
+    return number.float() if isinstance(number, Tensor) else number

@@ -21,9 +21,9 @@ COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
 """What a group counts."""
 
 
-def make_tensors(group: Group, device: torch.device) -> None:
+def make_tensors(group: Group, device: torch.device, rate_dtype: torch.dtype) -> None:
     """Put a group's counts and learning rate into tensors of its own."""
-    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+    group["lr"] = torch.as_tensor(group["lr"], dtype=rate_dtype, device=device).clone()
     group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
 
 

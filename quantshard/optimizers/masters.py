@@ -43,6 +43,9 @@ class MasterOptimizer(torch.optim.Optimizer):
     group_entries = (SEED,)
     """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
 
+    rate_dtype = torch.float32
+    """Of learning rates that are tensors (`capturable`)."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -201,7 +204,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             group[SEED] = self._seed
         if self._capturable:
             first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32, device="cpu"))
-            make_tensors(group, private_torch.local_tensor(first).device)
+            make_tensors(group, private_torch.local_tensor(first).device, self.rate_dtype)
 
     def _check_remainders(self) -> None:
         if not self._master_weights or self._dtypes[MASTER] is not torch.float32:

@@ -31,9 +31,6 @@ from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, Upd
 BUCKET_BYTES = 1 << 27
 """Of the bfloat16 parts that a rank sends at once, and of about as much as it receives (`matrix_exchange.buckets`)."""
 
-_NO_ADAM = Hyperparameters(1, 0.0, 0.0, 0.0, 1.0, 0.0, decoupled=True, bias_correction=False)
-"""What kernels are told of groups that are not Adam's, of which they have no parameter."""
-
 
 class Muon(AdamOptimizer):
     """Muon (Jordan et al., 2024) for models with quantized weights, with AdamW for what is no matrix of a hidden layer.
@@ -67,8 +64,8 @@ class Muon(AdamOptimizer):
             which lr and weight decay are those that suit AdamW, and groups of AdamW's may take this lr.
         momentum_buffer_dtype: how momentum is stored: float32, float16, bfloat16 or uint8 (FP8).
         exp_avg_dtype, exp_avg_sq_dtype: of groups of AdamW's.
-        master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders, max_skipped_in_a_row,
-            ema_decay: as of `FusedAdam`.
+        capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
+            max_skipped_in_a_row, ema_decay: as of `FusedAdam`, but that a rate of `capturable` is a float64 tensor.
 
     Raises:
         ConfigurationError: an argument does not fit, or a parameter of Muon's is no matrix; the message says which.
@@ -76,6 +73,7 @@ class Muon(AdamOptimizer):
     """
 
     states = (*muon.STATES, *adam.STATES)
+    rate_dtype = torch.float64  # rates are multiplied before they are rounded
 
     @suggests_names
     def __init__(
@@ -93,6 +91,7 @@ class Muon(AdamOptimizer):
         momentum_buffer_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
         master_weights: bool = True,
         master_weight_dtype: torch.dtype = torch.float32,
         use_decoupled_grad: bool = False,
@@ -121,6 +120,7 @@ class Muon(AdamOptimizer):
                 EXP_AVG: exp_avg_dtype,
                 EXP_AVG_SQ: exp_avg_sq_dtype,
             },
+            capturable=capturable,
             master_weights=master_weights,
             master_weight_dtype=master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
@@ -155,7 +155,7 @@ class Muon(AdamOptimizer):
             return super().settings(group)
         a, b, c = map(float, group["ns_coefficients"])
         return MuonSettings(
-            lr=float(group["lr"]),
+            lr=group["lr"] if self._capturable else float(group["lr"]),
             momentum=float(group["momentum"]),
             nesterov=group["nesterov"],
             weight_decay=float(group["weight_decay"]),
@@ -172,7 +172,7 @@ class Muon(AdamOptimizer):
             ConfigurationError: they make none, or would make weights infinite.
         """
         if group[ALGORITHM] == MUON:
-            options.check_muon(where, group)
+            options.check_muon(where, group, reads_rate)
         else:
             super().check_group(where, group, reads_rate)
 
@@ -191,10 +191,10 @@ class Muon(AdamOptimizer):
     ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
         flags = self._flags(work, FlatMax())
         bad = flags.bad()
-        if bad:
+        if not self._capturable and bad:
             return flags, []  # which the caller finds too, and says
         matrices = [item for item in work if isinstance(item.group.settings, MuonSettings)]
-        self._step_matrices([item for item in matrices if item.grad is not None])
+        self._step_matrices([item for item in matrices if item.grad is not None], bad if self._capturable else None)
         others = [item for item in work if not isinstance(item.group.settings, MuonSettings)]
         left = self._measured_by_adam(others, groups, bad)
         return flags, [*left, *(item for item in matrices if item.grad is None)]
@@ -203,21 +203,22 @@ class Muon(AdamOptimizer):
         self, work: list[ParameterStep], groups: list[GroupSettings], bad: Tensor
     ) -> list[ParameterStep]:
         """What is left to be finished of groups of AdamW's: it is measured."""
-        told = [_NO_ADAM if isinstance(of.settings, MuonSettings) else of.settings for of in groups]
+        told = [_no_adam(of) if isinstance(of.settings, MuonSettings) else of.settings for of in groups]
         if self._kernels.take(work, told, self._seed, self._is_bounded):
             return self._kernels.update(bad)
         _measure(work)
         return work
 
-    def _step_matrices(self, work: list[ParameterStep]) -> None:
-        """Orthogonalize and write, bucket by bucket. A collective call where they are sharded."""
+    def _step_matrices(self, work: list[ParameterStep], skip: Tensor | None) -> None:
+        """Orthogonalize and write, bucket by bucket, or, where `skip` is true, write what was there. A collective call
+        where they are sharded."""
         for numbers, exchange in self._exchanges_of([item.param for item in work]):
             bucket = [work[number] for number in numbers]
             directions = self._orthogonalized(bucket, exchange)
             self._directions = dict(zip((item.param for item in bucket), directions, strict=True))
             _measure(bucket)
             for item in bucket:
-                item.finish()
+                item.finish(skip)
         self._directions = {}
 
     @staticmethod
@@ -241,6 +242,12 @@ class Muon(AdamOptimizer):
                     exchange.check_part(place, TensorRegion.of_local(params[number]))
             self._exchanged = params
         return self._exchanges
+
+
+def _no_adam(group: GroupSettings) -> Hyperparameters:
+    """What kernels are told of a group that is not Adam's, of which they have no parameter: as all others, it has
+    numbers or tensors."""
+    return Hyperparameters(group.step, group.settings.lr, 0.0, 0.0, 1.0, 0.0, decoupled=True, bias_correction=False)
 
 
 def _measure(work: Iterable[ParameterStep]) -> None:

@@ -52,9 +52,9 @@ def check_lion(where: str, group: Mapping[str, Any], reads_rate: bool = True) ->
     check_rate_and_decay(where, group, True, reads_rate)
 
 
-def check_muon(where: str, group: Mapping[str, Any]) -> None:
+def check_muon(where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
     """Check the numbers of a group of Muon's; arguments and errors as of `check_adam`."""
-    check_rate_and_decay(where, group, True)
+    check_rate_and_decay(where, group, True, reads_rate)
     for name in ("momentum", "eps"):
         _check_number(where, name, group[name])
     if float(group["momentum"]) >= 1:

@@ -279,7 +279,8 @@ class Trainer:
         if done < settings.steps:
             self.sample(done)
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
-        with statistics, self.progress.running(done), closing(self.loader), profile:
+        captured = nullcontext() if self._captured is None else closing(self._captured)
+        with statistics, self.progress.running(done), closing(self.loader), captured, profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)

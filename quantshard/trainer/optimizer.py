@@ -45,6 +45,7 @@ def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
         exp_avg_dtype=kept.exp_avg_dtype,
+        capturable=settings.cuda_graphs,
         master_weights=kept.master_weights,
         master_weight_dtype=kept.master_weight_dtype,
         ema_decay=settings.ema,
@@ -62,6 +63,7 @@ def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
         momentum=settings.momentum,
         adjust_lr_fn="match_rms_adamw",
         momentum_buffer_dtype=settings.state_options.exp_avg_dtype,
+        capturable=settings.cuda_graphs,
         **settings.state_options.arguments,
         ema_decay=settings.ema,
     )

@@ -55,6 +55,11 @@ class StepGraph:
             self._replays[around] = self._captured(around, self._arguments)
         return self._replays[around]()
 
+    def close(self) -> None:
+        """Let go of the graphs; a later call captures anew. A communicator of NCCL waits, when it is destroyed, until
+        no graph has its collectives any more."""
+        self._replays.clear()
+
     def _captured(self, around: StepContext, arguments: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
         def work() -> Tensor:
             with around():

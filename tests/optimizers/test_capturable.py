@@ -1,6 +1,7 @@
 """Steps that read nothing back from the device: the same bits as others, bad steps included, found out when asked."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.adam import power
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, Lion, Muon
 from quantshard.tensor.storage import AMAX_HISTORY
+from tests.interpreter import kernels_on, prepared_once
 from tests.optimizers.test_states import MASTERS, build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, contents, differing, same
 
@@ -70,13 +72,22 @@ def plain(params):
 )
 def test_ten_steps_are_the_same_bits(recipe, masters, dtypes):
     """With bad gradients at some, a schedule, and a parameter that now and then has no gradient."""
-    runs = []
-    for capturable in (False, True):
+
+    def made(capturable):
         params, _ = build(RECIPES[recipe].weight)
         params = plain(params) if masters == "none" else params
         torch.manual_seed(1)
         options = {**MASTERS[masters], **dtypes, "weight_decay": 0.1, "capturable": capturable}
-        optimizer = FusedAdam(params.items(), lr=0.01, **options)
+        return params, FusedAdam(params.items(), lr=0.01, **options)
+
+    ten_steps_agree(made)
+
+
+def ten_steps_agree(made):
+    """Of what is made capturable and not; the former reads nothing back."""
+    runs = []
+    for capturable in (False, True):
+        params, optimizer = made(capturable)
         schedule = LambdaLR(optimizer, lambda t: 1 / (t + 1))
         for step in range(10):
             set_grads(params, step)
@@ -84,15 +95,12 @@ def test_ten_steps_are_the_same_bits(recipe, masters, dtypes):
                 params["vector"].grad[3] = float("nan")
             if step % 5 == 1:
                 params["bf16"].grad = None
-            if capturable:
-                with NothingReadBack():
-                    optimizer.step()
-            else:
+            with NothingReadBack() if capturable else nullcontext():
                 optimizer.step()
-            # a float32 rate, as the other one has: a schedule multiplies what stands there
+            # a rate that a tensor has: a schedule multiplies what stands there
             schedule.step()
             for group in optimizer.param_groups:
-                rate = torch.tensor(0.01 / (step + 2), dtype=torch.float32)
+                rate = torch.tensor(0.01 / (step + 2), dtype=optimizer.rate_dtype)
                 group["lr"].fill_(rate) if capturable else group.update(lr=rate.item())
         runs.append((params, optimizer))
     (one, first), (two, second) = runs
@@ -100,6 +108,51 @@ def test_ten_steps_are_the_same_bits(recipe, masters, dtypes):
     assert first.skipped_steps == second.skipped_steps == 3
     assert [first.param_groups[0][key] for key in COUNTERS] == [7, 3, 0]
     assert all(second.param_groups[0][key].item() == first.param_groups[0][key] for key in COUNTERS)
+
+
+def lion_of(params, **options):
+    return Lion(params.items(), lr=0.01, weight_decay=0.1, **options)
+
+
+def muon_of(params, **options):
+    """Its matrices, and the rest by AdamW."""
+    matrices = {name: param for name, param in params.items() if name != "vector"}
+    others = {"params": [("vector", params["vector"])], "algorithm": "adamw", "lr": 0.01}
+    return Muon([{"params": list(matrices.items())}, others], lr=0.01, **options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "states"),
+    [
+        (lion_of, {}),
+        (lion_of, {"exp_avg_dtype": torch.uint8}),
+        (muon_of, {}),
+        (muon_of, {"momentum_buffer_dtype": torch.uint8, **FP8}),
+        (muon_of, {"adjust_lr_fn": "match_rms_adamw", "ema_decay": 0.5}),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_ten_steps_of_other_optimizers_are_the_same_bits(optimizer_of, states, recipe):
+    def made(capturable):
+        params, _ = build(RECIPES[recipe].weight)
+        torch.manual_seed(1)
+        return params, optimizer_of(params, capturable=capturable, **states)
+
+    ten_steps_agree(made)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_ten_steps_of_muon_on_kernels(recipe):
+    """Which take what is AdamW's."""
+    pytest.importorskip("triton")
+
+    def made(capturable):
+        params, _ = build(RECIPES[recipe].weight)
+        torch.manual_seed(1)
+        return params, muon_of(params, capturable=capturable)
+
+    with prepared_once(), kernels_on("cpu"):
+        ten_steps_agree(made)
 
 
 def test_the_counts_and_the_rate_are_tensors_that_stay():

@@ -16,8 +16,6 @@ _ASKED: Final[dict[str, _Asked]] = {
     "dropout": lambda settings: settings.dropout > 0,
     "experts": lambda settings: settings.experts > 0,
     "architecture = 'gpt'": lambda settings: settings.architecture == "gpt",
-    "optimizer = 'lion'": lambda settings: settings.optimizer == "lion",
-    "optimizer = 'muon'": lambda settings: settings.optimizer == "muon",
     "master_weights = false": lambda settings: not settings.master_weights,
     "statistics_every = 1": lambda settings: settings.statistics_every == 1,
     "recompute = 'activation'": lambda settings: settings.recompute == "activation",
@@ -34,7 +32,7 @@ _OF_DENSE_MODELS: Final = (
     "architecture = 'gpt'", "tp in the mesh", "recompute = 'activation'", "activation_storage = 'fp8'", "compile"
 )  # fmt: skip
 _NOT_CAPTURED: Final = (
-    "dropout", "optimizer = 'lion'", "optimizer = 'muon'", "master_weights = false", "statistics_every = 1"
+    "dropout", "master_weights = false", "statistics_every = 1"
 )  # fmt: skip
 
 
