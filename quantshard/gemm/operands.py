@@ -23,6 +23,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Copy
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
+from quantshard.numerics.hadamard import HADAMARD_SIGNS
 from quantshard.recipe import Cell, CellPair
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages
@@ -136,7 +137,7 @@ class OperandSplit:
         return sharding.whole(sizes).piece(self.dim, self.rank * chunk, chunk)
 
 
-_MIXED = len(numerics.HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mixes
+_MIXED = len(HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mixes
 
 
 def quantize_operand(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quantshard import kernels
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Encoding, QuantizedCopy, Scaling
-from quantshard.numerics import HADAMARD_NEGATIVE
+from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
