@@ -37,6 +37,7 @@ from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
 from quantshard.presets import PRESETS, StateOptions
+from quantshard.recipe import Gemm, Recipe, TensorRole
 from quantshard.tensor import components
 from quantshard.trainer import data
 from quantshard.trainer.loop import learning_rate
@@ -82,7 +83,7 @@ class Arm(NamedTuple):
     """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model.
     `activation_storage`: what MLPs keep of activations."""
 
-    recipe: str
+    recipe: str | Recipe
     optimizer: Callable[[Parameters], torch.optim.Optimizer]
     peer: str = ""
     activation_storage: str = "high_precision"
@@ -97,6 +98,22 @@ def plain(groups: Parameters) -> torch.optim.Optimizer:
     """PyTorch's AdamW straight on the weights, with states of their dtype."""
     return torch.optim.AdamW(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps)
 
+
+def mixed(label: str, forward: Recipe, backward: Recipe) -> Recipe:
+    """The weights and inputs of one recipe, and in backward the inputs and gradients of another."""
+    kept = {key: cell for key, cell in forward.table.items() if key[1] is Gemm.FPROP or key[0] is TensorRole.WEIGHT}
+    return recipes.TableRecipe(label, {**backward.table, **kept})
+
+
+NVFP4 = recipes.NVFP4BlockScaling
+NVFP4_VARIANTS = {
+    "no-transform": NVFP4(disable_rht=True),
+    "to-nearest": NVFP4(disable_stochastic_rounding=True),
+    "weights-by-rows": NVFP4(disable_2d_quantization=True),
+    "mxfp8-backward": mixed("nvfp4 mxfp8-backward", NVFP4(), recipes.resolve("mxfp8")),
+    "mxfp8-forward": mixed("nvfp4 mxfp8-forward", recipes.resolve("mxfp8"), NVFP4()),
+}
+"""NVFP4 less one of its parts: which of them costs what it loses."""
 
 FP16_MASTERS = {"master_weight_dtype": torch.float16}
 FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
@@ -113,6 +130,7 @@ ARMS = {
         for preset in PRESETS
     },
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
+    **{f"nvfp4 {name}": Arm(recipe, fused()) for name, recipe in NVFP4_VARIANTS.items()},
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
     **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},

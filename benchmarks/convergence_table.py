@@ -33,6 +33,9 @@ NAMES = {"lean": "lean8"}
 SMOOTH = 5
 """Recorded losses that a point of the curves is the mean of."""
 
+LABEL = 30
+"""Letters of an arm that stand in a line; one of recipes by name has more."""
+
 NOT_RUN = "not yet run"
 
 Record = dict[str, Any]
@@ -186,7 +189,8 @@ def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], sty
         panel.plot(
             [step * (at + SMOOTH) for at in range(len(losses))], losses, linewidth=0.9, label=name, **styles[name]
         )
-    panel.set_title(str(trained), fontsize="small", loc="left")
+    title = f"{trained.model}, {trained.tokens / 1e6:.1f}M tokens of {trained.corpus}, batch of {trained.batch}"
+    panel.set_title(title, fontsize="small", loc="left")
     panel.set(xlabel="million tokens", ylabel="training loss (nats a token)")
     panel.legend(fontsize="x-small", ncols=2)
 
@@ -200,9 +204,12 @@ def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, 
         panel.plot(found[name], [place] * len(found[name]), "o", color=color, markersize=4)
         panel.plot([mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
     panel.axvline(0.0, color="gray", linewidth=0.8)
-    panel.set_yticks(range(len(shown)), [f"{name}, {arms[name].latest('bytes'):.3g}" for _, name in shown])
-    panel.set_title("held-out loss, % from bf16 of the same seed; bytes a parameter", fontsize="small", loc="left")
-    panel.set(xlabel="%")
+    labels = [f"{name}, {arms[name].latest('bytes'):.3g}" for _, name in shown]
+    panel.set_yticks(
+        range(len(shown)), [label.replace(",", ",\n") if len(label) > LABEL else label for label in labels]
+    )
+    panel.set_title("held-out loss beside bf16; bytes a parameter", fontsize="small", loc="left")
+    panel.set(xlabel="% from bf16 of the same seed")
 
 
 def _means(losses: Sequence[float]) -> Iterator[float]:

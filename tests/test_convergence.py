@@ -28,7 +28,8 @@ from tests.report.runs import entry, write
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
 EXPERTS = replace(TINY, architecture="llama", experts=4, experts_per_token=2)
-BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 5, "block lean6": 6, "mxfp8 AdamW": 5, "torchao tensorwise": 14}
+BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 5, "block lean6": 6, "mxfp8 AdamW": 5, "torchao tensorwise": 14,
+         "nvfp4 mxfp8-backward": 12.5, "nvfp4 mxfp8-forward": 13}  # fmt: skip
 """Of a parameter of a large matrix, without scales."""
 
 
