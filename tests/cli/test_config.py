@@ -105,6 +105,7 @@ def test_resolved_fills_in_what_follows():
         ({"activation_storage": "bf16"}, "activation_storage = 'bf16': choose one of: high_precision, fp8"),
         ({"activation_storage": "fp8", "recompute": "layer"}, "no layer keeps activations until its backward"),
         ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
+        ({"compile": True, "mesh": "tp=2"}, "quantized layers are not compiled with tp in the mesh; leave one out, or"),
         ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),
     ],
 )

@@ -13,7 +13,7 @@ sequence parallelism the ranks divide the sequences of the batch, between the em
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -169,13 +169,24 @@ class LanguageModel(nn.Module):
         with nullcontext() if own is self.recipes[0] else autocast(recipe=own):
             if self.training and _is_recomputed(settings, number):
                 keeps_state = settings.dropout > 0
-                out = checkpoint(layer, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state)
+                run = _by_recipe(layer, own) if settings.compile else layer
+                out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state)
             else:
                 out = layer(x, rotary_pos_emb=angles)
         if settings.experts:
             out, balance = out
             self.balance = balance / settings.layers + (self.balance if number else 0.0)
         return cast(Tensor, out)
+
+
+def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
+    """A layer that enters its autocast itself: compiled code of a second forward knows nothing of the first one's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with autocast(recipe=recipe):
+            return layer(*args, **kwargs)
+
+    return run
 
 
 def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:

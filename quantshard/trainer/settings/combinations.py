@@ -31,6 +31,7 @@ _OF_OUR_MODEL: Final = ("dropout", "recompute = 'activation'", "activation_stora
 _OF_DENSE_MODELS: Final = (
     "architecture = 'gpt'", "tp in the mesh", "recompute = 'activation'", "activation_storage = 'fp8'", "compile"
 )  # fmt: skip
+_NOT_COMPILED: Final = ("tp in the mesh",)
 _NOT_CAPTURED: Final = (
     "dropout", "master_weights = false", "statistics_every = 1"
 )  # fmt: skip
@@ -50,6 +51,10 @@ def check_combinations(settings: Any) -> None:
             )
     elif settings.experts:
         _check_experts(settings)
+    for name in _asked(settings, _NOT_COMPILED) if settings.compile and settings.recipe != "bf16" else ():
+        raise ConfigurationError(
+            f"compile = true, and quantized layers are not compiled with {name}; leave one out, or take recipe = 'bf16'"
+        )
     for name in _asked(settings, _NOT_CAPTURED) if settings.cuda_graphs else ():
         raise ConfigurationError(f"cuda_graphs = true, and a step with {name} is not captured; leave one out")
     if settings.stores_codes and settings.recompute == "layer" and settings.recompute_every == 1:
