@@ -18,15 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -37,8 +29,6 @@ HIDDEN, FFN, LAYERS, HEADS = 64, 96, 2, 4
 EXPERTS, CHOICES, BALANCE = 8, 2, 0.01
 GLOBAL_BATCH, SEQUENCE, BYTES = 16, 32, 256
 TEXT = Path(ast.__file__).read_bytes()
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-"""Ranks have different experts, so optimizer states must be saved by name, not by number."""
 
 
 class Experts(nn.Module):
@@ -176,18 +166,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def save(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write a checkpoint that loads on any mesh."""
-    state = {"model": get_model_state_dict(model)}
-    state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
-    dcp.save(state, checkpoint_id=path)
+    qs.checkpoints.save(path, model, optimizer)
 
 
 def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load one."""
-    state = {"model": get_model_state_dict(model)}
-    state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=BY_NAME)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=BY_NAME)
+    qs.checkpoints.load(path, model, optimizer)
 
 
 def main() -> None:

@@ -207,11 +207,12 @@ REFUSALS: Final[dict[str, Limit]] = {
         "cast the parameter, freeze it, or give it to an optimizer of torch.optim",
     ),
     "numbered states": Limit(
-        "checkpoints.save and load do not take a model whose experts are spread over ranks",
-        "they number optimizer states, and one number is then of another expert on each rank",
-        "save and load get_model_state_dict(model) and get_optimizer_state_dict(model, optimizer, "
-        "options=StateDictOptions(flatten_optimizer_state_dict=True)) with torch.distributed.checkpoint, as "
-        "examples/moe.py does",
+        "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
+        "states are numbered as in one process, by parameters of the model in its order, and are to be there before a "
+        "step",
+        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or save and load "
+        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)) with "
+        "torch.distributed.checkpoint",
     ),
     "states of closures": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",

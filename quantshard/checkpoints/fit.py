@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import limits, private_torch
+from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, UnsupportedOperationError
+from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE
 from quantshard.tensor import components
@@ -32,13 +33,19 @@ def check_places(model: nn.Module) -> None:
     """Refuse a model whose entries have no place in a checkpoint that all ranks would find alike.
 
     Raises:
-        UnsupportedOperationError: experts are spread over ranks.
         ConfigurationError: the pieces of a parameter are not where DCP saves them and loads them to.
     """
-    for name, module in model.named_modules():
-        if process_groups.spread_axis(module) is not None:
-            raise UnsupportedOperationError(limits.refusal("numbered states", name or type(module).__name__))
     components.check_offsets(model.named_parameters())
+
+
+def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
+    """The keys of a checkpoint that belong to experts which other ranks hold."""
+    if numbers is None and not any(process_groups.spread_axis(module) for module in model.modules()):
+        return set()
+    own = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
+    found = {_MODEL + key for key in components.held_elsewhere(model, own)}
+    states = [key for key in stored if key.startswith(_STATES)] if numbers is not None else []
+    return found | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
 
 
 def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None) -> set[str]:

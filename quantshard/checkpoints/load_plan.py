@@ -22,6 +22,7 @@ from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import Manifest
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
@@ -47,6 +48,15 @@ class LoadRequest:
     lossy: bool = False
     verify: bool = True
     objects: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> ParameterNumbers | None:
+        """Those of the optimizer's parameters, where they are not its own.
+
+        Raises:
+            UnsupportedOperationError: see `ParameterNumbers.of`.
+        """
+        return None if self.optimizer is None else ParameterNumbers.of(self.model, self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -174,12 +184,15 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     """The plan of what is read and made anew; the checks need no byte of the entries."""
     path, model, optimizer = request.path, request.model, request.optimizer
     every = contents.metadata.state_dict_metadata
-    state = {"model": model.state_dict()}
+    state, numbers = {"model": model.state_dict()}, request.numbers
     if optimizer is not None:
-        state["optimizer"] = optimizer_states.to_load(optimizer, every)
+        state["optimizer"] = optimizer_states.to_load(optimizer, every, numbers)
     conversions = _conversions(request, contents, state["model"])
     wanted, places = private_torch.flatten_state_dict(state)
-    stored = {key: entry for key, entry in every.items() if key.startswith(("model.", "optimizer."))}
+    others = fit.elsewhere(every, model, numbers)
+    stored = {
+        key: entry for key, entry in every.items() if key.startswith(("model.", "optimizer.")) and key not in others
+    }
     ignored = fit.kept(stored, wanted, optimizer) | {
         key
         for key in (stored | wanted if conversions else ())
@@ -250,7 +263,8 @@ def _with_settings(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> LoadPlan
     path, stored = plan.request.path, plan.metadata.state_dict_metadata
     found = read_whole(path, plan.metadata, [key for key in plan.reading if fit.is_object(key, stored)])
     named = fit.parameter_entries(found)
-    fit.check_groups(path, found, optimizer.param_groups)
+    numbers = plan.request.numbers
+    fit.check_groups(path, found, optimizer.param_groups if numbers is None else numbers.groups)
     settings = {key: value for key, value in found.items() if key not in named}
     fit.check_settings(path, settings, plan.reading, optimizer)
     return replace(

@@ -59,7 +59,7 @@ def load(
             Nothing was written, or, where it fails later (no manifest, a disk that fails), the model and the optimizer
             refuse to run, step and be saved until a load succeeds.
         ConfigurationError: the pieces of a parameter are not where PyTorch would load them to.
-        UnsupportedOperationError: experts are spread over ranks.
+        UnsupportedOperationError: as of `save`.
     """
     check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
@@ -165,6 +165,6 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
     except RuntimeError as error:
         raise CheckpointError(f"{request.path}: {error}") from error
     if request.optimizer is not None:
-        optimizer_states.load_optimizer(request.optimizer, plan.state["optimizer"])
+        optimizer_states.load_optimizer(request.optimizer, plan.state["optimizer"], request.numbers)
         requantization.set_masters(request.optimizer, masters)
     rank_state.load_states(request.objects, plan.rank_states)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
@@ -27,18 +28,20 @@ STATES = "optimizer.state."
 Entries = Mapping[str, STORAGE_TYPES]
 
 
-def saved(optimizer: Optimizer) -> dict[str, Any]:
+def saved(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """The optimizer's state dict, with parameters named as the model's entries are.
 
     Raises:
         ConfigurationError: its `step()` needs a closure, so its states could not be made for a load.
+        UnsupportedOperationError: see `ParameterNumbers.of`.
     """
     _check_step(optimizer)
+    numbers = ParameterNumbers.of(model, optimizer)
     state: dict[str, Any] = optimizer.state_dict()
     for group in state["param_groups"]:
         if "param_names" in group:
             group["param_names"] = [components.canonical_name(name) for name in group["param_names"]]
-    return state
+    return state if numbers is None else numbers.to_checkpoint(state)
 
 
 def _check_step(optimizer: Optimizer) -> None:
@@ -47,12 +50,15 @@ def _check_step(optimizer: Optimizer) -> None:
         raise ConfigurationError(limits.refusal("states of closures", type(optimizer).__name__))
 
 
-def to_load(optimizer: Optimizer, stored: Entries) -> dict[str, Any]:
-    """The state dict of an optimizer, with states for those parameters that have some in the checkpoint.
+def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
+    """The state dict of an optimizer, with states for those parameters that have some in the checkpoint, and its
+    numbers.
 
     The optimizer and its parameters stay as they are. A collective call where its step is one on sharded parameters.
     """
     state: dict[str, Any] = optimizer.state_dict()
+    if numbers is not None:
+        return numbers.to_checkpoint(state)
     if allocates(optimizer):
         return state
     by_number = _by_number(stored)
@@ -123,13 +129,13 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: ParameterNumbers | None) -> None:
     """Load a state dict of `to_load`, without casting any state.
 
     Stock `load_state_dict` casts states to the dtype of their parameter, which loses bits of float32 states of 16-bit
     weights.
     """
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(dict(state) if numbers is None else numbers.from_checkpoint(state, optimizer))
     if allocates(optimizer):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
@@ -89,7 +90,7 @@ def changes(
         CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given, or
             one that has no `set_scaled_state`, as FusedAdam has, for masters of another kind.
     """
-    stored, numbers = metadata.state_dict_metadata, _numbers(optimizer)
+    stored, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
     found, without = [], []
     seen: set[int] = set()
     for name, param in components.named_parameters(model).items():
@@ -117,10 +118,8 @@ def changes(
     return found
 
 
-def _numbers(optimizer: Optimizer | None) -> dict[int, int]:
-    groups = [] if optimizer is None else optimizer.param_groups
-    params = [param for group in groups for param in group["params"]]
-    return {id(param): number for number, param in enumerate(params)}
+def _numbers(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
+    return {} if optimizer is None else numbers_of(optimizer, ParameterNumbers.of(model, optimizer))
 
 
 def _live_masters(optimizer: Optimizer | None, param: Tensor) -> dict[str, Tensor]:

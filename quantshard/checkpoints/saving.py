@@ -46,7 +46,8 @@ def save(
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
             plain data; the optimizer's `step()` needs a closure.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
-        UnsupportedOperationError: experts are spread over ranks.
+        UnsupportedOperationError: experts are spread over ranks, and the optimizer is one of `torch.optim`, or has
+            other parameters than the model, so that its states cannot be numbered as in one process.
     """
     states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
     agreement.alike(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
@@ -70,7 +71,7 @@ def checkpoint_state(
     return (
         state
         if optimizer is None
-        else state | {"optimizer": agreement.alike(lambda: optimizer_states.saved(optimizer))}
+        else state | {"optimizer": agreement.alike(lambda: optimizer_states.saved(optimizer, model))}
     )
 
 

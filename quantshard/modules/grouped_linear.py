@@ -303,6 +303,13 @@ class GroupedLinear(QuantizedModule):
         found = _OF_EXPERT.match(key)
         return found is not None and int(found[1]) < self.num_gemms and int(found[1]) not in self.local_gemms
 
+    def of_every_expert(self, name: str) -> list[str]:
+        """The names of one parameter's like, of all ranks' experts: of `weight4` `weight0`, `weight1`, ..."""
+        found = _OF_EXPERT.match(name)
+        assert found is not None, f"{name} is of no expert"
+        before, after = name[: found.start(1)], name[found.end(1) :]
+        return [f"{before}{number}{after}" for number in range(self.num_gemms)]
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """A state dict of more experts is taken; each rank loads its own of it."""
         own = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}

@@ -15,6 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,6 +30,8 @@ from tests.distributed.tensor_parallel import off
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import moe
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 HIDDEN, FFN, TOKENS, CHOICES = 40, 72, 24, 2
 """Blocks of 32 and 128 are cut by everything."""
@@ -338,7 +345,7 @@ def language_model(recipe: str, dp: int, ep: int) -> tuple[Any, Any]:
 
 
 def model_bits(model: nn.Module, optimizer: Any) -> dict[str, str]:
-    state = {**moe.get_model_state_dict(model), **moe.get_optimizer_state_dict(model, optimizer, options=moe.BY_NAME)}
+    state = {**get_model_state_dict(model), **get_optimizer_state_dict(model, optimizer, options=BY_NAME)}
     named = {name: value for name, value in state.items() if not name.endswith("param_names")}  # of this rank
     named |= hashes({name: value for name, value in named.items() if isinstance(value, Tensor)})
     return merged({name: str(value) for name, value in named.items()})

@@ -1,0 +1,122 @@
+"""The numbers of an optimizer's parameters in a checkpoint, where experts are spread over ranks.
+
+PyTorch's optimizers number their parameters, each rank its own. In a checkpoint they have the numbers of one process
+that holds all experts, which each rank can tell by itself: a layer knows how many experts there are, and those here
+stand in the order of all. So a checkpoint is the same whatever the experts were spread over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quantshard import limits
+from quantshard.collectives import process_groups
+from quantshard.errors import UnsupportedOperationError
+from quantshard.tensor import components
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ParameterNumbers:
+    """Of an optimizer over a model whose experts are spread.
+
+    `own`: of each parameter of this rank, in the optimizer's order, its number. `groups`: what each group names
+    parameters by, as of one process.
+    """
+
+    own: Sequence[int]
+    groups: Sequence[Group]
+
+    @staticmethod
+    def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
+        """None where no experts are spread: the optimizer's own numbers are right.
+
+        Raises:
+            UnsupportedOperationError: the optimizer makes its states in its first step; or a parameter is none of the
+                model's, or the experts here do not stand in it as in one process.
+        """
+        layers = dict(_spread_layers(model))
+        if not layers:
+            return None
+        names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
+        own: list[int] = []
+        groups: list[Group] = []
+        first = 0
+        for group in optimizer.param_groups:
+            mine = [names.get(id(param), "") for param in group["params"]]
+            every, here = list(_of_all_ranks(mine, layers)), {*mine}
+            places = {name: first + place for place, name in enumerate(every)}
+            if not hasattr(optimizer, "initialize_state") or [name for name in every if name in here] != mine:
+                raise UnsupportedOperationError(limits.refusal("numbered states", type(optimizer).__name__))
+            own += [places[name] for name in mine]
+            named = {"param_names": every} if "param_names" in group else {}
+            groups.append({"params": list(places.values()), **named})
+            first += len(every)
+        return ParameterNumbers(own, groups)
+
+    def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state dict with the numbers of a checkpoint."""
+        states = {self.own[number]: value for number, value in state["state"].items()}
+        pairs = zip(state["param_groups"], self.groups, strict=True)
+        return {**state, "state": states, "param_groups": [{**group, **every} for group, every in pairs]}
+
+    def from_checkpoint(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+        """The reverse, for this optimizer."""
+        here = {number: place for place, number in enumerate(self.own)}
+        states = {here[number]: value for number, value in state["state"].items()}
+        groups = []
+        for own, saved in zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True):
+            named = {key: own[key] for key in components.PARAMETER_ENTRIES if key in own}
+            groups.append({**saved, **named})
+        return {**state, "state": states, "param_groups": groups}
+
+    def is_elsewhere(self, number: str) -> bool:
+        """Whether the states under a number belong to another rank's expert."""
+        return number.isdecimal() and int(number) not in self._own and int(number) < self._count
+
+    @cached_property
+    def _own(self) -> frozenset[int]:
+        return frozenset(self.own)
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self.groups)
+
+
+def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
+    """The number in a checkpoint of each parameter, by its id."""
+    params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
+    return {id(param): number for param, number in zip(params, known.own if known else range(len(params)), strict=True)}
+
+
+def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers whose experts are spread, by their names with a dot; `GroupedLinear` stands on a higher floor."""
+    for name, module in model.named_modules():
+        if process_groups.spread_axis(module) is not None:
+            yield f"{components.canonical_name(name)}." if name else "", module
+
+
+def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:
+    """Names of parameters with those of other ranks' experts between them, as one process has them."""
+
+    def owner(name: str) -> str:
+        prefix = f"{name.rpartition('.')[0]}." if "." in name else ""
+        return prefix if prefix in layers else f"\n{name}"
+
+    for prefix, run in groupby(names, owner):
+        if prefix not in layers:
+            yield prefix.removeprefix("\n")
+            continue
+        first = [name.removeprefix(prefix) for name in run]
+        experts = [layers[prefix].of_every_expert(name) for name in first]
+        kinds = experts[: len({*map(tuple, experts)})]  # of the first expert here: its weight, perhaps its bias
+        for same in zip(*kinds, strict=True):
+            yield from (prefix + name for name in same)
