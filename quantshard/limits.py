@@ -208,11 +208,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "numbered states": Limit(
         "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
-        "states are numbered as in one process, by parameters of the model in its order, and are to be there before a "
-        "step",
-        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or save and load "
-        "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)) with "
-        "torch.distributed.checkpoint",
+        "states are numbered as in one process, by parameters in the model's order, and must be there before a step",
+        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names (docs/experts.md)",
     ),
     "states of closures": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",

@@ -170,7 +170,9 @@ def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple
         raise ConfigurationError(
             f"--mesh {mesh} is of {spec.processes} ranks, but --world-size says {world_size}; leave one of them out"
         )
-    return spec.present, given
+    if spec.ep > 1:
+        given += ", experts as if FSDP2 sharded them"
+    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, given
 
 
 def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:

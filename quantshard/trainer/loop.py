@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
@@ -137,11 +138,18 @@ class Trainer:
         `stop`."""
         sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
         if self.settings.clip:
-            norm = (sums[1] / self.axes.dp_replicate).sqrt()
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.settings.clip, norm.float())
+            self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return sums
+
+    def _clip(self, norm: Tensor) -> None:
+        """Scale the gradient, of this norm over all processes."""
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # of experts that are spread another one
+        for param in self.model.parameters():
+            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        for params in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
 
     def passes(self, step: int) -> Tensor:
         """Forward and backward of a step: the mean loss of this process's sequences, float64."""

@@ -105,6 +105,13 @@ def test_resolved_fills_in_what_follows():
         ({"activation_storage": "bf16"}, "activation_storage = 'bf16': choose one of: high_precision, fp8"),
         ({"activation_storage": "fp8", "recompute": "layer"}, "no layer keeps activations until its backward"),
         ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
+        (
+            {"mesh": "ep=2"},
+            "experts = 0, but mesh = dp_shard=1,ep=2 spreads them over ep = 2 processes; take a multiple",
+        ),
+        ({"experts": 4, "mesh": "ep=3"}, "experts = 4, but mesh = dp_shard=1,ep=3 spreads them over ep = 3"),
+        ({"experts": 4, "mesh": "ep=2", "statistics_every": 5}, "figures of experts that are spread over processes"),
+        ({"experts": 4, "mesh": "ep=2", "cuda_graphs": True}, "a step with ep in the mesh is not captured"),
         ({"compile": True, "mesh": "tp=2"}, "quantized layers are not compiled with tp in the mesh; leave one out, or"),
         ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),
     ],

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
+from quantshard.checkpoints import load_plan
 from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
 
@@ -256,9 +257,11 @@ def errors() -> dict[str, str]:
     attempt("combine", lambda: sent.combine(sent.tokens, torch.zeros(2, 1)))
     layer = qs.GroupedLinear(2 * ranks, 8, 8, ep_mesh=mesh)
     attempt("splits", lambda: layer(x, [3]))
-    optimizer = qs.optimizers.FusedAdam(layer.named_parameters())
-    attempt("save", lambda: qs.checkpoints.save("/nowhere", layer, optimizer))
-    attempt("load", lambda: qs.checkpoints.load("/nowhere", layer, optimizer))
+    stock = torch.optim.AdamW(layer.parameters())
+    attempt("save", lambda: qs.checkpoints.save("/nowhere/experts", layer, stock))
+    backwards = qs.optimizers.FusedAdam([*layer.named_parameters()][::-1])
+    attempt("others", lambda: qs.checkpoints.save("/nowhere/experts", layer, backwards))
+    attempt("load", lambda: load_plan.LoadRequest("/nowhere/experts", layer, backwards).numbers)
     return found
 
 

@@ -210,8 +210,9 @@ MESSAGES = {
     "division": "experts cannot be spread equally over the",
     "combine": "do not fit the",
     "splits": "experts of the",
-    "save": "examples/moe.py",
-    "load": "examples/moe.py",
+    "save": "do not take this optimizer of a model whose experts are spread over ranks",
+    "load": "states are numbered as in one process",
+    "others": "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters()",
 }
 
 

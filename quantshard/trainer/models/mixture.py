@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from quantshard.distributed.experts import dispatch_tokens
@@ -21,15 +22,21 @@ class ExpertMixture(nn.Module):
     The weights of a token's experts are the router's probabilities of these, and add up to 1.
     """
 
-    def __init__(self, settings: TrainSettings, **options: Any) -> None:
+    def __init__(self, settings: TrainSettings, ep_mesh: DeviceMesh | None, **options: Any) -> None:
         super().__init__()
+        self.ep_mesh = ep_mesh
         self.experts, self.chosen = settings.experts, settings.experts_per_token
         with quantized_model_init(enabled=False):
             self.router = Linear(settings.hidden, settings.experts, bias=False, **options)
         inner, outer = (settings.hidden, settings.ffn), (settings.ffn, settings.hidden)
+        options["ep_mesh"] = ep_mesh
         self.gate = GroupedLinear(settings.experts, *inner, bias=False, **options)
         self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
         self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
+
+    def spread(self) -> list[nn.Module]:
+        """The layers of experts, in the order in which they run."""
+        return [self.gate, self.up, self.down]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss, float32 scalar."""
@@ -37,11 +44,11 @@ class ExpertMixture(nn.Module):
         with autocast(enabled=False):
             probabilities = self.router(tokens).float().softmax(-1)
         weights, experts = probabilities.topk(self.chosen)
-        sent = dispatch_tokens(tokens, experts, self.experts)
+        sent = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
         hidden = F.silu(self.gate(sent.tokens, sent.m_splits)) * self.up(sent.tokens, sent.m_splits)
         out = sent.combine(self.down(hidden, sent.m_splits), weights / weights.sum(-1, keepdim=True))
-        counts = torch.as_tensor(sent.m_splits, dtype=torch.float32, device=x.device)
-        return out.view_as(x), _balance_loss(probabilities, counts)
+        counts = (experts.flatten() == torch.arange(self.experts, device=x.device)[:, None]).sum(1)
+        return out.view_as(x), _balance_loss(probabilities, counts.float())
 
 
 def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
@@ -59,7 +66,9 @@ def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
 class MixtureLayer(nn.Module):
     """Attention and a mixture of experts, each with its norm before it and the residual around it."""
 
-    def __init__(self, settings: TrainSettings, number: int, device: torch.device | str) -> None:
+    def __init__(
+        self, settings: TrainSettings, number: int, device: torch.device | str, ep_mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         options: dict[str, Any] = {"params_dtype": settings.torch_params_dtype, "device": device}
         self.dropout = settings.dropout
@@ -70,7 +79,7 @@ class MixtureLayer(nn.Module):
             qk_norm_type="RMSNorm" if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, **options,
         )  # fmt: skip
         self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
-        self.mlp = ExpertMixture(settings, **options)
+        self.mlp = ExpertMixture(settings, ep_mesh, **options)
 
     def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss of its router."""

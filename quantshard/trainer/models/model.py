@@ -96,6 +96,7 @@ class LanguageModel(nn.Module):
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
         vocabulary: how many tokens there are, if not as many as the settings say; bytes where these do not.
+        ep_mesh: the axis that experts are spread over.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class LanguageModel(nn.Module):
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
         vocabulary: int = 0,
+        ep_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.settings = settings
@@ -123,7 +125,7 @@ class LanguageModel(nn.Module):
         for number, own in enumerate(self.recipes):
             with quantized_model_init(recipe=own, preserve_high_precision_init_val=True):
                 self.layers.append(
-                    MixtureLayer(settings, number + 1, device)
+                    MixtureLayer(settings, number + 1, device, ep_mesh)
                     if settings.experts
                     else _layer(settings, number + 1, device, cut)
                 )
@@ -267,16 +269,18 @@ class ModelSpec:
             "tokenizer by --tokenizer"
         ]
 
-    def described(self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False) -> nn.Module:
+    def described(
+        self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
+    ) -> nn.Module:
         """The model on the meta device, its linear layers quantized.
 
         Raises:
             ConfigurationError: it cannot be built, or a pattern of its recipes matches nothing.
         """
-        return self.converted(tp_mesh, sequence_parallel)[0]
+        return self.converted(tp_mesh, sequence_parallel, ep_mesh)[0]
 
     def converted(
-        self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False
+        self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> tuple[nn.Module, ConversionReport | None]:
         """As `described`, and what became of each linear layer of a model of transformers that has quantized ones."""
         settings, recipes = self.settings, LayerRecipes.parse(self.settings.recipe)
@@ -286,7 +290,7 @@ class ModelSpec:
             return model, report
         names = [f"layers.{number}" for number in range(settings.layers)]
         layers = self.recipe or recipes.of_layers(names)
-        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel), None
+        return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
@@ -299,17 +303,20 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     """
     settings = spec.settings
     torch.manual_seed(settings.seed)
-    data_mesh, tp_mesh = split(mesh)
-    tp_size = 1 if tp_mesh is None else tp_mesh.size()
-    axes = MeshSpec(dp_shard=data_mesh.size(), tp=tp_size)
-    model = spec.described(tp_mesh, settings.divides_sequences(axes))
+    parts = split(mesh)
+    tp_size = 1 if parts.tp is None else parts.tp.size()
+    axes = MeshSpec(dp_shard=parts.data.size(), tp=tp_size)
+    model = spec.described(parts.tp, settings.divides_sequences(axes), parts.ep)
     layers = huggingface.repeated_layers(model)
     policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)  # of sums over processes and micro-batches
+    how: dict[str, Any] = {"reshard_after_forward": settings.reshard_after_forward, "mp_policy": policy}
     for layer in layers:
         if settings.compile:
             layer.compile()
-        fully_shard(layer, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+        if parts.ep is not None:
+            fully_shard(cast(MixtureLayer, layer).mlp.spread(), mesh=parts.experts, **how)
+        fully_shard(layer, mesh=parts.data, **how)
+    fully_shard(model, mesh=parts.data, **how)
     _prefetch(layers)
     if spec.configuration is not None:
         huggingface.leave_meta(model, torch.device(mesh.device_type))

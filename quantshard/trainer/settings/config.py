@@ -220,7 +220,7 @@ class TrainSettings:
     mesh: str = _setting(
         "",
         "Sharding",
-        "processes by axis: dp_replicate, dp_shard (default) and tp, as dp_shard=2,tp=2",
+        "processes by axis: dp_replicate, dp_shard (default), ep (experts) and tp, as dp_shard=2,tp=2",
     )
     dp_replicate: int = _setting(1, "Sharding", "copies of the model (HSDP), where no mesh is given", 1, COUNT)
     sequence_parallel: str = _setting(
@@ -370,6 +370,11 @@ class TrainSettings:
                 "it in the mesh alone"
             )
         full, tp = self.resolved(), axes.tp
+        if axes.ep > 1 and (not self.experts or full.experts % axes.ep):
+            raise ConfigurationError(
+                f"experts = {full.experts}, but mesh = {axes} spreads them over ep = {axes.ep} processes; take a "
+                f"multiple of {axes.ep}, or leave ep out"
+            )
         if tp == 1:
             return
         if self.heads < tp:

@@ -2,6 +2,7 @@
 
     dp_replicate   copies of the model (HSDP)
     dp_shard       parts that each copy is sharded into (FSDP2)
+    ep             parts that the experts are divided into (expert parallelism); all else is sharded over it too
     tp             processes that compute together on the same sequences (tensor parallelism)
 
 Axes that are not named are of one process. They always stand in this order, so that the processes of one
@@ -11,14 +12,15 @@ tensor-parallel group have neighbouring ranks, and share a machine where they ca
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.schema import shown_value
 
-TP = "tp"
-"""The axis of tensor parallelism."""
+EP, TP = "ep", "tp"
+"""The axes of expert and of tensor parallelism."""
 
 _DIGITS = 6
 """The most digits of a number of processes along an axis."""
@@ -30,6 +32,7 @@ class MeshSpec:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     tp: int = 1
 
     @classmethod
@@ -72,24 +75,40 @@ class MeshSpec:
     @property
     def processes(self) -> int:
         """The number of processes."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.data_parallel * self.tp
 
     @property
     def data_parallel(self) -> int:
         """Into how many parts the sequences of a step are divided."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of torch over all processes. A collective call."""
         return init_device_mesh(device_type, tuple(self.present.values()), mesh_dim_names=tuple(self.present))
 
 
-def split(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """What `fully_shard` takes of a mesh that has names, and its axis of tensor parallelism if it has one."""
+class MeshParts(NamedTuple):
+    """What a mesh is used for: `fully_shard` takes `data`, and of experts `experts`; the axes of expert and of tensor
+    parallelism, where it has them."""
+
+    data: DeviceMesh
+    experts: DeviceMesh
+    ep: DeviceMesh | None
+    tp: DeviceMesh | None
+
+
+def split(mesh: DeviceMesh) -> MeshParts:
+    """The parts of a mesh that has names. A collective call, where it has the axis ep."""
     names = mesh.mesh_dim_names or ()
+    if EP in names:
+        outer = tuple(name for name in names if name != EP)
+        shape = (*(mesh[name].size() for name in outer[:-1]), mesh[outer[-1]].size() * mesh[EP].size())
+        data = init_device_mesh(mesh.device_type, shape, mesh_dim_names=outer)
+        return MeshParts(data, mesh[outer], mesh[EP], None)
     if TP not in names:
-        return mesh, None
-    return mesh[tuple(name for name in names if name != TP)], mesh[TP]
+        return MeshParts(mesh, mesh, None, None)
+    data = mesh[tuple(name for name in names if name != TP)]
+    return MeshParts(data, data, None, mesh[TP])
 
 
 @dataclass(frozen=True)
@@ -113,5 +132,5 @@ class SequenceShare:
                 counts = mesh.get_local_rank(axis) == 0
             else:
                 index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-        _, tp = split(mesh)
-        return cls(index, mesh.size() // (1 if tp is None else tp.size()), counts)
+        cut = mesh[TP].size() if TP in (mesh.mesh_dim_names or ()) else 1
+        return cls(index, mesh.size() // cut, counts)
