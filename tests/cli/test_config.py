@@ -111,6 +111,10 @@ def test_resolved_fills_in_what_follows():
         ),
         ({"experts": 4, "mesh": "ep=3"}, "experts = 4, but mesh = dp_shard=1,ep=3 spreads them over ep = 3"),
         ({"experts": 4, "mesh": "ep=2", "statistics_every": 5}, "figures of experts that are spread over processes"),
+        (
+            {"experts": 4, "recipe": "nvfp4", "cuda_graphs": True},
+            "experts by 'nvfp4' go one by one, for which the host",
+        ),
         ({"experts": 4, "mesh": "ep=2", "cuda_graphs": True}, "a step with ep in the mesh is not captured"),
         ({"compile": True, "mesh": "tp=2"}, "quantized layers are not compiled with tp in the mesh; leave one out, or"),
         ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
+from quantshard.gemm import backend
 from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.trainer.settings.recipes import LayerRecipes
 from quantshard.trainer.settings.schema import shown_value
 from quantshard.trainer.settings.sizes import SIZES
 
@@ -78,6 +80,12 @@ def _check_experts(settings: Any) -> None:
             f"statistics_every = {settings.statistics_every}, and figures of experts that are spread over processes "
             "(ep in the mesh) are not put together here; leave one out"
         )
+    for recipe in LayerRecipes.parse(settings.recipe).recipes.values() if settings.cuda_graphs else ():
+        if recipe.table and backend.block_together(recipe) is None:
+            raise ConfigurationError(
+                f"cuda_graphs = true, and experts by {recipe.name!r} go one by one, for which the host reads how many "
+                "tokens each has; take delayed, current, block, mxfp8 or bf16, or leave cuda_graphs out"
+            )
     for name in _asked(settings, _OF_DENSE_MODELS):
         raise ConfigurationError(
             f"experts = {settings.experts}, and there is no {name} of a mixture of experts here; leave one out"
