@@ -18,6 +18,7 @@ from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.conversion.convert import show_linears
 from quantshard.errors import ConfigurationError
 from quantshard.layouts.source import CheckpointModel
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER
 from quantshard.recipe import HighPrecision
 from quantshard.statistics.sensitivity import (
@@ -157,6 +158,10 @@ class ModelPair:
             else:
                 values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()
             targets[name].copy_(values)
+        for name, module in self.exact.named_modules():
+            if not isinstance(module, QuantizedModule):  # as a router's bias, which is no parameter
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
 
     def _pass(self, model: nn.Module) -> Tensor:
         loss = models.loss(models.logits(model, self.batch[:, :-1]), self.batch[:, 1:])

@@ -158,6 +158,19 @@ def test_a_model_of_transformers_in_float32_is_that_of_transformers(llama):
         assert (ours.weight.dequantize().float() - exact.weight).abs().max() > 0
 
 
+def test_buffers_are_those_of_the_checkpoint(llama, monkeypatch):
+    """As of a family whose routers have some."""
+    load = debugging.checkpoints.load
+
+    def other(checkpoint, model, optimizer):
+        load(checkpoint, model, optimizer)
+        model.model.rotary_emb.inv_freq.fill_(0.25)
+
+    monkeypatch.setattr(debugging.checkpoints, "load", other)
+    found = debugging.find(str(llama))
+    assert (ModelPair(found, debugging.batch_of(found, (), 1)).exact.model.rotary_emb.inv_freq == 0.25).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
