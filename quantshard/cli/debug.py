@@ -14,7 +14,7 @@ import typer
 
 from quantshard.errors import ConfigurationError
 from quantshard.observe.table import FittedTable
-from quantshard.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion, scores_of, suggest
+from quantshard.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
 from quantshard.terminal import inputs, outputs
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer import debugging
@@ -69,7 +69,7 @@ def debug(
     found = debugging.find(source, checkpoints)
     pair = ModelPair(found, debugging.batch_of(found, data or (), batch))
     report = pair.compare(end_to_end)
-    suggestion = suggest(_scores(report), remove, found.recipe)
+    suggestion = pair.suggestion(report, remove)
     if picture is not None:
         outputs.write_file(picture, _drawn(report, picture.suffix[1:]))
     if json_:
@@ -84,16 +84,6 @@ def _check_picture(path: Path) -> None:
     if path.exists() or path.is_symlink():
         raise ConfigurationError(f"--picture {path} exists; name another file")
     outputs.check_writable(path)
-
-
-def _scores(report: DebugReport) -> dict[str, float]:
-    """Of each layer of the model, `layers.N`, which has one recipe: the sum over the modules in it."""
-    scores = {each.layer: each.gradient**2 for each in report.layers} or scores_of(report.gemms)
-    whole: dict[str, float] = {}
-    for name in sorted(scores, key=_natural):
-        layer = ".".join(name.split(".")[:2])
-        whole[layer] = whole.get(layer, 0.0) + scores[name]
-    return whole
 
 
 def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:

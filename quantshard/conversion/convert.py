@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes
-from quantshard.recipe import Recipe
+from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tensor import components
 
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
@@ -114,6 +115,19 @@ def convert(
     if modules == "linear":
         return ConversionReport(tuple(converted), left, experts)
     return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps, activation_storage))
+
+
+def show_linears(model: nn.Module, names: Iterable[str]) -> None:
+    """Exchange linear layers of a model on the meta device for ours with their weights in high precision, which compute
+    the same, show it to who observes (`tensor.observation`), and quantize it in an autocast."""
+    plain, places = HighPrecision(), _places(model)
+    for name in names:
+        old = model.get_submodule(name)
+        assert isinstance(old, nn.Linear) and old.weight.is_meta, name
+        new = empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
+        fill_linear(new, old, name, keep_values=False)
+        for parent, child in places[id(old)]:
+            setattr(parent, child, new)
 
 
 def check_modules(function: str, modules: object) -> None:

@@ -22,6 +22,7 @@ from quantshard.formats import Copy
 from quantshard.gemm import operands
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts.context import autocast
+from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION, matches
 from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.tensor import observation
@@ -70,10 +71,15 @@ def product_error(a: Tensor, b: Tensor, quantized: Callable[[Tensor], Tensor], h
 
 
 class GemmErrors(Observer):
-    """Is shown the layers of a model in float32 in a pass, and quantizes their operands by a recipe, one by one."""
+    """Is shown the layers of a model in float32 in a pass, and quantizes their operands by their recipes, one by one.
 
-    def __init__(self, recipe: Recipe, names: Mapping[int, tuple[str, str]]) -> None:
-        self.recipe, self._names, self.found = recipe, names, list[GemmError]()
+    Args:
+        recipes: by the name of a module.
+        names: of the module and the parameter, by a weight's key.
+    """
+
+    def __init__(self, recipes: Mapping[str, Recipe], names: Mapping[int, tuple[str, str]]) -> None:
+        self._recipes, self._names, self.found = recipes, names, list[GemmError]()
 
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
@@ -83,8 +89,10 @@ class GemmErrors(Observer):
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """As of all observers."""
+        """As of all observers. An expert without tokens has no errors."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
+        if not len(rows):
+            return
         for key, weight, output in zip(keys, weights, outputs, strict=True):
             if int(key) in self._names and output.requires_grad:
                 output.register_hook(partial(self._measure, int(key), rows, weight.detach().float()))
@@ -92,10 +100,11 @@ class GemmErrors(Observer):
     @torch.no_grad()
     def _measure(self, key: int, x: Tensor, w: Tensor, grad: Tensor) -> None:
         dy = grad.reshape(-1, grad.shape[-1]).float()
+        recipe = self._recipes[self._names[key][0]]
         (x_first, x_wgrad), (dy_first, dy_wgrad) = (
-            self.recipe.activations[role] for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
+            recipe.activations[role] for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
         )
-        weight = self.recipe.weight
+        weight = recipe.weight
         found = [
             (Gemm.FPROP, TensorRole.INPUT, _alone(x, w, x_first, key, DGRAD_STREAM)),
             (Gemm.FPROP, TensorRole.WEIGHT, _of_weight(w, x, weight, transposed=False)),
@@ -131,26 +140,25 @@ def _of_weight(w: Tensor, other: Tensor, cell: Cell | None, transposed: bool) ->
     return product_error(w.t() if transposed else w, other, lambda _: q.t() if transposed else q)
 
 
-def gemm_errors(model: nn.Module, layers: Iterable[str], recipe: Recipe, run: Callable[[], object]) -> list[GemmError]:
+def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], object]) -> list[GemmError]:
     """The error that each operand of each GEMM adds, largest first.
 
     Args:
         model: in float32, in train mode.
-        layers: names of the modules to look at.
-        recipe: by which operands are quantized.
+        recipes: the names of the modules to look at, each with the recipe by which its operands are quantized.
         run: makes one pass, forward and backward, in high precision.
 
     Raises:
         ConfigurationError: another observer is there, or the pass called none of the layers.
     """
     names: dict[int, tuple[str, str]] = {}
-    for name in layers:
+    for name in recipes:
         module = model.get_submodule(name)
         assert isinstance(module, QuantizedModule), name
         names |= {int(module.weight_state(leaf)[KEY]): (name, f"{name}.{leaf}") for leaf in module._weights}
     if observation.active is not None:
         raise ConfigurationError("a Statistics samples this step; close() it before errors of GEMMs are measured")
-    observer = observation.active = GemmErrors(recipe, names)
+    observer = observation.active = GemmErrors(recipes, names)
     try:
         run()
     finally:
@@ -180,9 +188,7 @@ def _square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float64).square()
 
 
-def layer_errors(
-    model: nn.Module, layers: Iterable[str], recipe: Recipe, run: Callable[[], Tensor]
-) -> list[LayerError]:
+def layer_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], Tensor]) -> list[LayerError]:
     """What each layer adds to the whole if it alone is quantized, largest gradient error first: a pass for each.
 
     Arguments as of `gemm_errors`; `run` returns the loss. Under delayed scaling there are two passes for each, of which
@@ -190,7 +196,7 @@ def layer_errors(
     """
     exact_loss, exact = gradients(model, run)
     found = []
-    for name in layers:
+    for name, recipe in recipes.items():
         with _quantized_alone(model.get_submodule(name), recipe):
             for _ in range(2 if recipe.is_delayed else 1):
                 loss, grads = gradients(model, run)
@@ -221,25 +227,24 @@ def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
 @dataclass(frozen=True)
 class RecipeSuggestion:
     """Which layers to keep in high precision, in the model's order: their names, the share of the summed squared errors
-    that goes with them, and of how many layers they are some."""
+    that goes with them, of how many layers they are some, and the recipes that do so, as `quantshard train --recipe`
+    takes them: `layers.1=bf16,*=mxfp8`."""
 
     kept: tuple[str, ...]
     removed: float
     layers: int
-    recipe: str
-
-    @property
-    def recipes(self) -> str:
-        """As `quantshard train --recipe` takes it: `layers.1=bf16,*=mxfp8`."""
-        return ",".join([*(f"{name}=bf16" for name in self.kept), f"*={self.recipe}"])
+    recipes: str
 
 
-def suggest(scores: Mapping[str, float], share: float, recipe: str) -> RecipeSuggestion:
+def suggest(
+    scores: Mapping[str, float], share: float, patterns: Mapping[str, str], names: Sequence[str]
+) -> RecipeSuggestion:
     """The fewest layers whose squared errors are `share` of all: those with the largest.
 
     Args:
-        scores: of each layer, in the model's order, a sum of squared errors.
-        recipe: name of that of the others.
+        scores: of each layer that is quantized, in the model's order, a sum of squared errors.
+        patterns: the model's recipes by patterns of names, of which the first that matches holds.
+        names: of all that may have a recipe of its own, whether quantized or not.
 
     Raises:
         ConfigurationError: `share` is none.
@@ -253,7 +258,23 @@ def suggest(scores: Mapping[str, float], share: float, recipe: str) -> RecipeSug
         chosen.append(name)
         removed += scores[name]
     kept = tuple(name for name in scores if name in set(chosen))
-    return RecipeSuggestion(kept, removed / total if total else 0.0, len(scores), recipe)
+    recipes = HIGH_PRECISION if len(kept) == len(scores) else _sparing(kept, patterns, names)
+    return RecipeSuggestion(kept, removed / total if total else 0.0, len(scores), recipes)
+
+
+def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
+    """The patterns, with each kept layer just before the one that held for it, and without those that then would do
+    nothing, which `train` refuses."""
+    found, left = dict[str, str](), list(names)
+    for pattern, recipe in patterns.items():
+        own = [name for name in kept if matches(pattern, name)]
+        found |= dict.fromkeys(own, HIGH_PRECISION)
+        left = [name for name in left if not any(matches(each, name) for each in own)]
+        rest = [name for name in left if not matches(pattern, name)]
+        if pattern == "*" or len(rest) < len(left):
+            found[pattern] = recipe
+        left = rest
+    return ",".join(f"{pattern}={recipe}" for pattern, recipe in found.items())
 
 
 def scores_of(found: Iterable[GemmError]) -> dict[str, float]:

@@ -11,27 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk.commit import is_complete
+from quantshard.conversion.convert import show_linears
 from quantshard.errors import ConfigurationError
 from quantshard.layouts.source import CheckpointModel
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER
-from quantshard.recipe import HighPrecision, Recipe
+from quantshard.recipe import HighPrecision
 from quantshard.statistics.sensitivity import (
     GemmError,
     LayerError,
+    RecipeSuggestion,
     gemm_errors,
     gradient_error,
     gradients,
     layer_errors,
+    scores_of,
+    suggest,
 )
 from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer import data
 from quantshard.trainer.data import Corpus
 from quantshard.trainer.data.preparation import Preparation
+from quantshard.trainer.models import huggingface
 from quantshard.trainer.models import model as models
 from quantshard.trainer.models.model import LanguageModel
 from quantshard.trainer.optimizer import make_optimizer
@@ -42,11 +48,12 @@ from quantshard.trainer.settings.recipes import LayerRecipes
 
 @dataclass(frozen=True)
 class DebugSource:
-    """The checkpoint that is looked at, and the settings of its run, the name of its one recipe, and its data."""
+    """The checkpoint that is looked at, and the settings of its run, the configuration of its model if that is one of
+    transformers, and its data."""
 
     checkpoint: str
     settings: TrainSettings
-    recipe: str
+    configuration: Mapping[str, Any] | None
     corpus: Corpus
 
 
@@ -57,7 +64,7 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
         checkpoints: where those of the run are, if the user says it.
 
     Raises:
-        ConfigurationError: it is neither, or the recipe quantizes nothing.
+        ConfigurationError: it is neither, or its recipes quantize nothing.
         CheckpointError: the place of checkpoints cannot be looked at.
     """
     place = Path(inputs.existing(source, "a run, or a checkpoint of one"))
@@ -76,18 +83,12 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     else:
         raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
     settings, _, corpus = run.read_config()
-    single = LayerRecipes.parse(settings.recipe).single
-    if not settings.is_by_sizes or settings.experts or single is None:
-        what = "experts" if settings.experts else f"recipe = {settings.recipe!r}" if single is None else settings.model
-        raise ConfigurationError(
-            f"{source} is a run of {what}; debug looks at models built by sizes, without experts, by one recipe"
-        )
-    if not single.table:
+    if not any(each.table for each in LayerRecipes.parse(settings.recipe).recipes.values()):
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
     if is_run:
         run.look_in(checkpoints)
         source = str(run.checkpoint(run.last_complete()[0]))
-    return DebugSource(source, settings, single.name, _corpus_here(run, corpus))
+    return DebugSource(source, settings, run.read_model(settings), _corpus_here(run, corpus))
 
 
 def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
@@ -114,26 +115,36 @@ class DebugReport:
 
 
 class ModelPair:
-    """The model of a checkpoint by its recipe, and the same in float32: with its masters, or else what codes stand for.
+    """The model of a checkpoint by its recipes, and the same in float32: with its masters, or what codes stand for.
+
+    `recipes`: of each quantized module, by its name.
 
     Raises:
+        ConfigurationError: the model cannot be built.
         CheckpointError: the weights do not fit.
     """
 
     def __init__(self, found: DebugSource, batch: Tensor) -> None:
-        self.settings = replace(found.settings, recipe=found.recipe, dropout=0.0, mesh="", dp_replicate=1)
-        self.recipe: Recipe = recipe.resolve(found.recipe)
+        self.settings = replace(found.settings, dropout=0.0, mesh="", dp_replicate=1)
+        self._patterns = LayerRecipes.parse(self.settings.recipe)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.batch = batch.to(device)
         torch.manual_seed(self.settings.seed)
-        self.model = LanguageModel(self.settings, self.recipe, device)
-        self.exact = LanguageModel(replace(self.settings, params_dtype="float32"), HighPrecision(), device)
+        if found.configuration is None:
+            self._names = [f"layers.{number}" for number in range(self.settings.layers)]
+            self.model: nn.Module = LanguageModel(self.settings, self._patterns.of_layers(self._names), device)
+            self.exact: nn.Module = LanguageModel(
+                replace(self.settings, params_dtype="float32"), HighPrecision(), device
+            )
+        else:
+            self.model, self.exact = _of_transformers(found.configuration, self.settings.model, self._patterns, device)
+            self._names = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
         self._load(found.checkpoint)
-        self.layers = [
-            name
-            for name, module in self.model.named_modules()
-            if any(components.quantized_local(param) is not None for param in module.parameters(recurse=False))
-        ]
+        self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
+
+    def _whole(self, name: str) -> str:
+        """The layer that a module is in which has a recipe of its own: of the decoder here `layers.N`."""
+        return ".".join(name.split(".")[:2]) if isinstance(self.model, LanguageModel) else name
 
     @torch.no_grad()
     def _load(self, checkpoint: str) -> None:
@@ -147,9 +158,13 @@ class ModelPair:
             else:
                 values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()
             targets[name].copy_(values)
+        for name, module in self.exact.named_modules():
+            if not isinstance(module, QuantizedModule):  # as a router's bias, which is no parameter
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
 
-    def _pass(self, model: LanguageModel) -> Tensor:
-        loss = models.loss(model(self.batch[:, :-1]), self.batch[:, 1:])
+    def _pass(self, model: nn.Module) -> Tensor:
+        loss = models.loss(models.logits(model, self.batch[:, :-1]), self.batch[:, 1:])
         loss.backward()
         return loss
 
@@ -161,7 +176,7 @@ class ModelPair:
         """
         passes: list[tuple[float, dict[str, Tensor]]] = []
         gemms = gemm_errors(
-            self.exact, self.layers, self.recipe,
+            self.exact, self.recipes,
             lambda: passes.append(gradients(self.exact, lambda: self._pass(self.exact))),
         )  # fmt: skip
         ((exact_loss, exact),) = passes
@@ -175,8 +190,47 @@ class ModelPair:
         if end_to_end:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that histories of a recipe with some are made late
-                layers = layer_errors(self.exact, self.layers, self.recipe, lambda: self._pass(self.exact))
+                layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
         return DebugReport(loss, exact_loss, gradient_error(found, exact), gemms, layers)
+
+    def suggestion(self, report: DebugReport, share: float) -> RecipeSuggestion:
+        """Which layers to keep in high precision to remove this share of the squared errors: of the whole gradient if
+        the report has them, else those of GEMMs."""
+        scores = {each.layer: each.gradient**2 for each in report.layers} or scores_of(report.gemms)
+        whole: dict[str, float] = {}
+        for name in self.recipes:
+            layer = self._whole(name)
+            whole[layer] = whole.get(layer, 0.0) + scores.get(name, 0.0)
+        return suggest(whole, share, self._patterns.patterns, self._names)
+
+
+def _of_transformers(
+    configuration: Mapping[str, Any], where: str, recipes: LayerRecipes, device: torch.device
+) -> tuple[nn.Module, nn.Module]:
+    """A model of transformers by its recipes, and in float32 with layers that show what they work on; without values.
+
+    Both are in eval mode, in which transformers drops out nothing, but for those layers.
+    """
+    model, _ = huggingface.converted(configuration, where, recipes, causal=True)
+    plain = LayerRecipes.parse(recipe.HighPrecision.name)
+    exact, _ = huggingface.converted({**configuration, "dtype": "float32"}, where, plain, causal=True)
+    layers = _quantized_modules(model)
+    show_linears(exact, layers)
+    for each in (model, exact):
+        huggingface.leave_meta(each, device)
+        each.eval()
+        for name in layers:
+            each.get_submodule(name).train()
+    return model, exact
+
+
+def _quantized_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that have quantized weights of their own."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(components.quantized_local(param) is not None for param in module.parameters(recurse=False))
+    ]
 
 
 def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:

@@ -37,9 +37,10 @@ def elsewhere(run: Path) -> Path:
     return place
 
 
-def test_debug_looks_at_a_recipe_by_one_pattern(run: Path) -> None:
-    changed(run, recipe="*=mxfp8")
-    assert debugging.find(str(run)).recipe == "mxfp8"
+@pytest.mark.parametrize("recipe", ["*=mxfp8", "layers.0=mxfp8", "layers.0=mxfp8,*=bf16"])
+def test_debug_looks_at_recipes_by_patterns(run: Path, recipe: str) -> None:
+    changed(run, recipe=recipe)
+    assert debugging.find(str(run)).settings.recipe == recipe
 
 
 def test_debug_follows_the_place_of_checkpoints(run: Path) -> None:

@@ -1,6 +1,6 @@
-"""`quantshard debug`: a run beside float32; and what it refuses in one line, with nothing written.
+"""`quantshard debug`: runs beside float32, the recipes that it suggests, and what it refuses, with nothing written.
 
-The run is trained on 1 rank.
+The runs are trained on 1 rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from quantshard.tensor.storage import KEY
+from quantshard.trainer import debugging
+from quantshard.trainer.debugging import ModelPair
+from quantshard.trainer.models import model as models
 from quantshard.trainer.settings.recipes import LayerRecipes
 from tests.distributed.commands import quantshard
 
@@ -22,13 +28,44 @@ LAYERS = [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attention.laye
 LAYERS += [f"layers.{i}.layernorm_mlp" for i in (0, 1)]
 
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 264,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 32,
+    "attention_dropout": 0.5, "dtype": "bfloat16",
+}  # fmt: skip
+BY_NAME = "layers.0.*=bf16,*.down_proj=current,*=mxfp8"
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("debug")
-    (folder / "text.txt").write_text("what loses most by being quantized\n" * 300)
-    told = quantshard("train", "--run", folder / "run", "--nproc-per-node", 1, "--data", folder / "text.txt", *SIZES)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("debug")
+    (found / "text.txt").write_text("what loses most by being quantized\n" * 300)
+    (found / "llama").mkdir()
+    (found / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    return found
+
+
+def trained(folder: Path, name: str, *flags: object) -> Path:
+    told = quantshard("train", "--run", folder / name, "--nproc-per-node", 1, "--data", folder / "text.txt", *flags)
     assert told.returncode == 0, told.stderr
-    return folder / "run"
+    return folder / name
+
+
+def found_in(run: Path) -> dict[str, Any]:
+    told = quantshard("debug", run, "--json")
+    assert told.returncode == 0, told.stderr
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    return trained(folder, "run", *SIZES)
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Path:
+    return trained(folder, "of-transformers", "--model", folder / "llama", *SIZES[8:], "--recipe", BY_NAME)
 
 
 def test_as_json_and_as_a_picture(run, tmp_path):
@@ -56,6 +93,84 @@ def test_as_a_table_of_a_checkpoint(run):
     assert lines[-1].startswith("--recipe 'layers.") and lines[-1].endswith("=bf16,*=mxfp8'")
 
 
+def again(folder: Path, run: Path, *flags: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is found in a run, and in one that is trained as the first one's suggestion says: without the layers that
+    it spares, and all others."""
+    first = found_in(run)
+    second = found_in(trained(folder, f"{run.name}-again", *flags, "--recipe", first["suggestion"]["recipe"]))
+    kept = tuple(f"{name}." for name in first["suggestion"]["keep"])
+    left = {each["layer"] for each in first["gemms"] if not f"{each['layer']}.".startswith(kept)}
+    assert kept and left and {each["layer"] for each in second["gemms"]} == left
+    return first, second
+
+
+def largest(found: dict[str, Any], layers: str, operand: str) -> float:
+    """Of the errors of a kind."""
+    return max(each["error"] for each in found["gemms"] if layers in each["layer"] and each["operand"] == operand)
+
+
+def test_recipes_by_layer(folder):
+    """Each layer by its own recipe: gradients of `current` have two bits of mantissa, and one scale."""
+    flags = [*SIZES, "--layers", 3]
+    run = trained(folder, "by-layer", *flags, "--recipe", "layers.0=bf16,layers.2=current,*=mxfp8")
+    first, second = again(folder, run, *flags)
+    assert {each["layer"].split(".")[1] for each in first["gemms"]} == {"1", "2"}
+    assert largest(first, "layers.1", "grad_output") < 0.04 < largest(first, "layers.2", "grad_output")
+    assert first["suggestion"]["recipe"] == "layers.0=bf16,layers.2=bf16,*=mxfp8"
+    assert second["suggestion"]["recipe"] == "bf16", "it was the last one"
+
+
+def test_experts(folder):
+    """Each expert's GEMMs by name; those without tokens have no errors."""
+    flags = [*SIZES, "--experts", 4]
+    first, _ = again(folder, trained(folder, "experts", *flags), *flags)
+    weights = {each["weight"] for each in first["gemms"]}
+    assert {f"layers.{layer}.mlp.down.weight{expert}" for layer in (0, 1) for expert in range(4)} & weights
+    assert not any("router" in name for name in weights) and first["suggestion"]["layers"] == 2
+
+
+def test_a_model_of_transformers(folder, llama):
+    """Its linear layers by name, without those in BF16 and the head."""
+    first, _ = again(folder, llama, "--model", folder / "llama", *SIZES[8:])
+    names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert {each["layer"] for each in first["gemms"]} == {f"model.layers.1.{name}" for name in names}
+    assert first["suggestion"]["layers"] == 7 and first["suggestion"]["recipe"].startswith("layers.0.*=bf16,model.")
+    assert abs(first["loss"] - first["float32_loss"]) < 0.05 and 0 < first["gradient_error"] < 0.5
+    assert largest(first, "down_proj", "grad_output") > 0.04 > largest(first, "_attn", "grad_output")
+
+
+def test_a_model_of_transformers_in_float32_is_that_of_transformers(llama):
+    """Of the masters, with nothing dropped out; layers have the random keys of those that were trained."""
+    found = debugging.find(str(llama))
+    batch = debugging.batch_of(found, (), 2)
+    pair = ModelPair(found, batch)
+    report = pair.compare(end_to_end=True)
+    plain = LlamaForCausalLM(LlamaConfig(**LLAMA | {"dtype": "float32"})).eval()
+    values = {name: param.detach() for name, param in pair.exact.named_parameters()}
+    assert plain.load_state_dict(values) and {each.dtype for each in values.values()} == {torch.float32}
+    loss = models.loss(plain(input_ids=batch[:, :-1]).logits, batch[:, 1:])
+    assert report.exact_loss == pytest.approx(float(loss.detach()), abs=1e-6)
+    assert {each.layer for each in report.layers} == set(pair.recipes) and len(pair.recipes) == 7
+    assert all(0 < each.gradient < 0.2 for each in report.layers)
+    for name in pair.recipes:
+        ours, exact = (each.get_submodule(name) for each in (pair.model, pair.exact))
+        assert torch.equal(ours.weight_state("weight")[KEY], exact.weight_state("weight")[KEY])
+        assert (ours.weight.dequantize().float() - exact.weight).abs().max() > 0
+
+
+def test_buffers_are_those_of_the_checkpoint(llama, monkeypatch):
+    """As of a family whose routers have some."""
+    load = debugging.checkpoints.load
+
+    def other(checkpoint, model, optimizer):
+        load(checkpoint, model, optimizer)
+        model.model.rotary_emb.inv_freq.fill_(0.25)
+
+    monkeypatch.setattr(debugging.checkpoints, "load", other)
+    found = debugging.find(str(llama))
+    assert (ModelPair(found, debugging.batch_of(found, (), 1)).exact.model.rotary_emb.inv_freq == 0.25).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -73,6 +188,7 @@ def test_as_a_table_of_a_checkpoint(run):
         (["alone"], "alone is not in a run's folder"),
         (["unsaved"], "has no complete checkpoint"),
         (["plain"], "trained by recipe = 'bf16', which quantizes nothing"),
+        (["named"], "trained by recipe = 'layers.0=bf16,*=bf16', which quantizes nothing"),
     ],
 )
 def test_refused_in_one_line(run, tmp_path, monkeypatch, arguments, says):
@@ -86,6 +202,8 @@ def test_refused_in_one_line(run, tmp_path, monkeypatch, arguments, says):
     (tmp_path / "unsaved" / "config.toml").write_text(settings)
     shutil.copytree(run, tmp_path / "plain")
     (tmp_path / "plain" / "config.toml").write_text(settings.replace('recipe = "mxfp8"', 'recipe = "bf16"'))
+    shutil.copytree(run, tmp_path / "named")
+    (tmp_path / "named" / "config.toml").write_text(settings.replace('"mxfp8"', '"layers.0=bf16,*=bf16"'))
     before = sorted(tmp_path.iterdir())
     told = quantshard("debug", *(run if each == "RUN" else each for each in arguments))
     assert told.returncode in (1, 2) and says in told.stderr and len(told.stderr.splitlines()) == 1, told.stderr

@@ -34,7 +34,7 @@ def run(model):
 def test_errors_are_those_of_the_gemms(name):
     """Of the last layer: y = x w^T, dy = 2 y, and its own products of operands that the oracle quantizes."""
     model, recipe = model_of(), resolve(name)
-    found = gemm_errors(model, ["0", "1"], recipe, lambda: run(model))
+    found = gemm_errors(model, dict.fromkeys("01", recipe), lambda: run(model))
     assert len(found) == 12 and [each.error for each in found] == sorted((each.error for each in found), reverse=True)
     errors = {(each.gemm, each.operand): each.error for each in found if each.weight == "1.weight"}
     x, w = model[0](X).detach(), model[1].weight.detach()
@@ -62,7 +62,7 @@ def test_errors_are_those_of_the_gemms(name):
 def test_layers_alone():
     """One layer's error in the whole gradient; a layer far larger has the larger one."""
     model = model_of()
-    found = layer_errors(model, ["0", "1"], resolve("current"), lambda: run(model))
+    found = layer_errors(model, dict.fromkeys("01", resolve("current")), lambda: run(model))
     assert {each.layer for each in found} == {"0", "1"}
     assert all(0.001 < each.gradient < 0.2 for each in found)
     assert found[0].gradient >= found[1].gradient and model[0].weight.grad is None
@@ -71,25 +71,73 @@ def test_layers_alone():
 def test_a_pass_without_layers_is_refused():
     model = model_of()
     with pytest.raises(ConfigurationError, match="called no layer"):
-        gemm_errors(model, ["0"], resolve("mxfp8"), lambda: None)
+        gemm_errors(model, {"0": resolve("mxfp8")}, lambda: None)
+
+
+def test_each_layer_by_its_own_recipe():
+    """As it is by a recipe that all have."""
+    model, recipes = model_of(), {"0": resolve("mxfp8"), "1": resolve("current")}
+
+    def errors_of(recipes):
+        found = gemm_errors(model, recipes, lambda: run(model))
+        return {(each.layer, each.gemm, each.operand): each.error for each in found}
+
+    found, ofs = errors_of(recipes), {name: errors_of(dict.fromkeys("01", recipe)) for name, recipe in recipes.items()}
+    assert len(found) == 12 and all(error == ofs[key[0]][key] for key, error in found.items())
+    model = model_of()  # without the gradients of these passes
+    alone = layer_errors(model, recipes, lambda: run(model))
+    for name, recipe in recipes.items():
+        (expected,) = layer_errors(model, {name: recipe}, lambda: run(model))
+        assert expected in alone
+
+
+def test_an_expert_without_tokens_has_no_errors():
+    model = qs.GroupedLinear(3, 64, 64, bias=False, params_dtype=torch.float32, device="cpu")
+    found = gemm_errors(
+        nn.ModuleList([model]), {"0": resolve("mxfp8")}, lambda: model(X, [12, 0, 20]).square().sum().backward()
+    )
+    assert {each.weight for each in found} == {"0.weight0", "0.weight2"} and all(0 < each.error < 1 for each in found)
+
+
+NAMES = [f"layers.{number}" for number in range(4)]
 
 
 def test_what_is_suggested():
     scores = {"layers.0": 9.0, "layers.1": 1.0, "layers.2": 4.0, "layers.3": 4.0}
-    assert suggest(scores, 0.5, "mxfp8").recipes == "layers.0=bf16,*=mxfp8"
-    both = suggest(dict(reversed(scores.items())), 0.7, "nvfp4")
+    assert suggest(scores, 0.5, {"*": "mxfp8"}, NAMES).recipes == "layers.0=bf16,*=mxfp8"
+    both = suggest(dict(reversed(scores.items())), 0.7, {"*": "nvfp4"}, NAMES)
     assert both.recipes == "layers.2=bf16,layers.0=bf16,*=nvfp4"
     assert (len(both.kept), both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
-    assert suggest(dict.fromkeys(scores, 0.0), 0.5, "mxfp8").recipes == "*=mxfp8"
+    assert suggest(dict.fromkeys(scores, 0.0), 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
+    assert suggest({"layers.1": 1.0}, 0.5, {"layers.1": "mxfp8"}, NAMES).recipes == "bf16"
     with pytest.raises(ConfigurationError, match="share of the error"):
-        suggest(scores, 1.0, "mxfp8")
+        suggest(scores, 1.0, {"*": "mxfp8"}, NAMES)
 
 
-def test_the_suggestion_is_what_train_takes():
-    """It names layers of the model, all other layers having the recipe."""
-    kept = suggest({f"layers.{number}": float(number == 1) for number in range(12)}, 0.5, "mxfp8")
-    found = LayerRecipes.parse(kept.recipes).of_layers([f"layers.{number}" for number in range(12)])
-    assert [each.name for each in found] == ["mxfp8", "bf16", *["mxfp8"] * 10]
+@pytest.mark.parametrize(
+    ("before", "largest", "after"),
+    [
+        ("layers.0=bf16,*=mxfp8", [1], "layers.0=bf16,layers.1=bf16,*=mxfp8"),
+        ("*.0=bf16,layers.[12]=current,*=mxfp8", [1], "*.0=bf16,layers.1=bf16,layers.[12]=current,*=mxfp8"),
+        ("layers.0=bf16,layers.[12]=current,*=mxfp8", [1, 2], "layers.0=bf16,layers.1=bf16,layers.2=bf16,*=mxfp8"),
+        ("layers.1=current,*=mxfp8", [1, 3], "layers.1=bf16,layers.3=bf16,*=mxfp8"),
+        ("layers.[123]=mxfp8", [2], "layers.2=bf16,layers.[123]=mxfp8"),
+        ("*.1=mxfp8,layers.?=nvfp4", [0, 1, 2], "layers.1=bf16,layers.0=bf16,layers.2=bf16,layers.?=nvfp4"),
+        ("*.1=mxfp8,*=nvfp4", [1], "layers.1=bf16,*=nvfp4"),
+        ("layers.*=mxfp8,*=current", [1], "layers.1=bf16,layers.*=mxfp8,*=current"),
+    ],
+)
+def test_patterns_that_are_there_stay(before, largest, after):
+    """But for those that would do nothing, which train refuses; all other layers have the recipe that they had."""
+    recipes = LayerRecipes.parse(before)
+    quantized = [name for name, each in zip(NAMES, recipes.of_layers(NAMES), strict=True) if each.table]
+    scores = {name: 5.0 if int(name[-1]) in largest else 0.1 for name in quantized}
+    found = suggest(scores, 0.9, recipes.patterns, NAMES)
+    assert found.recipes == after and found.kept == tuple(f"layers.{number}" for number in largest)
+    expected = [
+        "bf16" if name in found.kept else each.name for name, each in zip(NAMES, recipes.of_layers(NAMES), strict=True)
+    ]
+    assert [each.name for each in LayerRecipes.parse(after).of_layers(NAMES)] == expected
 
 
 def test_layers_are_what_convert_takes_too():

@@ -85,8 +85,9 @@ class LayerRecipes:
                     f"{names[-1]}, each of which has one recipe; a model of --model DIR has recipes by linear layer"
                 )
         check_reached("recipe", self.patterns, names)
-        return [self._of(name) for name in names]
+        return [self.of_layer(name) for name in names]
 
-    def _of(self, name: str) -> Recipe:
+    def of_layer(self, name: str) -> Recipe:
+        """That of one layer; high precision where no pattern matches."""
         found = next((each for pattern, each in self.patterns.items() if matches(pattern, name)), None)
         return HighPrecision() if found is None else recipe.resolve(found)
