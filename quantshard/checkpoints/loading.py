@@ -21,6 +21,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
+from quantshard.checkpoints.parameter_numbers import check_alike
 from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.requantize import ParameterConversion
 from quantshard.checkpoints.untrusted import checksums
@@ -101,9 +102,14 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         CheckpointError: what failed on the first rank where something did; the same on every rank.
     """
     contents = _shared_contents(request) if _plans_together(request) else None
-    plan, have_manifest = agreement.exchanged(
-        lambda: plan_load(request, contents or read_contents(request)), lambda plan: plan.manifest is not None
-    )
+
+    def own() -> tuple[LoadPlan, str | None]:
+        numbers = request.numbers
+        return plan_load(request, contents or read_contents(request)), None if numbers is None else numbers.digest
+
+    (plan, _), told = agreement.exchanged(own, lambda found: (found[0].manifest is not None, found[1]))
+    check_alike([digest for _, digest in told], request.optimizer)
+    have_manifest = [has for has, _ in told]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
             f"{request.path}: rank {have_manifest.index(False)} finds no {MANIFEST} there and others do; load from a "

@@ -28,15 +28,13 @@ STATES = "optimizer.state."
 Entries = Mapping[str, STORAGE_TYPES]
 
 
-def saved(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimizer's state dict, with parameters named as the model's entries are.
+def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
+    """The optimizer's state dict, with parameters named as the model's entries are, and its numbers.
 
     Raises:
         ConfigurationError: its `step()` needs a closure, so its states could not be made for a load.
-        UnsupportedOperationError: see `ParameterNumbers.of`.
     """
     _check_step(optimizer)
-    numbers = ParameterNumbers.of(model, optimizer)
     state: dict[str, Any] = optimizer.state_dict()
     for group in state["param_groups"]:
         if "param_names" in group:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import groupby
 from typing import Any
 
@@ -29,11 +30,12 @@ class ParameterNumbers:
     """Of an optimizer over a model whose experts are spread.
 
     `own`: of each parameter of this rank, in the optimizer's order, its number. `groups`: what each group names
-    parameters by, as of one process.
+    parameters by, as of one process. `digest`: of the names of all, which ranks compare (`check_alike`).
     """
 
     own: Sequence[int]
     groups: Sequence[Group]
+    digest: str
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
@@ -41,7 +43,7 @@ class ParameterNumbers:
 
         Raises:
             UnsupportedOperationError: the optimizer makes its states in its first step; or a parameter is none of the
-                model's, or the experts here do not stand in it as in one process.
+                model's, or the experts of a layer do not stand in one of its groups as in one process.
         """
         layers = dict(_spread_layers(model))
         if not layers:
@@ -49,18 +51,22 @@ class ParameterNumbers:
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
         own: list[int] = []
         groups: list[Group] = []
-        first = 0
+        told: list[list[str]] = []
         for group in optimizer.param_groups:
             mine = [names.get(id(param), "") for param in group["params"]]
             every, here = list(_of_all_ranks(mine, layers)), {*mine}
+            first = sum(map(len, told))
             places = {name: first + place for place, name in enumerate(every)}
+            known = {name for names in told for name in names}
             if not hasattr(optimizer, "initialize_state") or [name for name in every if name in here] != mine:
-                raise UnsupportedOperationError(limits.refusal("numbered states", type(optimizer).__name__))
+                raise _refused(optimizer)
+            if known & places.keys():  # as where each expert has a group of its own
+                raise _refused(optimizer)
             own += [places[name] for name in mine]
             named = {"param_names": every} if "param_names" in group else {}
             groups.append({"params": list(places.values()), **named})
-            first += len(every)
-        return ParameterNumbers(own, groups)
+            told.append(every)
+        return ParameterNumbers(own, groups, sha256(repr(told).encode()).hexdigest())
 
     def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state dict with the numbers of a checkpoint."""
@@ -89,6 +95,20 @@ class ParameterNumbers:
     @cached_property
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self.groups)
+
+
+def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
+    """Compare what all ranks have told of their numbers.
+
+    Raises:
+        UnsupportedOperationError: they differ, as where one rank's experts of a layer are all frozen.
+    """
+    if optimizer is not None and len({*digests}) > 1:
+        raise _refused(optimizer)
+
+
+def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
+    return UnsupportedOperationError(limits.refusal("numbered states", type(optimizer).__name__))
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:

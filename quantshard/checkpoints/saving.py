@@ -20,6 +20,7 @@ from quantshard.checkpoints import fit, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers, check_alike
 from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.collectives import process_groups
@@ -68,11 +69,17 @@ def checkpoint_state(
     """
     fit.check_places(model)
     state = {"model": agreement.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
-    return (
-        state
-        if optimizer is None
-        else state | {"optimizer": agreement.alike(lambda: optimizer_states.saved(optimizer, model))}
-    )
+    return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def own() -> tuple[dict[str, Any], str | None]:
+        numbers = ParameterNumbers.of(model, optimizer)
+        return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
+
+    (state, _), digests = agreement.exchanged(own, lambda found: found[1])
+    check_alike(digests, optimizer)
+    return state
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,10 +259,11 @@ class GroupedLinear(QuantizedModule):
         rows, experts = tokens.shape[0], len(self._layers)
         if not isinstance(m_splits, Tensor):
             return self._fitting_splits(list(m_splits), rows)
-        if m_splits.dtype not in (torch.int64, torch.int32) or m_splits.shape != (experts,):
+        is_whole = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype is torch.bool)
+        if not is_whole or m_splits.shape != (experts,):
             raise ConfigurationError(
-                f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be int64 or "
-                f"int32 [{experts}], a number for each of the {experts} experts{self._here()}"
+                f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be of "
+                f"integers [{experts}], a number for each of the {experts} experts{self._here()}"
             )
         if m_splits.device.type == "cpu" and not kernel_dispatch.kernels_on(m_splits.device):
             return self._fitting_splits(m_splits.tolist(), rows)
@@ -271,9 +272,13 @@ class GroupedLinear(QuantizedModule):
                 f"GroupedLinear: m_splits is on {m_splits.device} and the input on {tokens.device}; put it there, or "
                 "pass m_splits.tolist()"
             )
-        if experts == 1 or rows == 0:
-            return [rows] * experts  # whatever the device has
-        return m_splits.contiguous()
+        m_splits = m_splits.to(torch.int64).contiguous()
+        if experts > 1 and rows > 0:
+            return m_splits
+        private_torch.assert_on_device(
+            (m_splits.sum() == rows) & (m_splits >= 0).all(), f"m_splits does not sum to the {rows} rows of the input"
+        )
+        return [rows] * experts  # which the host knows
 
     def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
         """Splits that are checked."""

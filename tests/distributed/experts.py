@@ -261,6 +261,11 @@ def errors() -> dict[str, str]:
     attempt("save", lambda: qs.checkpoints.save("/nowhere/experts", layer, stock))
     backwards = qs.optimizers.FusedAdam([*layer.named_parameters()][::-1])
     attempt("others", lambda: qs.checkpoints.save("/nowhere/experts", layer, backwards))
+    spread = nn.ModuleList(qs.GroupedLinear(2 * ranks, 8, 8, bias=False, ep_mesh=mesh) for _ in range(2))
+    for param in spread[rank % 2].parameters():
+        param.requires_grad_(False)  # so that ranks have as many, and not the same
+    trained = qs.optimizers.FusedAdam([param for param in spread.parameters() if param.requires_grad])
+    attempt("frozen", lambda: qs.checkpoints.save("/nowhere/experts", spread, trained))
     attempt("load", lambda: load_plan.LoadRequest("/nowhere/experts", layer, backwards).numbers)
     return found
 

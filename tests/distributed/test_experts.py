@@ -212,6 +212,7 @@ MESSAGES = {
     "splits": "experts of the",
     "save": "do not take this optimizer of a model whose experts are spread over ranks",
     "load": "states are numbered as in one process",
+    "frozen": "states are numbered as in one process",
     "others": "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters()",
 }
 

@@ -237,11 +237,29 @@ def test_counts_on_the_device_are_checked() -> None:
     layer, x = experts(AT_ONCE["current"]), values(0, 12, IN)
     with qs.autocast(recipe=AT_ONCE["current"]):
         for wrong in (torch.ones(3, dtype=torch.int64), torch.ones(4, 1, dtype=torch.int64), torch.full((4,), 3.0)):
-            with pytest.raises(ConfigurationError, match=r"m_splits is a tensor of .* it must be int64 or int32 \[4\]"):
+            with pytest.raises(ConfigurationError, match=r"m_splits is a tensor of .* it must be of integers \[4\]"):
                 layer(x, wrong.to(DEVICE))
         if not ON_GPU:
             with pytest.raises(ConfigurationError, match="m_splits is on meta and the input on cpu"):
                 layer(x, torch.ones(4, dtype=torch.int64, device="meta"))
+
+
+def test_counts_of_other_integers_and_of_what_the_host_knows() -> None:
+    """Of one expert, or of no rows, they are known, and checked all the same."""
+    rule, rows = AT_ONCE["current"], SPLITS["one expert is empty"]
+    wanted = stepped(experts(rule), rule, rows, 0)
+    for dtype in (torch.int16, torch.uint8):
+        found = stepped(experts(rule), rule, torch.tensor(rows, dtype=dtype, device=DEVICE), 0)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert len(stepped(experts(rule, 1), rule, torch.tensor([4], device=DEVICE), 0)[0]) == 4
+    if not ON_GPU:  # where an assertion of the device ends the process
+        with qs.autocast(recipe=rule):
+            for layer, x, wrong in (
+                (experts(rule, 1), values(0, 4, IN), [999]),
+                (experts(rule), values(0, 0, IN), [5, 7, 0, 0]),
+            ):
+                with pytest.raises(RuntimeError, match=r"m_splits does not sum to the [04] rows of the input"):
+                    layer(x, torch.tensor(wrong))
 
 
 def test_tokens_of_one_rank_are_dispatched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

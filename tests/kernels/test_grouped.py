@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,29 @@ def test_tables_of_counts_on_the_device_are_those_of_the_host(counts: list[int],
 def test_counts_that_do_not_fit_are_told(counts: list[int]) -> None:
     with pytest.raises(RuntimeError, match="m_splits has an entry below 0, or does not sum to the 8 rows of the input"):
         ExpertSegments.of_tensor(torch.tensor(counts), 8)
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a device asserts ends the process")
+@pytest.mark.parametrize("counts", [[-30000, 30100], [1 << 50, 100 - (1 << 50)], [300, 200]])
+def test_wrong_counts_write_nothing_beside_the_tables(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the assertion is seen."""
+    memory, at = torch.full((40000,), -7, dtype=torch.int64), 20000
+    taken: list[Tensor] = []
+    real = torch.empty
+
+    def within(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("dtype") is not torch.int64:
+            return real(*args, **kwargs)
+        rows, columns = args[0]
+        taken.append(memory[at : at + rows * columns].view(rows, columns))
+        return taken[-1]
+
+    monkeypatch.setattr(torch, "empty", within)
+    with pytest.raises(RuntimeError, match="does not sum to the 100 rows"):
+        ExpertSegments.of_tensor(torch.tensor(counts), 100)
+    monkeypatch.undo()
+    end = at + taken[0].numel()
+    assert (memory[:at] == -7).all() and (memory[end:] == -7).all()
 
 
 @pytest.mark.parametrize("counts", COUNTS)

@@ -111,16 +111,17 @@ def segments_kernel(
 ):  # fmt: skip
     """A program for each expert writes its span and its tiles, and a last one the tiles that are too many."""
     expert, e = tl.program_id(0), tl.arange(0, EXPERTS)
-    count = tl.load(counts + e, mask=e < experts, other=0).to(tl.int64)
+    told = tl.load(counts + e, mask=e < experts, other=0).to(tl.int64)
+    count = tl.minimum(tl.maximum(told, 0), values)  # so that wrong ones write nowhere else, before they are told
     spaces = (UNIT - count % UNIT) % UNIT
     start = tl.sum(tl.where(e < expert, count + spaces, 0))
     shift = tl.sum(tl.where(e < expert, spaces, 0))
     first = tl.sum(tl.where(e < expert, (count + ROWS - 1) // ROWS, 0))  # the number of its first tile
     end = start + tl.sum(tl.where(e == expert, count, 0))
     is_last = expert == experts
-    after = tl.where(is_last, tiles, first + (end - start + ROWS - 1) // ROWS)
+    after = tl.minimum(tl.where(is_last, tiles, first + (end - start + ROWS - 1) // ROWS), tiles)
     if is_last:
-        tl.store(fits, (tl.sum(count) == values) & (tl.min(count) >= 0))
+        tl.store(fits, (tl.sum(told) == values) & (tl.min(told) >= 0))
     else:
         write_row(table + expert * 4, expert, start, end, shift, None)
     number = tl.where(is_last, 0, expert)
@@ -128,4 +129,4 @@ def segments_kernel(
     for tile in range(first, after, TILES):
         t = tile + tl.arange(0, TILES)
         at = start + (t - first) * ROWS
-        write_row(table + (experts + t) * 4, number, at, end, shift, t < tl.minimum(after, tiles))
+        write_row(table + (experts + t) * 4, number, at, end, shift, t < after)

@@ -85,10 +85,9 @@ class ExpertsLayer(NamedTuple):
     """The linear layers of all experts, about to be called.
 
     `biases`: of each expert, or none. `counts`: how many rows each expert has, in order, or an integer tensor of that
-    where kernels read it. `block`: elements under one
-    scale, along the summed dim; 0 if each expert has one. `histories`: by role, those of each expert under delayed
-    scaling. `record`: whether amaxes seen now are recorded (in training). `amax_group`: whom they are reduced over.
-    `reader`: reads the weights.
+    where kernels read it. `block`: elements under one scale, along the summed dim; 0 if each expert has one.
+    `histories`: by role, those of each expert under delayed scaling. `record`: whether amaxes seen now are recorded (in
+    training). `amax_group`: whom they are reduced over. `reader`: reads the weights.
     """
 
     weights: Sequence[QuantizedTensor]
