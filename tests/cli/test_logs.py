@@ -288,6 +288,56 @@ def test_refused_before_a_folder_is_made(
     assert code == 1 and says in err[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--wandb", "p"],
+            "Weights & Biases cannot be reached (no API key is configured); log in with `wandb login`, or set",
+        ),
+        (["--device", "cuda"], "device = 'cuda', but torch sees no GPU here; use --device cpu or auto"),
+        (["--device", "cuda", "--nproc-per-node", 3], "process 2 of this machine has no GPU: there are 2; start fewer"),
+    ],
+)
+def test_a_mistake_leaves_no_folder_in_the_way(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, flags: list[Any], says: str
+) -> None:
+    """So that the corrected command finds its place free."""
+    (run.path / "text").write_text("0123456789" * 100)
+    monkeypatch.setenv("HOME", str(run.path))
+    monkeypatch.setenv("NETRC", str(run.path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: 3 in flags)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given = ["train", "--run", run.path / "new", "--data", run.path / "text", "--seq-length", 16, "--hidden", 64,
+             "--heads", 2, "--layers", 1, "--global-batch", 6]  # fmt: skip
+    if "--wandb" in flags:
+        monkeypatch.delenv("WANDB_MODE")
+        wandb.teardown()  # it has read its environment in this process before
+    code, out, (line,) = told(*given, *flags)
+    assert (code, out) == (1, []) and says in line and not (run.path / "new").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    corrected = flags if "--wandb" in flags else ["--device", "cpu"]
+    assert told(*given, *corrected)[0] is Started
+
+
+def test_an_account_of_weights_and_biases_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable, or as the package itself finds it; what is said of it is not shown."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb, "login", lambda *, prompt=True, verify=True: pytest.fail("nothing is to be asked"))
+    trackers.check_account(SETTINGS)
+    monkeypatch.delenv("WANDB_API_KEY")
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(wandb, "login", lambda *, prompt=True, verify=True: not asked.append((prompt, verify)))
+    trackers.check_account(SETTINGS)
+    assert asked == [(False, False)]
+    monkeypatch.setattr(wandb, "login", lambda key=None: pytest.fail("it would ask for a key"))
+    trackers.check_account(SETTINGS)
+    trackers.check_account(TrainSettings())
+
+
 def test_an_unknown_mode_of_wandb_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "ofline")
     with pytest.raises(
