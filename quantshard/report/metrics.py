@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -82,22 +81,23 @@ class MetricReader:
         Raises:
             ConfigurationError: there are more figures than a report holds.
         """
-        records = [record for record in batch if step_of(record) is not None]
-        if not records:
+        kept = [(step, record) for record in batch if (step := step_of(record)) is not None]
+        if not kept:
             return
+        records = [record for _, record in kept]
         if dict in set(map(type, chain.from_iterable(map(dict.values, records)))):
             records = list(map(_flat, records))
         for name in sorted(set().union(*records) - self.columns.keys() - {"step"}, key=_order(records)):
             self._begin(name, records)
-        if (self.rows + len(records)) * (len(self.columns) + 1) > _MOST_VALUES:
+        if (self.rows + len(kept)) * (len(self.columns) + 1) > _MOST_VALUES:
             raise ConfigurationError(
                 f"{self.path} has more than {self.rows} steps of {len(self.columns)} figures, and at most "
                 f"{_MOST_VALUES} values are held; keep a part of it in a folder of its own"
             )
         for name, parts in self.columns.items():
-            parts.append(_column(_values(records, name)))
-        self.steps.append(np.array(_values(records, "step"), dtype=np.int64))
-        self.rows += len(records)
+            parts.append(_column([record.get(name) for record in records]))
+        self.steps.append(np.array([step for step, _ in kept], dtype=np.int64))
+        self.rows += len(kept)
 
     def _begin(self, name: str, records: list[Record]) -> None:
         if all(math.isnan(number(record.get(name))) for record in records):
@@ -131,15 +131,6 @@ def _flat(record: Record) -> Record:
     for name, value in record.items():
         found |= {f"{name}.{key}": each for key, each in value.items()} if type(value) is dict else {name: value}
     return found
-
-
-def _values(records: list[Record], name: str) -> list[Any]:
-    """What each of the records has by a name, None where it has nothing; mostly all have it, which is found out without
-    a call for each."""
-    try:
-        return list(map(itemgetter(name), records))
-    except KeyError:
-        return [record.get(name) for record in records]
 
 
 def _column(values: list[Any]) -> Column:

@@ -15,7 +15,7 @@ from quantshard.observe.table import human_bytes
 from quantshard.report import records
 from quantshard.report.records import Record, RecordFile, records_of
 
-_PARSED, _LOOKED_AT = 16 << 20, 8 << 30
+_PARSED, _LOOKED_AT = 8 << 20, 8 << 30
 
 _NO_ALARM, _ALARMS = b'"alarms": []}', b'], "alarms": ['
 _BEGINNING = re.compile(rb'\{"step": \d+, (?="rows": \[\{)')
