@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from weakref import WeakKeyDictionary
@@ -170,3 +172,17 @@ def test_energy_is_that_of_steps_without_pause(monkeypatch: pytest.MonkeyPatch) 
     found.clear()
     with pytest.raises(ValueError, match=r"nvidia-smi said nothing in 0\.05 s"):
         power.draw(lambda: None, 0.05, 0.01)
+
+
+def test_what_logging_costs_is_told():
+    """In a process of its own, for a group of processes is made there."""
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.logging_cost", "--layers", "1", "--steps", "3", "--of-step-ms", "10"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = [line.split("|")[1:-1] for line in found.stdout.splitlines() if line.startswith("| ")][1:]
+    assert [" ".join(row[0].split()[-2:]) for row in rows] == [
+        "a step", "and `--tensorboard`", "`--wandb`, offline", "view, figures", "sampled step", "a thread"
+    ]  # fmt: skip
+    for _, middle, _, share in rows:
+        assert float(middle) > 0 and abs(float(share.strip(" %")) - float(middle) / 100) < 0.1

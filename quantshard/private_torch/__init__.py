@@ -39,6 +39,7 @@ from quantshard.private_torch.fsdp import (
     has_offloaded_parameters,
     sharded_parameters,
 )
+from quantshard.private_torch.memory import begin_memory_history, end_memory_history
 from quantshard.private_torch.meshes import (
     axis_groups,
     mesh_group,
@@ -97,6 +98,7 @@ __all__ = [
     "answer_operations",
     "at_end_of_backward",
     "axis_groups",
+    "begin_memory_history",
     "cast",
     "check_order_is_kept",
     "checkpointed_regions",
@@ -107,6 +109,7 @@ __all__ = [
     "disabled_torch_function",
     "dtensor_around",
     "end_checkpoint_process",
+    "end_memory_history",
     "first_state",
     "flatten_state_dict",
     "fsdp_gathers",

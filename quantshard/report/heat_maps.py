@@ -2,7 +2,7 @@
 
 Where there are more steps than a map has columns, each column stands for equally many of them, and the worst of its
 values stays: the largest share that saturates, the smallest signal-to-noise ratio, or that one was not finite. So
-memory does not grow with the run, and nothing bad vanishes.
+memory does not grow with the run, and nothing bad of what is read vanishes (`record_sample.py`).
 """
 
 from __future__ import annotations

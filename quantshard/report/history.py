@@ -13,6 +13,7 @@ from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.report.heat_maps import StatisticsReader
 from quantshard.report.metrics import MOST_COLUMNS, Column, MetricReader, MetricTable
+from quantshard.report.record_sample import RecordSample
 from quantshard.report.records import Record, RecordFile
 from quantshard.report.source import METRICS, STARTS, STATISTICS, CheckpointRow, RunSource
 
@@ -98,17 +99,18 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     source = RunSource(run)
     files = {name: source.records(name) for name in (METRICS, STATISTICS)}
     metrics, statistics = MetricReader(files[METRICS].path), StatisticsReader()
+    sample = RecordSample(files[STATISTICS])
     try:
         for batch in files[METRICS].batches():
             metrics.add(batch)
-        for batch in files[STATISTICS].batches():
+        for batch in sample.batches():
             statistics.add(batch)
         starts = source.starts()
     except OSError as error:
         where = error.filename or source.file(STARTS)
         raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
     table = metrics.table()
-    notes = [note for file in files.values() for note in _damage(file)]
+    notes = [*(note for file in files.values() for note in _damage(file)), *sample.notes()]
     if table.others:
         notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
     if statistics.left_out:

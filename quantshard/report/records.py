@@ -8,6 +8,7 @@ without the steps that are forgotten.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from quantshard.checkpoints.disk.store import Store
 
 Record = dict[str, Any]
 
-_AT_ONCE = 1 << 22
+AT_ONCE = 1 << 22
 """Bytes that are read at a time, and the most that a line may have."""
 
 _BATCH = 512
@@ -25,7 +26,8 @@ _OVERLAP = 64
 
 
 class RecordFile:
-    """A file of records in a store. `broken`: how many lines were no records so far; `torn`: the last has no end."""
+    """A file of records in a store. `broken`: how many lines were no records so far; `torn`: the last has no end;
+    `skipped`: bytes that were not read."""
 
     def __init__(self, store: Store, path: str) -> None:
         self.store, self.path = store, path
@@ -33,7 +35,7 @@ class RecordFile:
 
     def clear(self) -> None:
         """Read from the beginning again."""
-        self.offset, self.broken, self.torn = 0, 0, False
+        self.offset, self.broken, self.torn, self.skipped = 0, 0, False, 0
         self._before = b""
         self._in_long_line = False
 
@@ -45,7 +47,7 @@ class RecordFile:
         """
         if not self.offset:
             return False
-        size = self._size()
+        size = self.size()
         start = self.offset - len(self._before)
         if size >= self.offset and self.store.read_range(self.path, start, self.offset) == self._before:
             return False
@@ -58,33 +60,56 @@ class RecordFile:
         Raises:
             OSError: it cannot be read.
         """
-        size, self.torn = self._size(), False
-        while self.offset < size:
-            piece = self.store.read_range(self.path, self.offset, min(size, self.offset + _AT_ONCE))
-            used = piece.rfind(b"\n") + 1
-            if not used:
-                if len(piece) < _AT_ONCE:
-                    self.torn = True
-                    return
-                self.broken += not self._in_long_line
-                self._in_long_line, used = True, len(piece)
-                self._advance(piece, used)
-                continue
-            lines = piece[:used].split(b"\n")[:-1]
-            if self._in_long_line:
-                lines, self._in_long_line = lines[1:], False
-            self._advance(piece, used)
-            for first in range(0, len(lines), _BATCH):
-                some = lines[first : first + _BATCH]
+        for piece, first, end in self.pieces():
+            lines = piece[first:end].split(b"\n")[:-1]
+            for start in range(0, len(lines), _BATCH):
+                some = lines[start : start + _BATCH]
                 found = records_of(some)
                 self.broken += len(some) - len(found)
                 yield found
+
+    def pieces(self, most: int = sys.maxsize) -> Iterator[tuple[bytes, int, int]]:
+        """Parts of what was added since the last call, each with the first and the last place of its whole lines.
+
+        Where there are more than `most` parts (2 at least), so many are read, evenly apart, the first and the last
+        among them; bytes between them are counted in `skipped`, and a line that is partly there is lost.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        size, self.torn = self.size(), False
+        began, apart = self.offset, 0.0
+        if size - began > most * AT_ONCE:
+            apart = (size - began - AT_ONCE) / (most - 1)
+        done = 0
+        while self.offset < size:
+            piece = self.store.read_range(self.path, self.offset, min(size, self.offset + AT_ONCE))
+            used = piece.rfind(b"\n") + 1
+            if not used and len(piece) < AT_ONCE:
+                self.torn = True
+                return
+            done += 1
+            first = piece.find(b"\n") + 1 if self._in_long_line and used else 0
+            if not used:
+                self.broken += not self._in_long_line
+            self._in_long_line = not used
+            self._advance(piece, used or len(piece))
+            if apart and done < most:
+                self._go_to(began + int(done * apart))
+            if used:
+                yield piece, first, used
+
+    def _go_to(self, offset: int) -> None:
+        """Go on from there, with the line that begins next."""
+        if offset > self.offset:
+            self.skipped += offset - self.offset
+            self.offset, self._in_long_line = offset, True
 
     def _advance(self, piece: bytes, used: int) -> None:
         self.offset += used
         self._before = piece[max(0, used - _OVERLAP) : used]
 
-    def _size(self) -> int:
+    def size(self) -> int:
         """Its length; 0 where there is none."""
         try:
             return self.store.size(self.path)

@@ -9,6 +9,7 @@ from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.report.figures import RunFigures
 from quantshard.report.history import checkpoints_elsewhere, planned_steps, tokens_per_step
 from quantshard.report.metrics import step_of
+from quantshard.report.record_sample import alarms_added
 from quantshard.report.records import Record
 from quantshard.report.source import METRICS, STATISTICS, RunSource
 
@@ -57,7 +58,7 @@ class RunWatch:
             found = [*found, *(record for record in batch if (step_of(record) or 0) > known)][-most:]
         if self._statistics.was_rewritten():
             self.figures.alarms.clear()
-        for batch in self._statistics.batches():
+        for batch in alarms_added(self._statistics):
             for record in batch:
                 self.figures.add_statistics(record)
         if time.monotonic() - self._listed >= _LISTED_SECONDS:

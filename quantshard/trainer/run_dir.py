@@ -13,7 +13,7 @@
                               the setting `checkpoints` says, in a folder or behind a URL that `of-run.json` marks
     logs/rank-1.log           what a process logged (trainer/monitoring/logs.py)
     logs/rank-1.txt           the traceback of a process that failed
-    profile/rank-0.json       the trace of some steps, if it was asked for
+    profile/rank-0.json       the trace of some steps, if it was asked for; memory-rank-0.pickle: of a GPU's memory
     tensorboard/, wandb/      if they were asked for; wandb.json has the id of the run there
 
 Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a

@@ -106,8 +106,11 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """
     run.check_new()
     settings.check_ranks(processes)
+    kind = device_kind(settings.device)
+    if kind == "cuda" and not launch.is_worker():  # else some are on other machines
+        check_local_gpu(processes - 1)
     check_logs(settings)
-    check_graphs(settings, torch.device("cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"))
+    check_graphs(settings, torch.device(kind))
     configuration = None if settings.is_by_sizes else huggingface.read_configuration(settings.model)
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
@@ -167,9 +170,10 @@ def check_logs(settings: TrainSettings) -> None:
     """See that a run can be logged as its settings say.
 
     Raises:
-        ConfigurationError: a package is missing, or a variable of the environment is none of its words.
+        ConfigurationError: a package or an account is missing, or a variable of the environment is none of its words.
     """
     trackers.check_trackers(settings)
+    trackers.check_account(settings)
     logs.asked_level(settings)
 
 
@@ -399,22 +403,40 @@ def _join(wanted: str) -> ProcessInfo:
             "set them all, or unset RANK to have the processes started here"
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and kind == "cpu":
-        raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")
-    kind = kind if wanted == "auto" else wanted
-    if kind == "cpu":
+    if device_kind(wanted) == "cpu":
         dist.init_process_group("gloo")
         return ProcessInfo(rank, ranks, torch.device("cpu"))
-    local, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
-    if local >= count:
-        raise ConfigurationError(
-            f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
-        )
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    check_local_gpu(local)
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return ProcessInfo(rank, ranks, device)
+
+
+def device_kind(wanted: str) -> str:
+    """ "cpu" or "cuda", of "cpu", "cuda" or "auto".
+
+    Raises:
+        ConfigurationError: there is no GPU where one is wanted.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and kind == "cpu":
+        raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")
+    return kind if wanted == "auto" else wanted
+
+
+def check_local_gpu(local: int) -> None:
+    """See that a process of this machine has a GPU, by its number.
+
+    Raises:
+        ConfigurationError: there are fewer.
+    """
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise ConfigurationError(
+            f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
+        )
 
 
 def _from_rank_0(read: Callable[[], Any], place: ProcessInfo) -> Any:

@@ -43,6 +43,11 @@ REFUSED = {
     "--data text --data a.jsonl --data-weights 1,x": "data_weights = '1,x': must be numbers of more than 0",
     "--data text --data a.jsonl --data-weights 1,0": "must be numbers of more than 0",
     "--data text --data a.jsonl --data-weights 1,nan": "must be numbers of more than 0",
+    "--data text --data-weights 0.5": "data_weights = '0.5' would do nothing, since it needs a second --data; give",
+    "--data text --model moe-small --heads 2": "heads = 2, but model = 'moe-small' has kv_heads = 4, which must divide "
+    "them; give kv_heads too, such as 2, or 0 for as many as heads",
+    "--data text --model moe-small --heads 9": "which must divide them; give kv_heads too, such as 1, or 0 for",
+    "--data text --model moe-small --heads 8 --kv-heads 5": "kv_heads = 5 must divide heads = 8",
     "--data-weights 1": "data_weights = '1' are 1 shares, but --data names 0 sources",
     "--data text --heldout 0.1 --heldout-data text": "heldout = 0.1 keeps a share of the data to evaluate on, and",
     "--data text --heldout-data txet": "there is no data file or folder",

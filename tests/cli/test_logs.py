@@ -20,10 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
+from quantshard.private_torch import memory
+from quantshard.private_torch.lookup import MissingName
 from quantshard.statistics import Alarm
 from quantshard.terminal import screen
 from quantshard.trainer.loop import ProcessInfo, Trainer
-from quantshard.trainer.monitoring import logs, trackers
+from quantshard.trainer.monitoring import logs, profiling, trackers
 from quantshard.trainer.monitoring.profiling import StepProfile
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.monitoring.statistics import RunStatistics
@@ -121,9 +123,14 @@ def test_notes_are_shown_once(run: RunDir, capsys: pytest.CaptureFixture[str], l
 # Traces
 
 
-def traced(run: RunDir, steps: int, asked: int, error: BaseException | None = None) -> list[str]:
+NO_SNAPSHOT = "no snapshot of memory is written: PyTorch makes one of a GPU alone, and not of a CPU"
+
+
+def traced(
+    run: RunDir, steps: int, asked: int, error: BaseException | None = None, device: torch.device | None = None
+) -> list[str]:
     notes: list[str] = []
-    with StepProfile(run, 1, torch.device("cpu"), asked, notes.append) as profile:
+    with StepProfile(run, 1, device or torch.device("cpu"), asked, notes.append) as profile:
         for _ in range(steps):
             torch.ones(2).sum()
             profile.step()
@@ -135,17 +142,81 @@ def traced(run: RunDir, steps: int, asked: int, error: BaseException | None = No
 def test_no_step_was_traced_is_said(run: RunDir) -> None:
     file = run.profile / "rank-1.json"
     for steps in (0, 3):
-        (note,) = traced(run, steps, 2)
+        *others, note = traced(run, steps, 2)
         assert note == f"no step was traced: --profile 2 begins after 3 steps, and {steps} were trained"
-        assert not file.exists()
+        assert not file.exists() and others == [NO_SNAPSHOT] * (steps == 3)
     assert traced(run, 9, 0) == [] and not file.exists()
-    assert traced(run, 4, 2) == [] and json.loads(file.read_text())["traceEvents"]
+    assert traced(run, 4, 2) == [NO_SNAPSHOT] and json.loads(file.read_text())["traceEvents"]
+    assert [each.name for each in run.profile.iterdir()] == ["rank-1.json"]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls by which PyTorch records the memory of a GPU, of stand-ins for them and for the trace of a GPU."""
+    calls: list[tuple[Any, ...]] = []
+
+    def record(enabled: str | None, **options: Any) -> None:
+        calls.append((enabled, options.get("device"), options.get("max_entries", 0) > 0))
+
+    def dump(file: str) -> None:
+        calls.append(("dump",))
+        Path(file).write_bytes(b"a snapshot")
+
+    assert callable(memory._record) and callable(memory._dump)
+    for name, stand_in in (("_record", record), ("_dump", dump)):
+        monkeypatch.setattr(memory, name, stand_in)
+    of_cpu = profiling.profile
+    monkeypatch.setattr(profiling, "profile", lambda activities, **more: of_cpu(activities=activities[:1], **more))
+    return calls
+
+
+GPU = torch.device("cuda", 0)
+BEGUN = ("all", GPU, True)
+ENDED = (None, None, False)
+
+
+def test_a_snapshot_of_the_memory_of_a_gpu(run: RunDir, recorded: list[tuple[Any, ...]]) -> None:
+    file = run.profile / "memory-rank-1.pickle"
+    assert traced(run, 2, 2, device=GPU)[0].startswith("no step was traced") and recorded == []
+    assert traced(run, 3, 2, device=GPU)[0].startswith("no step was traced") and recorded == [BEGUN, ENDED]
+    recorded.clear()
+    assert not file.exists()
+    with pytest.raises(ZeroDivisionError):
+        traced(run, 4, 2, ZeroDivisionError(), GPU)  # what is there is kept
+    assert recorded == [BEGUN, ("dump",), ENDED] and file.read_bytes() == b"a snapshot"
+    recorded.clear()
+    assert traced(run, 9, 2, device=GPU) == [] and recorded == [BEGUN, ("dump",), ENDED]
+    assert (run.profile / "rank-1.json").exists()
+
+
+@pytest.mark.parametrize("missing", ["_record", "_dump"])
+def test_without_the_snapshot_there_is_a_trace(
+    run: RunDir,
+    recorded: list[tuple[Any, ...]],
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(memory, missing, MissingName(f"torch.cuda.memory.{missing}", "the snapshot"))
+    assert traced(run, 9, 2, device=GPU) == [] and recorded == [] and (run.profile / "rank-1.json").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"no torch.cuda.memory.{missing}, without which the snapshot cannot work" in line
+    assert line.endswith("; this process writes no snapshot of memory")
+
+
+def test_a_snapshot_that_cannot_be_written_is_told(
+    run: RunDir, recorded: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run.profile).symlink_to("/tmp")
+    assert traced(run, 5, 1, device=GPU) == [] and recorded[-1] == ENDED
+    _, line = capsys.readouterr().err.splitlines()
+    assert line.endswith("; the snapshot of the memory of this process is lost")
 
 
 def test_a_trace_that_cannot_be_written_ends_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     """On a host without the run's folder; the error of the training stays the one that is raised."""
     (run.profile).symlink_to("/tmp")
-    assert traced(run, 5, 1) == []
+    assert traced(run, 5, 1) == [NO_SNAPSHOT]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("quantshard: [rank 1] WARNING: ") and line.endswith("; the trace of this process is lost")
     with pytest.raises(ZeroDivisionError):
@@ -215,6 +286,56 @@ def test_refused_before_a_folder_is_made(
     more = {"tensorboard": "--tensorboard" in flags, "wandb": "p" if "--wandb" in flags else ""}
     code, _, err = resumed(there, config_of(there) | more)
     assert code == 1 and says in err[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            ["--wandb", "p"],
+            "Weights & Biases cannot be reached (no API key is configured); log in with `wandb login`, or set",
+        ),
+        (["--device", "cuda"], "device = 'cuda', but torch sees no GPU here; use --device cpu or auto"),
+        (["--device", "cuda", "--nproc-per-node", 3], "process 2 of this machine has no GPU: there are 2; start fewer"),
+    ],
+)
+def test_a_mistake_leaves_no_folder_in_the_way(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, flags: list[Any], says: str
+) -> None:
+    """So that the corrected command finds its place free."""
+    (run.path / "text").write_text("0123456789" * 100)
+    monkeypatch.setenv("HOME", str(run.path))
+    monkeypatch.setenv("NETRC", str(run.path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: 3 in flags)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given = ["train", "--run", run.path / "new", "--data", run.path / "text", "--seq-length", 16, "--hidden", 64,
+             "--heads", 2, "--layers", 1, "--global-batch", 6]  # fmt: skip
+    if "--wandb" in flags:
+        monkeypatch.delenv("WANDB_MODE")
+        wandb.teardown()  # it has read its environment in this process before
+    code, out, (line,) = told(*given, *flags)
+    assert (code, out) == (1, []) and says in line and not (run.path / "new").exists()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    corrected = flags if "--wandb" in flags else ["--device", "cpu"]
+    assert told(*given, *corrected)[0] is Started
+
+
+def test_an_account_of_weights_and_biases_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a variable, or as the package itself finds it; what is said of it is not shown."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(wandb, "login", lambda *, prompt=True, verify=True: pytest.fail("nothing is to be asked"))
+    trackers.check_account(SETTINGS)
+    monkeypatch.delenv("WANDB_API_KEY")
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(wandb, "login", lambda *, prompt=True, verify=True: not asked.append((prompt, verify)))
+    trackers.check_account(SETTINGS)
+    assert asked == [(False, False)]
+    monkeypatch.setattr(wandb, "login", lambda key=None: pytest.fail("it would ask for a key"))
+    trackers.check_account(SETTINGS)
+    trackers.check_account(TrainSettings())
 
 
 def test_an_unknown_mode_of_wandb_is_refused(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

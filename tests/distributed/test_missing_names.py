@@ -153,6 +153,16 @@ def planned(_: Path) -> object:
     return qs.plan(model, {}, step=inputs)
 
 
+def snapshot(_: Path) -> None:
+    try:
+        private_torch.begin_memory_history(torch.device("cpu"))
+        private_torch.end_memory_history(None)
+    except TorchVersionError:
+        raise
+    except (AttributeError, RuntimeError):  # PyTorch without CUDA has the functions, and nothing below them
+        pass
+
+
 USES: dict[str, list[Callable[[Path], object]]] = {
     "torch._scaled_mm_v2": [product],
     "torch.autograd.Variable._execution_engine": [lambda _: trained("delayed")],
@@ -192,6 +202,8 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     "torch.distributed._functional_collectives.AsyncCollectiveTensor": [
         lambda _: private_torch.plain(AsyncCollectiveTensor(torch.ones(2)))
     ],
+    "torch.cuda.memory._record_memory_history": [snapshot],
+    "torch.cuda.memory._dump_snapshot": [snapshot],
     "torch._has_compatible_shallow_copy_type": [lambda _: private_torch.takes_data(torch.ones(1), torch.ones(1))],
 }
 """What needs each name. It works where nothing is missing, and raises the name without it."""

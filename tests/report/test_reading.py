@@ -63,7 +63,7 @@ def test_a_file_that_was_written_anew_is_read_again(tmp_path: Path) -> None:
 
 
 def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_AT_ONCE", 4096)
+    monkeypatch.setattr(records, "AT_ONCE", 4096)
     path = tmp_path / "metrics.jsonl"
     bad = [b"[" * 3000, b"\xff\xfe", b"[1]", b'{"a": [1', b"2]}", b"9" * 3500, b"", b'{"x": "' + b"y" * 20000 + b'"}']
     lines = [b'{"step": 1}', *bad, b'{"step": 2}', b'{"step": 3}, {"step": 4}', b'{"step": 5}']

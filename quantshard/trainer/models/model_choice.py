@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -47,9 +48,22 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
                 f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
                 f"{shown_value(source)} has {shown_value(weights[name])}; leave --model out, or name its own weights"
             )
+    own = flags if "model" in flags else weights | given
+    if "kv_heads" not in own and "kv_heads" in named:
+        _check_heads(model, named["kv_heads"], own.get("heads"))
     if "model" in flags:
         return {**weights, **file, **named, **flags}
     return named | weights | given
+
+
+def _check_heads(model: str, kv_heads: int, heads: object) -> None:
+    """Refuse heads that were given and that those of keys and values of a model by sizes, which were not, do not
+    divide."""
+    if isinstance(heads, int) and heads % kv_heads:
+        raise ConfigurationError(
+            f"heads = {heads}, but model = {shown_value(model)} has kv_heads = {kv_heads}, which must divide them; "
+            f"give kv_heads too, such as {math.gcd(heads, kv_heads)}, or 0 for as many as heads"
+        )
 
 
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

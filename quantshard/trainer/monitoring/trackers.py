@@ -6,6 +6,7 @@ in the same folder of TensorBoard, which forgets the steps that are trained agai
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -58,6 +59,37 @@ def check_trackers(settings: TrainSettings) -> None:
     mode = os.environ.get("WANDB_MODE", "online")
     if settings.wandb and mode not in _WANDB_MODES:
         raise ConfigurationError(f"WANDB_MODE = {shown_value(mode)}: choose one of: {', '.join(_WANDB_MODES)}")
+
+
+def check_account(settings: TrainSettings) -> None:
+    """Refuse a run that is to be sent to Weights & Biases without an account's key, before anything is written. Whether
+    the key is good is found out with the server, when the run is begun.
+
+    Raises:
+        ConfigurationError: there is no key, or it is none.
+    """
+    if not settings.wandb or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
+        return
+    if os.environ.get("WANDB_API_KEY"):
+        return
+    import wandb  # the package of the extra
+
+    if "prompt" not in inspect.signature(wandb.login).parameters:
+        return  # of versions that can only ask for a key it is found out when the run is begun
+    try:
+        with _no_questions(), redirect_stderr(io.StringIO()):
+            found = wandb.login(prompt=False, verify=False)
+    except wandb.errors.Error as error:
+        raise _unreachable(str(error)) from None
+    if not found:
+        raise _unreachable("no API key is configured")
+
+
+def _unreachable(why: str) -> ConfigurationError:
+    said = " ".join(why.split())
+    return ConfigurationError(
+        f"Weights & Biases cannot be reached ({said}); log in with `wandb login`, or set WANDB_MODE=offline"
+    )
 
 
 def _is_installed(name: str) -> bool:
@@ -138,10 +170,7 @@ class WandbTracker:
                     settings=wandb.Settings(silent=True, console="off"),
                 )
         except wandb.errors.Error as error:
-            said = " ".join(str(error).split())
-            raise ConfigurationError(
-                f"Weights & Biases cannot be reached ({said}); log in with `wandb login`, or set WANDB_MODE=offline"
-            ) from None
+            raise _unreachable(str(error)) from None
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
         """Take a record of `metrics.jsonl`."""

@@ -24,6 +24,7 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
     "master_dtype": (lambda settings: settings.master_weights, "master_weights = true"),
+    "data_weights": (lambda settings: len(settings.data) != 1, "a second --data"),
     "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
 """By setting: whether it is used, and what it needs."""

@@ -1,0 +1,158 @@
+"""What logging costs the host in a step of `quantshard train`: microseconds of the trainer's own functions.
+
+    python benchmarks/logging_cost.py [--layers 12] [--steps 300] [--of-step-ms 71]
+
+A run with a small model of as many layers is made in a temporary folder, in one process without a terminal, and its
+`Trainer.record` and `RunStatistics.stepped` are called for step after step, without training between them: medians,
+means beside them, for what is flushed now and then, and shares of a step of `--of-step-ms` milliseconds (71: GPT-2
+small, 32,768 tokens, BF16 on an H200). TensorBoard and Weights & Biases (offline) take what it adds in threads and
+processes of their own too, which is not counted. Prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+import torch.distributed as dist
+from rich.live import Live
+
+from quantshard.report.live import LiveView
+from quantshard.terminal.screen import Screen
+from quantshard.trainer import worker
+from quantshard.trainer.data import from_table
+from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
+from quantshard.trainer.monitoring.statistics import RunStatistics
+from quantshard.trainer.monitoring.trackers import open_trackers
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+
+WARM_UP = 20
+REFRESHES = 4
+"""Pictures a second of the live view."""
+
+
+def made_trainer(folder: Path, arguments: argparse.Namespace) -> Trainer:
+    """The trainer of a new run, with alarms and without trackers."""
+    (folder / "text").write_bytes(bytes(range(256)) * 80)
+    settings = TrainSettings(
+        data=(str(folder / "text"),), layers=arguments.layers, hidden=64, heads=2, seq_length=16, global_batch=4,
+        steps=1_000_000, recipe="mxfp8", device="cpu", statistics_every=1_000_000, alarm_loss_spike=6.0,
+    )  # fmt: skip
+    run = RunDir(folder / "run")
+    worker.create_run(run, settings.resolved(), 1)
+    settings, _, corpus = run.read_config()
+    return Trainer(settings, from_table(corpus), run, ProcessInfo(0, 1, torch.device("cpu")), StopFlag())
+
+
+def microseconds(call: Callable[[int], object], steps: int) -> list[float]:
+    """Of each of some calls with the numbers of steps that follow."""
+    found = []
+    for step in range(1, WARM_UP + steps + 1):
+        began = time.perf_counter()
+        call(step)
+        found.append((time.perf_counter() - began) * 1e6)
+    return found[WARM_UP:]
+
+
+def recorded(trainer: Trainer, steps: int) -> list[float]:
+    """Of `Trainer.record`."""
+    return microseconds(lambda step: trainer.record(step, 2 + 1 / step, 1.0, 0.07, None, None), steps)
+
+
+def tracked(trainer: Trainer, steps: int, **asked: object) -> list[float]:
+    """Of `Trainer.record` with the trackers that are asked for."""
+    trainer.trackers = open_trackers(replace(trainer.settings, **asked), trainer.run, 0)  # type: ignore[arg-type]
+    try:
+        return recorded(trainer, steps)
+    finally:
+        for tracker in trainer.trackers:
+            tracker.close(failed=False)
+        trainer.trackers = []
+
+
+def watched(trainer: Trainer, steps: int) -> list[float]:
+    """Of `Trainer.record` while the live view takes the place of lines."""
+    trainer.progress._is_live = True
+    try:
+        return recorded(trainer, steps)
+    finally:
+        trainer.progress._is_live = False
+
+
+def pictures(trainer: Trainer, count: int) -> list[float]:
+    """Of one picture of the live view on a terminal, which a thread draws."""
+    os.environ["TERM"] = "xterm"  # one that pictures are drawn on
+    console = Screen()
+    console._force_terminal = console.is_interactive = True  # though it is a file
+    before = console.file.tell()
+    with Live(LiveView(trainer.progress.figures), console=console, auto_refresh=False) as live:
+        found = microseconds(lambda step: live.refresh(), count)
+    if console.file.tell() - before < 1000 * count:
+        raise RuntimeError("the live view drew nothing")
+    return found
+
+
+def alarmed(trainer: Trainer, steps: int) -> list[float]:
+    """Of `RunStatistics.stepped` in steps that are not sampled."""
+    with RunStatistics(
+        trainer.settings, trainer.model, trainer.optimizer, trainer.record_statistics, trainer.progress.note, 0
+    ) as statistics:
+        return microseconds(lambda step: statistics.stepped(2 + step % 7 / 100, lambda: None), steps)
+
+
+def rows(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Microseconds a step by what they are for."""
+    os.environ["WANDB_MODE"] = "offline"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            stack.enter_context(redirect_stdout(stack.enter_context(open(folder / "lines", "w", encoding="utf-8"))))
+            trainer, steps = made_trainer(folder, arguments), arguments.steps
+            found = {
+                "`metrics.jsonl` and a line a step": recorded(trainer, steps),
+                "the same and `--tensorboard`": tracked(trainer, steps, tensorboard=True),
+                "the same and `--wandb`, offline": tracked(trainer, steps, wandb="cost"),
+                "`metrics.jsonl` and the live view, figures": watched(trainer, steps),
+                "alarms, no sampled step": alarmed(trainer, steps),
+            }
+            share = REFRESHES * arguments.of_step_ms / 1000
+            found[f"pictures of the live view, {REFRESHES} a second, in a thread"] = [
+                each * share for each in pictures(trainer, steps)
+            ]
+            return found
+    finally:
+        dist.destroy_process_group()
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--of-step-ms", type=float, default=71)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parsed()
+    print(f"{platform.processor() or platform.machine()}, {datetime.date.today()}, torch {torch.__version__}\n")
+    print(f"| a step | us, median | us, mean | of {arguments.of_step_ms:g} ms, median |")
+    print("|---|---|---|---|")
+    for name, times in rows(arguments).items():
+        share = median(times) / (arguments.of_step_ms * 1000)
+        print(f"| {name} | {median(times):.0f} | {mean(times):.0f} | {share:.2%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What a GPU's memory was asked for, and by whom, over some steps."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from quantshard.private_torch.lookup import missing, private_name
+
+_FEATURE = "the memory snapshot of `train --profile`"
+_record = private_name("torch.cuda.memory._record_memory_history", _FEATURE)
+_dump = private_name("torch.cuda.memory._dump_snapshot", _FEATURE)
+
+_MOST_EVENTS: Final = 200_000
+"""The last allocations and frees that are kept, of some kilobytes each."""
+
+
+def begin_memory_history(device: torch.device) -> None:
+    """From now on note the allocations on a GPU, with the Python code that they come from.
+
+    Raises:
+        TorchVersionError: this version of PyTorch has no such thing.
+    """
+    if error := missing(_record, _dump):
+        raise error
+    _record("all", context="alloc", stacks="python", max_entries=_MOST_EVENTS, device=device, clear_history=True)
+
+
+def end_memory_history(file: str | None) -> None:
+    """Note no more, and write what was noted, as pytorch.org/memory_viz reads it; None: nowhere."""
+    try:
+        if file is not None:
+            _dump(file)
+    finally:
+        _record(None)
