@@ -5,7 +5,7 @@ it with the name of a file of ours could lead to any file of the user's. So
 
 - a new file is made under a name that nobody can guess, and moved to its own (`write_file`), or must not be there yet
   (`create_file`); only a regular file is replaced;
-- only a regular file that has no second name is continued (`append_text`);
+- only a regular file that has no second name is continued (`append_text`), or cut (`cut_after`);
 - a folder is opened once, and its files are opened relative to what was opened;
 - below a run's folder no link is followed, and the folder must be this user's (`within`).
 
@@ -28,9 +28,11 @@ from quantshard.foreign import open_regular
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MORE = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CHANGED = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _ROOT = 0
 _HEAD_BYTES = 4096
+_TAIL_BYTES = 1 << 20
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
 _KINDS = {
     stat.S_IFREG: "a file",
@@ -147,6 +149,37 @@ def append_text(path: Path, text: str, *, within: Path | None = None) -> None:
         with open(os.open(path.name, _MORE, 0o666, dir_fd=folder), "ab") as file:
             _check_single(path, os.fstat(file.fileno()))  # it may be another one by now
             file.write(text.encode("utf-8"))
+
+
+def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | None = None) -> None:
+    """Cut a file behind the last line that is said to be the last, which is looked for from the end; if none is, to
+    nothing.
+
+    Raises:
+        ConfigurationError: as of `append_text`.
+    """
+    with _told(path), _opened(path.parent, within) as folder:
+        with open(os.open(path.name, _CHANGED, dir_fd=folder), "r+b") as file:
+            _check_single(path, os.fstat(file.fileno()))
+            file.truncate(_end_of_last(file, is_last))
+
+
+def _end_of_last(file: BinaryIO, is_last: Callable[[bytes], bool]) -> int:
+    """Where the last such line ends; `held` is what of the file is looked at, from `start` on."""
+    start, held = file.seek(0, os.SEEK_END), b""
+    while True:
+        end = held.rfind(b"\n")
+        before = held.rfind(b"\n", 0, max(end, 0))
+        if end >= 0 and (before >= 0 or start == 0):
+            if is_last(held[before + 1 : end]):
+                return start + end + 1
+            held = held[: before + 1]
+        elif start == 0:
+            return 0
+        else:
+            size = min(_TAIL_BYTES, start)
+            start = file.seek(start - size)
+            held = file.read(size) + held
 
 
 def make_folder(path: Path) -> None:

@@ -53,7 +53,10 @@ from quantshard.trainer.settings.settings_file import (
 )
 
 _RECORD_BYTES = 1 << 30
-"""The most bytes of a file of records: four million steps."""
+"""The most bytes of a file of records that is read whole: four million steps."""
+
+_LONG_BYTES = 1 << 26
+"""Of a longer one no more is read than its end."""
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
@@ -338,8 +341,14 @@ class RunDir:
         return bool(found), any(start.get("lossy") is True for start in found)
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps, and a line that was cut off, so that the files read as one run."""
+        """Drop the records of later steps, and a line that was cut off, so that the files read as one run.
+
+        Of a long file the end alone is read: its steps are in order.
+        """
         for file in (self.metrics, self.samples, self.starts, self.statistics):
+            if os.path.lexists(file) and os.lstat(file).st_size > _LONG_BYTES:
+                outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
+                continue
             content = self._content(file)
             kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
             if kept != content:

@@ -204,6 +204,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     ],
     "torch.cuda.memory._record_memory_history": [snapshot],
     "torch.cuda.memory._dump_snapshot": [snapshot],
+    "torch._assert_async": [lambda _: private_torch.assert_on_device(torch.ones(()), "never")],
     "torch._has_compatible_shallow_copy_type": [lambda _: private_torch.takes_data(torch.ones(1), torch.ones(1))],
 }
 """What needs each name. It works where nothing is missing, and raises the name without it."""
