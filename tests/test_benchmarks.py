@@ -174,6 +174,7 @@ def test_energy_is_that_of_steps_without_pause(monkeypatch: pytest.MonkeyPatch) 
         power.draw(lambda: None, 0.05, 0.01)
 
 
+@pytest.mark.exhaustive
 def test_what_logging_costs_is_told():
     """In a process of its own, for a group of processes is made there."""
     found = subprocess.run(

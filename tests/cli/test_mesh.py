@@ -12,11 +12,12 @@ from quantshard.trainer.settings.mesh import MeshSpec
 @pytest.mark.parametrize(
     ("text", "axes", "canonical"),
     [
-        ("dp_replicate=1,dp_shard=2,tp=2", MeshSpec(1, 2, 2), "dp_shard=2,tp=2"),
-        ("dp_shard=4", MeshSpec(1, 4, 1), "dp_shard=4"),
-        ("tp=2", MeshSpec(1, 1, 2), "dp_shard=1,tp=2"),
-        (" tp = 3 , dp_replicate=2", MeshSpec(2, 1, 3), "dp_replicate=2,dp_shard=1,tp=3"),
+        ("dp_replicate=1,dp_shard=2,tp=2", MeshSpec(dp_shard=2, tp=2), "dp_shard=2,tp=2"),
+        ("dp_shard=4", MeshSpec(dp_shard=4), "dp_shard=4"),
+        ("tp=2", MeshSpec(tp=2), "dp_shard=1,tp=2"),
+        (" tp = 3 , dp_replicate=2", MeshSpec(dp_replicate=2, tp=3), "dp_replicate=2,dp_shard=1,tp=3"),
         ("dp_shard=1", MeshSpec(), "dp_shard=1"),
+        ("ep=2,dp_shard=3", MeshSpec(dp_shard=3, ep=2), "dp_shard=3,ep=2"),
     ],
 )
 def test_understood(text, axes, canonical):
@@ -28,7 +29,7 @@ def test_understood(text, axes, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp=2", "there is no axis 'pp'; use dp_replicate, dp_shard, tp"),
+        ("pp=2", "there is no axis 'pp'; use dp_replicate, dp_shard, ep, tp"),
         ("dp_shard=2,tp=0", "tp = 0 must be 1 or more"),
         ("tp=2,tp=2", "the axis tp is named twice"),
         ("dp_shard", "'dp_shard' does not give an axis its number"),

@@ -18,7 +18,7 @@ SIZES = (
     "--warmup 1 --steps 4 --save-every 2 --ema 0.5"
 )
 CASES = {
-    "ep=2": ("layers.0=nvfp4,*=delayed --preset lean8", {"dp_shard=1": 1, "dp_shard=3": 3, "ep=2": 2}),
+    "ep=2": ("layers.0=nvfp4,*=delayed --preset lean8", {"dp_shard=3": 3, "ep=2": 2}),
     "dp_shard=1": ("mxfp8", {"ep=2": 2}),
     "dp_shard=2,ep=2": ("delayed --optimizer muon", {"dp_replicate=2,ep=2": 4, "ep=2": 2}),
 }
