@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
+from benchmarks.host import without_garbage_collection
 from quantshard import kernel_dispatch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
@@ -264,14 +265,14 @@ class Operations(TorchDispatchMode):
 
 
 def counted(run):
-    """Python calls and operations."""
+    """Python calls and operations, but for those of freeing what other tests left."""
     calls = Counter()
 
     def profile(frame, event, _):
         if event == "call":
             calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
 
-    with Operations() as operations:
+    with without_garbage_collection(), Operations() as operations:
         sys.setprofile(profile)
         try:
             run()
