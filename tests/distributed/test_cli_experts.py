@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
+from quantshard.trainer.models.flops import flops_of_token
+from quantshard.trainer.models.model import ModelSpec, build
+from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard
+from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses
 
 pytestmark = pytest.mark.distributed
 
 SIZES = (
-    "--hidden 32 --heads 2 --layers 2 --ffn 48 --experts 4 --seq-length 16 --global-batch 12 --eval-sequences 4 "
+    "--hidden 32 --heads 2 --layers 2 --ffn 48 --experts 6 --seq-length 16 --global-batch 12 --eval-sequences 4 "
     "--warmup 1 --steps 4 --save-every 2 --ema 0.5"
 )
 CASES = {
     "ep=2": ("layers.0=nvfp4,*=delayed --preset lean8", {"dp_shard=3": 3, "ep=2": 2}),
-    "dp_shard=1": ("mxfp8", {"ep=2": 2}),
+    "dp_shard=1": ("mxfp8", {"ep=2": 2, "ep=3": 3}),
     "dp_shard=2,ep=2": ("delayed --optimizer muon", {"dp_replicate=2,ep=2": 4, "ep=2": 2}),
 }
 """By the mesh of a run: its recipe and other flags, and the meshes that it goes on on, with their processes."""
@@ -30,22 +36,40 @@ def test_runs_go_on_on_any_mesh(tmp_path: Path, mesh: str) -> None:
     """1 to 4 ranks: what is loaded has the bits of what was saved; on the same mesh the run has the same end."""
     (flags, others), text, whole = CASES[mesh], tmp_path / "text.txt", tmp_path / "whole"
     text.write_text(Path(__file__).read_text() * 2)
-    told = quantshard(
+    done = quantshard(
         "train", "--run", whole, "--data", text, "--mesh", mesh, *SIZES.split(), "--recipe", *flags.split()
     )
-    assert told.returncode == 0, told.stderr
+    assert done.returncode == 0, done.stderr
     for other, ranks in others.items():
         run, copied = tmp_path / other, tmp_path / f"loaded {other}"
         shutil.copytree(whole, run)
         shutil.rmtree(run / "checkpoints" / "step-000004")
-        told = quantshard("resume", run, "--nproc-per-node", ranks, "--mesh", other, "--copy-to", copied)
-        assert told.returncode == 0, told.stderr
+        done = quantshard("resume", run, "--nproc-per-node", ranks, "--mesh", other, "--copy-to", copied)
+        assert done.returncode == 0, done.stderr
         assert compare(whole / "checkpoints" / "step-000002", copied).equal, other
         ends = [losses(each)[-1]["heldout_loss"] for each in (whole, run)]
         if other == mesh:
             assert losses(run) == losses(whole)
             assert compare(*(each / "checkpoints" / "step-000004" for each in (whole, run))).equal
         assert ends[0] == pytest.approx(ends[1], rel=0.01)  # sums in another order, activations scaled by process
+
+
+def flops_on(mesh: str) -> float | None:
+    """FLOP of a token, by a rank's model."""
+    settings = replace(
+        TrainSettings(), hidden=32, heads=2, layers=2, ffn=48, experts=6, recipe="mxfp8", mesh=mesh
+    ).resolved()
+    spec = ModelSpec(settings)
+    model = spec.described() if not mesh else build(spec, MeshSpec.parse(mesh).device_mesh("cpu"))
+    return flops_of_token(model, settings, None)
+
+
+def test_flops_are_those_of_all_experts() -> None:
+    """2 and 3 ranks, each of which has some of them."""
+    wanted = flops_on("")
+    assert wanted
+    for ranks in (2, 3):
+        assert run_ranks(ranks, flops_on, f"ep={ranks}") == [wanted] * ranks
 
 
 def test_as_in_one_process(tmp_path: Path) -> None:
@@ -55,8 +79,8 @@ def test_as_in_one_process(tmp_path: Path) -> None:
     for mesh in ("dp_shard=1", "ep=2"):
         run = tmp_path / mesh
         flags = f"--mesh {mesh} {SIZES} --recipe bf16 --params-dtype float32 --clip 0.5"
-        told = quantshard("train", "--run", run, "--data", text, *flags.split())
-        assert told.returncode == 0, told.stderr
+        done = quantshard("train", "--run", run, "--data", text, *flags.split())
+        assert done.returncode == 0, done.stderr
         found.append([(each["loss"], each["grad_norm"]) for each in losses(run)])
     one, spread = found
     assert len(one) == 4 and all(norm > 0.5 for _, norm in one)

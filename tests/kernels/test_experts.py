@@ -216,6 +216,18 @@ def test_plain_weights_and_counts_on_the_device(splits: str, bias: bool) -> None
         assert rows[int(name[-1])] or not grad.count_nonzero()
 
 
+def test_a_gradient_that_is_not_finite_stays_with_its_expert() -> None:
+    """Of plain weights too."""
+    torch.manual_seed(3)
+    layer = qs.GroupedLinear(4, 48, OUT, params_dtype=torch.bfloat16, device=DEVICE)
+    dy = values(1, 12, OUT)
+    dy[7, 5] = torch.inf  # the third expert's
+    y = layer(values(0, 12, 48), torch.tensor([7, 0, 1, 4], device=DEVICE))
+    found = torch.autograd.grad(y, tuple(layer.parameters()), dy)
+    for (name, _), grad in zip(layer.named_parameters(), found, strict=True):
+        assert bool(grad.isfinite().all()) == (name[-1] != "2"), name
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
 def test_counts_on_the_device_are_read_where_experts_go_one_by_one(recipe: str, calls: list[int]) -> None:
     """Not in silence: strict refuses. Rows of 33 elements are not aligned for PyTorch's product."""

@@ -4,7 +4,7 @@
     dx[i] = dy[i] @ w[e]
     dw[e] = sum of dy[i]^T x[i],  db[e] = sum of dy[i]    over the rows i of e
 
-For counts of rows that lie on the device: one by one, the host would have to know them.
+For counts of rows that lie where kernels read them: one by one, the host would have to know them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import private_torch
+from quantshard import kernels, private_torch
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+
+if kernels.USABLE:
+    from quantshard.kernels.experts import grouped as grouped_kernel
+    from quantshard.kernels.experts.segments import ExpertSegments
 
 ALIGNMENT = 16
 """Bytes that a row of an operand is a multiple of."""
@@ -45,28 +49,30 @@ class _PlainExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Tensor, experts: int, *tensors: Tensor) -> Tensor:
         x, weights, biases = private_torch.plain(x), tensors[:experts], tensors[experts:]
-        private_torch.assert_on_device(
-            (counts.sum() == x.shape[0]) & (counts >= 0).all(),
-            f"m_splits has an entry below 0, or does not sum to the {x.shape[0]} rows of the input",
-        )
-        ends = counts.cumsum(0, dtype=torch.int32)
-        ctx.save_for_backward(x, ends, *weights)
-        ctx.bias_dtype = biases[0].dtype if biases else None
+        segments = ExpertSegments.of_tensor(counts, x.shape[0])
+        ctx.segments, ctx.bias_dtype = segments, biases[0].dtype if biases else None
+        ctx.save_for_backward(x, *weights)
+        ends = _ends(segments)
         y = F.grouped_mm(x, torch.stack(weights).mT, offs=ends)
         return y + torch.stack(biases)[_experts_of(ends, x)].to(y.dtype) if biases else y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, ends, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
+        ends = _ends(ctx.segments)
         dy, needs, experts = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad[3:], len(weights)
         dx = F.grouped_mm(dy, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
         found: list[Tensor | None] = [None] * len(needs)
         if any(needs[:experts]):
             found[:experts] = F.grouped_mm(dy.mT, x, offs=ends).unbind()
         if any(needs[experts:]):
-            ones = (_experts_of(ends, x) == torch.arange(experts, device=x.device)[:, None]).to(dy.dtype)
-            found[experts:] = (ones @ dy).to(ctx.bias_dtype).unbind()
+            found[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
         return dx, None, None, *(value if needed else None for value, needed in zip(found, needs, strict=True))
+
+
+def _ends(segments: ExpertSegments) -> Tensor:
+    """The row after each expert's last, as PyTorch's product takes it: int32 [experts]."""
+    return segments.spans[:, 2].to(torch.int32)
 
 
 def _experts_of(ends: Tensor, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quantshard.foreign import FieldReader
+from quantshard.modules import GroupedLinear
 from quantshard.trainer.models.model import Embedding
 from quantshard.trainer.settings.config import TrainSettings
 
@@ -32,15 +33,16 @@ def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Map
         return None
     tables, others = set[int](), set[int]()
     for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            continue  # a token meets some of its experts, of which other processes may hold others
         (tables if isinstance(module, nn.Embedding | Embedding) else others).update(
             id(param) for param in module.parameters(recurse=False)
         )
     if settings.tied and configuration is None:
         others.add(id(params[0]))  # the embedding, which is the head too
-    weights = float(sum(param.numel() for param in params if param.ndim == 2 and (id(param) not in tables - others)))
-    if settings.experts and configuration is None:  # a token meets some of them
-        of_experts = 3 * settings.layers * settings.experts * settings.hidden * settings.ffn
-        weights -= of_experts * (1 - settings.experts_per_token / settings.experts)
+    weights = float(sum(param.numel() for param in params if param.ndim == 2 and id(param) in others))
+    if settings.experts and configuration is None:
+        weights += 3 * settings.layers * settings.experts_per_token * settings.hidden * settings.ffn
     return 6.0 * weights + 12.0 * heads * settings.seq_length
 
 

@@ -34,7 +34,7 @@ class ExpertMixture(nn.Module):
         self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
         self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
 
-    def spread(self) -> list[nn.Module]:
+    def expert_layers(self) -> list[nn.Module]:
         """The layers of experts, in the order in which they run."""
         return [self.gate, self.up, self.down]
 

@@ -314,7 +314,7 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
         if settings.compile:
             layer.compile()
         if parts.ep is not None:
-            fully_shard(cast(MixtureLayer, layer).mlp.spread(), mesh=parts.experts, **how)
+            fully_shard(cast(MixtureLayer, layer).mlp.expert_layers(), mesh=parts.experts, **how)
         fully_shard(layer, mesh=parts.data, **how)
     fully_shard(model, mesh=parts.data, **how)
     _prefetch(layers)
