@@ -2,7 +2,7 @@
 
     python benchmarks/convergence_corpus.py CORPUS
     python benchmarks/convergence.py CORPUS RESULTS.jsonl --arms bf16:0,current:0 [--minutes 9] [--work DIR]
-                                     [--model moe-small] [--steps 1500] [--batch 64] [--eager]
+                                     [--model moe-small] [--steps 1500] [--batch 64] [--eval-sequences 96] [--eager]
     python benchmarks/convergence_table.py RESULTS.jsonl --plot curves.svg
 
 A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), or a mixture of experts of
@@ -341,8 +341,8 @@ def work_folder(work: Path, name: str, seed: int, settings: TrainSettings) -> Pa
     return work / folder
 
 
-def chosen_settings(model: str, steps: int, batch: int) -> TrainSettings:
-    """Of a model, with a schedule that ends at `steps` and batches of so many sequences.
+def chosen_settings(model: str, steps: int, batch: int, evaluated: int = SMALL.eval_sequences) -> TrainSettings:
+    """Of a model, with a schedule that ends at `steps`, batches of so many sequences, and so many `evaluated`.
 
     Raises:
         ValueError: a batch cannot be taken in parts of equal size.
@@ -352,7 +352,8 @@ def chosen_settings(model: str, steps: int, batch: int) -> TrainSettings:
         raise ValueError(f"--batch {batch} cannot be taken in {parts} equal parts of at most {PART} sequences")
     schedule = {"steps": steps, "decay_steps": steps, "warmup": steps // WARMUP_SHARE}
     sizes = {"kv_heads": 0, **SIZES[model]} if model == MIXTURE else {}
-    return replace(SMALL, **sizes, **schedule, global_batch=batch, micro_batches=parts).resolved()
+    batches = {"global_batch": batch, "micro_batches": parts, "eval_sequences": evaluated}
+    return replace(SMALL, **sizes, **schedule, **batches).resolved()
 
 
 def main() -> None:
@@ -366,8 +367,9 @@ def main() -> None:
     parser.add_argument("--model", choices=(DENSE, MIXTURE), default=DENSE)
     parser.add_argument("--steps", type=int, default=SMALL.steps, help="at which the schedule ends")
     parser.add_argument("--batch", type=int, default=SMALL.global_batch, help="sequences of a step")
+    parser.add_argument("--eval-sequences", type=int, default=SMALL.eval_sequences, help="of which held-out loss is")
     asked = parser.parse_args()
-    asked.settings = chosen_settings(asked.model, asked.steps, asked.batch)
+    asked.settings = chosen_settings(asked.model, asked.steps, asked.batch, asked.eval_sequences)
     until = time.monotonic() + 60 * asked.minutes
     for each in asked.arms.split(","):
         name, _, seed = each.rpartition(":")

@@ -5,7 +5,8 @@
 CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a decoder that is
 built by sizes, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe,
 optimizer, how masters and moments are kept, what is kept of activations; its rate, warmup and seed are what the table
-compares at. Rates are medians of the steps after the third.
+compares at. A run that went on by another recipe is named by both, as `nvfp4, current from 80 %`. Rates are medians of
+the steps after the third.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import datetime
 import json
 import math
 import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,11 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     if told[:8] != corpus_hash(corpus):
         raise ValueError(f"{folder} was trained on a file of SHA-256 {told}, which is not train.bin of {corpus}")
     size = json.loads(run.parameters.read_text())["parameter"]
-    start = json.loads(run.starts.read_text().splitlines()[-1])["environment"]
+    starts = [json.loads(line) for line in run.starts.read_text().splitlines()]
+    start = starts[-1]["environment"]
     tokens = settings.global_batch * settings.seq_length
     return {
-        "arm": _arm(settings),
+        "arm": _arm(settings, starts),
         "seed": settings.seed,
         "model": settings.model or f"{settings.architecture} {settings.layers}x{settings.hidden}",
         "corpus": corpus_hash(corpus),
@@ -76,13 +80,20 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def _arm(settings: TrainSettings) -> str:
+def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = ()) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
     states = next((name for name, options in STATES.items() if options == settings.state_options), None)
     if states is None:
         raise ValueError(f"no arm's name tells how masters and moments are kept: {settings.state_options}")
-    return " ".join(filter(None, (settings.recipe, optimizer, states, stored)))
+    return " ".join(filter(None, (_recipes(settings, starts), optimizer, states, stored)))
+
+
+def _recipes(settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> str:
+    """The recipe that a run began by, and the others, each with the share of the steps that were done before it."""
+    found = [(start["step"], start["recipe"]) for start in starts if "recipe" in start] or [(0, settings.recipe)]
+    later = [(step, recipe) for (_, before), (step, recipe) in pairwise(found) if recipe != before]
+    return ", ".join([found[0][1], *(f"{recipe} from {100 * step / settings.steps:.0f} %" for step, recipe in later)])
 
 
 def main() -> None:

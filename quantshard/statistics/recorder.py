@@ -225,9 +225,13 @@ class Statistics:
         for place, number in enumerate(order):
             weight, (role, _) = self._names.weights[number // len(KINDS)], KINDS[number % len(KINDS)]
             places.setdefault((weight, role.value), place)
+            places.setdefault((_module(weight), role.value), place)  # where other ranks have seen their experts
         bad = [row for row in rows if row.nonfinite]
         if bad:
-            first = min(bad, key=lambda row: places.get((row.name, row.role), len(places)))
+            at = [
+                places.get((row.name, row.role), places.get((_module(row.name), row.role), len(order))) for row in bad
+            ]
+            first = bad[at.index(min(at))]
             share = first.nonfinite or 0.0
             yield Alarm(
                 "nan", first.name, share,
@@ -254,6 +258,10 @@ class Statistics:
             self._sample.stop()
             self._sample = None
         self.every = 0
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
 
 
 def _saturated(row: StatisticsRow) -> float:

@@ -45,8 +45,8 @@ class ModelNames:
         if group is not None:
             told = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, mine, group=group)
-        self.sizes = {name: size for sizes, _ in told for name, size in sizes.items()}
-        self.weights = list(dict.fromkeys(name for _, weights in told for name in weights))
+        self.sizes = _as_in_one_process(sizes for sizes, _ in told)
+        self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in told))
         self.places = {name: place for place, name in enumerate(self.sizes)}
 
     def _weights(self) -> Iterable[str]:
@@ -242,6 +242,16 @@ class StepSample(Observer):
             observation.active = None
         while self._hooks:
             self._hooks.pop().remove()
+
+
+def _as_in_one_process(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What ranks have by names, in the order of the model of one process: modules have one order on all of them, and of
+    the experts of a module each rank the next ones."""
+    by_module: dict[str, dict[str, Any]] = {}
+    for own in told:
+        for name, value in own.items():
+            by_module.setdefault(name.rpartition(".")[0], {})[name] = value
+    return {name: value for each in by_module.values() for name, value in each.items()}
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:

@@ -110,7 +110,6 @@ def test_resolved_fills_in_what_follows():
             "experts = 0, but mesh = dp_shard=1,ep=2 spreads them over ep = 2 processes; take a multiple",
         ),
         ({"experts": 4, "mesh": "ep=3"}, "experts = 4, but mesh = dp_shard=1,ep=3 spreads them over ep = 3"),
-        ({"experts": 4, "mesh": "ep=2", "statistics_every": 5}, "figures of experts that are spread over processes"),
         (
             {"experts": 4, "recipe": "nvfp4", "cuda_graphs": True},
             "experts by 'nvfp4' go one by one, for which the host",

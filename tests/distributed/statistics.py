@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
-from quantshard.statistics import Statistics, first_nonfinite
+from quantshard.statistics import Alarm, Statistics, first_nonfinite
 
 SHAPES = ((96, 300), (300, 257))
 """(in, out): of 257 rows two ranks have 129 and 128, and blocks of 32 are cut."""
@@ -76,19 +76,27 @@ def cut(sequence_parallel: bool) -> Rows:
     return rows
 
 
-def spread_experts() -> Rows:
-    """One step of four experts, over the ranks."""
+def spread_experts(spoiled: int = -1) -> tuple[Rows, list[str]]:
+    """One step of four experts with biases, over the ranks, and of a layer behind them; and the names of alarms.
+    `spoiled`: the expert that has a NaN in its input."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     with qs.quantized_model_init(recipe="block"):
-        experts = qs.GroupedLinear(4, 128, 64, bias=False, params_dtype=torch.bfloat16, device="cpu", ep_mesh=mesh)
-    statistics = Statistics(experts, FusedAdam(experts.parameters(), lr=0.0), every=1)
+        experts = qs.GroupedLinear(4, 128, 64, params_dtype=torch.bfloat16, device="cpu", ep_mesh=mesh)
+        behind = qs.Linear(64, 32, params_dtype=torch.bfloat16, device="cpu")
+    model = nn.ModuleDict({"experts": experts, "behind": behind})
+    alarms: list[Alarm] = []
+    optimizer = FusedAdam(model.parameters(), lr=0.0)
+    statistics = Statistics(model, optimizer, every=1, on_alarm=alarms.append)
     mine = [_values(128, 10 + number)[: 8 + number] for number in experts.local_gemms]
+    for number, rows in zip(experts.local_gemms, mine, strict=True):
+        rows[0, 0] = math.nan if number == spoiled else rows[0, 0]
     with qs.autocast(recipe="block"):
-        experts(torch.cat(mine), [len(rows) for rows in mine]).float().square().sum().backward()
+        behind(experts(torch.cat(mine), [len(rows) for rows in mine])).float().square().sum().backward()
+    optimizer.step()
     (rows,) = _rows(statistics)
-    return rows
+    return rows, [alarm.name for alarm in alarms if alarm.kind == "nan"]
 
 
 def spoiled() -> list[str]:

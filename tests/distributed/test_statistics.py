@@ -76,11 +76,20 @@ def test_tensor_parallel_pieces_have_the_numbers_of_one_rank(sequence_parallel):
 
 
 def test_experts_of_other_ranks_are_told_too():
-    """1 and 2 ranks: every rank tells of all experts."""
-    one, two = (alike(run_ranks(ranks, spread_experts)) for ranks in (1, 2))
-    assert {name for name, _ in two} == {f"weight{number}" for number in range(4)}
-    for place in one:
-        agree(two[place], one[place], but=("wgrad",))
+    """1, 2 and 4 ranks: every rank tells of all experts, in the order of one process."""
+    one, two, four = (alike([rows for rows, _ in run_ranks(ranks, spread_experts)]) for ranks in (1, 2, 4))
+    assert {f"experts.{leaf}{number}" for number in range(4) for leaf in ("weight", "bias")} < {name for name, _ in two}
+    assert list(one) == list(two) == list(four)
+    for place in (place for place in one if place[0].startswith("experts.weight")):
+        for more in (two, four):
+            agree(more[place], one[place], but=("wgrad",))
+
+
+def test_what_an_expert_of_another_rank_has_spoiled_is_named():
+    """1 and 2 ranks: not the layer behind it, which all ranks see."""
+    for ranks in (1, 2):
+        for _, alarms in run_ranks(ranks, spread_experts, 3):
+            assert alarms == ["experts.weight3"]
 
 
 def test_a_nan_of_one_rank_is_named_on_all():

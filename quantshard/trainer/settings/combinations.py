@@ -24,7 +24,6 @@ _ASKED: Final[dict[str, _Asked]] = {
     "activation_storage = 'fp8'": lambda settings: settings.stores_codes,
     "tp in the mesh": lambda settings: bool(settings.mesh) and MeshSpec.parse(settings.mesh).tp > 1,
     "ep in the mesh": lambda settings: bool(settings.mesh) and MeshSpec.parse(settings.mesh).ep > 1,
-    "statistics": lambda settings: settings.statistics_every > 0,
     "compile": lambda settings: settings.compile,
 }
 """What a message calls a setting, and whether it is asked for."""
@@ -74,11 +73,6 @@ def _check_experts(settings: Any) -> None:
         raise ConfigurationError(
             f"experts_per_token = {settings.experts_per_token}, but there are experts = {settings.experts}, and a "
             "token goes to different ones"
-        )
-    if _ASKED["ep in the mesh"](settings) and _ASKED["statistics"](settings):
-        raise ConfigurationError(
-            f"statistics_every = {settings.statistics_every}, and figures of experts that are spread over processes "
-            "(ep in the mesh) are not put together here; leave one out"
         )
     for recipe in LayerRecipes.parse(settings.recipe).recipes.values() if settings.cuda_graphs else ():
         if recipe.table and backend.block_together(recipe) is None:
