@@ -15,6 +15,7 @@ import argparse
 import datetime
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from rich.live import Live
 
+from quantshard.errors import ConfigurationError
 from quantshard.report.live import LiveView
 from quantshard.terminal.screen import Screen
 from quantshard.trainer import worker
@@ -71,8 +73,12 @@ def recorded(trainer: Trainer, steps: int) -> list[float]:
 
 
 def tracked(trainer: Trainer, steps: int, **asked: object) -> list[float]:
-    """Of `Trainer.record` with the trackers that are asked for."""
-    trainer.trackers = open_trackers(replace(trainer.settings, **asked), trainer.run, 0)  # type: ignore[arg-type]
+    """Of `Trainer.record` with the trackers that are asked for; of none, where their package is not installed."""
+    try:
+        trainer.trackers = open_trackers(replace(trainer.settings, **asked), trainer.run, 0)  # type: ignore[arg-type]
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return []
     try:
         return recorded(trainer, steps)
     finally:
@@ -150,6 +156,8 @@ def main() -> None:
     print(f"| a step | us, median | us, mean | of {arguments.of_step_ms:g} ms, median |")
     print("|---|---|---|---|")
     for name, times in rows(arguments).items():
+        if not times:
+            continue
         share = median(times) / (arguments.of_step_ms * 1000)
         print(f"| {name} | {median(times):.0f} | {mean(times):.0f} | {share:.2%} |")
 

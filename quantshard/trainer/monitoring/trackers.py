@@ -125,21 +125,28 @@ class TensorBoardTracker:
     """Event files in the run's folder `tensorboard`."""
 
     def __init__(self, run: RunDir, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # imports the package of the extra
+        from tensorboard.compat.proto.summary_pb2 import Summary  # the package of the extra
+        from torch.utils.tensorboard import SummaryWriter
 
         outputs.make_folder(run.tensorboard)
         self.writer = SummaryWriter(str(run.tensorboard), purge_step=done + 1 if done else None)
+        self._files: Any = self.writer.file_writer
+        self._summary = Summary
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
         """Take a record of `metrics.jsonl`."""
-        for name, value in entry.items():
-            if name != "step" and isinstance(value, int | float):
-                self.writer.add_scalar(name, value, step_of(entry))
+        numbers = {name: each for name, each in entry.items() if name != "step" and isinstance(each, int | float)}
+        self._add(numbers, step_of(entry))
+
+    def _add(self, figures: Mapping[str, float], step: int | None) -> None:
+        """All of a step as one event; `add_scalar` makes one of each, and takes six times as long."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        if values:
+            self._files.add_summary(self._summary(value=values), step)
 
     def statistics(self, record: Mapping[str, Any]) -> None:
         """Take a record of `statistics.jsonl`."""
-        for name, value in figures_of(record):
-            self.writer.add_scalar(name, value, step_of(record))
+        self._add(dict(figures_of(record)), step_of(record))
         for alarm in record.get("alarms", ()):
             self.writer.add_text(f"alarm/{alarm.get('kind')}", str(alarm.get("text")), step_of(record))
 
