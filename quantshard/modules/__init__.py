@@ -6,6 +6,7 @@ from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts.context import autocast, quantized_model_init
 from quantshard.modules.contexts.recompute import checkpoint
 from quantshard.modules.graphs.callables import make_graphed_callables
+from quantshard.modules.graphs.step_graph import StepGraph
 from quantshard.modules.grouped_linear import GroupedLinear
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
@@ -25,6 +26,7 @@ __all__ = [
     "MultiheadAttention",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "StepGraph",
     "TransformerLayer",
     "apply_rotary_pos_emb",
     "autocast",

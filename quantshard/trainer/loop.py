@@ -14,8 +14,8 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import checkpoints
 from quantshard.checkpoints.requantize import RequantizedWarning
-from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.modules import capturable_
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.models import flops, initialization
@@ -43,7 +43,6 @@ from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import learning_rate
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import TP, SequenceShare
-from quantshard.trainer.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -101,10 +100,8 @@ class Trainer:
         if init_from == "" and configuration is not None:
             self.begun = f"began with random weights of the model of {settings.model}"
         self.optimizer = make_optimizer(self.model, settings)
-        self._captured = StepGraph(self._stepped) if settings.cuda_graphs else None
         check_graphs(settings, place.device)
-        if settings.cuda_graphs:
-            capturable_(self.model)
+        self._graph = StepGraph(self._stepped, self.model, self.optimizer, enabled=settings.cuda_graphs)
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
@@ -123,15 +120,28 @@ class Trainer:
         sampled = statistics is not None and statistics.is_sampling
         around = statistics.whole_step if statistics is not None and sampled else nullcontext
         eagerly = sampled and self.settings.experts  # who shows the rows of each expert reads how many there are
-        if self._captured is not None and not eagerly:
-            sums = self._captured(batch, stop, around)
-        else:
+        if eagerly:
             with around():
                 sums = self._stepped(batch, stop)
+        else:
+            sums = self._graphed(around, batch, stop)
         if statistics is not None:
             statistics.settle()  # of the step before, while the device works on this one
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+
+    def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
+        """`_stepped`, as a CUDA graph, if it is to be."""
+        try:
+            sums: Tensor = self._graph.within(around, batch, stop)
+        except UnsupportedOperationError as error:
+            if not self.settings.cuda_graphs:
+                raise
+            raise UnsupportedOperationError(
+                f"{error}; start again without --cuda-graphs, or, if there is a checkpoint, go on with: quantshard "
+                "resume RUN --no-cuda-graphs"
+            ) from error
+        return sums
 
     def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
         """What the device does in a step: float64 sums, over the processes, of losses, squares of gradients and
@@ -287,8 +297,7 @@ class Trainer:
         if done < settings.steps:
             self.sample(done)
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
-        captured = nullcontext() if self._captured is None else closing(self._captured)
-        with statistics, self.progress.running(done), closing(self.loader), captured, profile:
+        with statistics, self.progress.running(done), closing(self.loader), self._graph, profile:
             for step in range(done + 1, settings.steps + 1):
                 began = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.errors import UnsupportedOperationError
-from quantshard.trainer import loop, step_graph, worker
+from quantshard.modules.graphs import step_graph
+from quantshard.trainer import loop, worker
 from quantshard.trainer.monitoring.statistics import RunStatistics
 from tests.distributed import commands
 from tests.distributed.commands import quantshard
@@ -43,6 +43,7 @@ def rerun(run: str, order: str) -> tuple[str, str]:
         with (
             patch.object(loop, "check_graphs", unchecked),
             patch.object(step_graph, "recorded", Replay),
+            patch.object(step_graph, "_device", lambda model: torch.device("cpu")),
             patch.object(RunStatistics, "whole_step", seen_once),
         ):
             told = _work(run, order)
@@ -110,34 +111,6 @@ def test_replays_are_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank
     assert lines[0] == lines[1] and '"step": 6' in lines[0]
 
 
-def test_a_graph_reads_what_was_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays read one address; the first steps read their own, and so do the first within a context, which has a graph
-    of its own."""
-    graphs: list[object] = []
-    monkeypatch.setattr(step_graph, "recorded", lambda work: graphs.append(work) or work)
-    read: list[int] = []
-    within: list[int] = []
-
-    @contextmanager
-    def sampled() -> Iterator[None]:
-        within.append(len(read))
-        yield
-
-    def work(batch: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
-        read.append(batch.data_ptr())
-        return batch + flag
-
-    step = step_graph.StepGraph(work)
-    batches = [torch.tensor([float(number)]) for number in range(10)]
-    found = [
-        step(batch, torch.ones(()), *([sampled] if number % 2 else [])).item() for number, batch in enumerate(batches)
-    ]
-    assert found == [batch.item() + 1 for batch in batches] and within == [1, 3, 5, 7, 9]
-    own = [read[number] == batch.data_ptr() for number, batch in enumerate(batches)]
-    assert own == [True] * 4 + [False] * 6 and len(set(read[4:])) == 1
-    assert len(graphs) == 2
-
-
 def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text(Path(__file__).read_text())
@@ -149,18 +122,3 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         one_line(quantshard(*start, *more), says)
         assert not (tmp_path / "run").exists()
-
-    def fail() -> torch.Tensor:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    class Graph:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Graph)
-    with pytest.raises(UnsupportedOperationError, match=r"be captured .operation not permitted.*without --cuda-"):
-        step_graph.recorded(fail)

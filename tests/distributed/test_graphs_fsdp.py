@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -148,6 +149,36 @@ def held(training: Training) -> dict[str, str]:
     for index, entries in training.optimizer.state_dict()["state"].items():
         tensors.update({f"{index}.{key}": value for key, value in entries.items() if isinstance(value, Tensor)})
     return {name: sha(private_torch.local_tensor(tensor)) for name, tensor in tensors.items()}
+
+
+def graphed_and_eager(recipe: str) -> tuple[bool, bool]:
+    """Whether the losses of a `StepGraph` are those of eager steps, and whether the state is; of two lengths, from
+    batches of the host."""
+    eager, graphed = (Training(recipe) for _ in range(2))
+
+    def step(training: Training, x: Tensor) -> Tensor:
+        training.x = x.to(DEVICE)
+        training.step()
+        return training.loss
+
+    losses: list[list[float]] = [[], []]
+    with qs.StepGraph(partial(step, graphed), graphed.model, graphed.optimizer) as replayed:
+        for number in range(2 * STEPS):
+            generator = torch.Generator().manual_seed(number * 7 + dist.get_rank())
+            x = torch.randn(TOKENS - 32 * (number % 2), 1, HIDDEN, generator=generator).bfloat16()
+            losses[0].append(step(eager, x).item())
+            losses[1].append(replayed(x).item())
+        assert len(replayed._replays) == 2
+    assert len({*losses[0]}) == 2 * STEPS
+    return losses[0] == losses[1], held(eager) == held(graphed)
+
+
+@pytest.mark.distributed
+@on_ranks
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_a_step_graph_has_the_bits_of_steps(recipe: str, ranks: int) -> None:
+    """1 and 2 ranks: losses and all that is kept; the group ends, since its graphs have gone before."""
+    assert run_ranks(ranks, graphed_and_eager, recipe) == [(True, True)] * ranks
 
 
 @pytest.mark.distributed

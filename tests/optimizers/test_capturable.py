@@ -141,6 +141,7 @@ def test_ten_steps_of_other_optimizers_are_the_same_bits(optimizer_of, states, r
     ten_steps_agree(made)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, and read no memory of the host")
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_ten_steps_of_muon_on_kernels(recipe):
     """Which take what is AdamW's."""
