@@ -152,13 +152,12 @@ REFUSALS: Final[dict[str, Limit]] = {
     "captured shards": Limit(
         "make_graphed_callables does not take parameters that FSDP2 shards",
         "what FSDP2 gathers lies at another address in each pass, and its hooks are no launches",
-        "capture the whole step with torch.cuda.graph, begun and ended while nothing is gathered (docs/graphs.md), or "
-        "replicate the model (DDP)",
+        "capture the whole step with quantshard.StepGraph (docs/graphs.md), or replicate the model (DDP)",
     ),
     "captured replicas": Limit(
-        "make_graphed_callables does not take what DistributedDataParallel wraps together with the wrapper",
-        "its reduction of gradients belongs to the whole backward",
-        "capture the module or its layers, then wrap it",
+        "make_graphed_callables and StepGraph do not take what DistributedDataParallel wraps together with the wrapper",
+        "its reduction of gradients is begun by Python, in hooks of the whole backward",
+        "capture the module or its layers by make_graphed_callables, then wrap it",
     ),
     "captured region": Limit(
         "a captured callable is not called in a checkpointed function",

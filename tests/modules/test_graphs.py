@@ -576,7 +576,7 @@ def test_sharded_parameters_are_refused() -> None:
     """1 rank."""
     (said,) = run_ranks(1, sharded_refusals, None)
     assert len(said) == 5 and all("parameters that FSDP2 shards" in text for text in said[:3])
-    assert "torch.cuda.graph" in said[0] and "with the wrapper" in said[3] and "after the capture" in said[4]
+    assert "quantshard.StepGraph" in said[0] and "with the wrapper" in said[3] and "after the capture" in said[4]
 
 
 def test_the_page(rerun: None) -> None:

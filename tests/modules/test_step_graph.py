@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.graphs import step_graph
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
+from tests.distributed.pool import run_ranks
 
 HIDDEN = 32
 
@@ -163,6 +165,16 @@ def test_another_autocast_around_is_refused() -> None:
         step(batch(3))
 
 
+def test_the_cache_of_an_autocast_around_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    step = qs.StepGraph(training.step, training.model, training.optimizer)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    step(batch(0))
+    step(batch(0))
+    with pytest.raises(ConfigurationError, match=r"is called within torch.autocast, .*enter it in the step"):
+        step(batch(0))
+
+
 def test_gradients_that_a_replay_would_not_leave_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     monkeypatch.setattr(step_graph, "recorded", lambda work: (work(), work)[1])  # Python runs at a capture
@@ -194,6 +206,21 @@ def test_optimizers_whose_rate_a_graph_would_keep_are_refused(monkeypatch: pytes
         qs.StepGraph(print, model, FusedAdam(model.parameters(), lr=1e-3, capturable=True))
     with pytest.raises(ConfigurationError, match=re.escape("StepGraph(optimizer='adam'): it must be")):
         qs.StepGraph(print, model, "adam")  # type: ignore[arg-type]
+
+
+def replicated() -> str:
+    training = Training()
+    model = DistributedDataParallel(training.model, init_sync=False)
+    with pytest.raises(UnsupportedOperationError) as error:
+        qs.StepGraph(print, model, training.optimizer)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_replicas_are_refused() -> None:
+    """1 rank."""
+    [told] = run_ranks(1, replicated)
+    assert "the model" in told and "StepGraph do not take what DistributedDataParallel wraps" in told
 
 
 def test_arguments_of_other_types_are_refused() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard.argument_kinds import CALLABLE, MODULE, OPTIMIZER, check_arguments
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules.capture import capturable_
@@ -64,6 +65,7 @@ class StepGraph:
 
     Raises:
         ConfigurationError: the model is not on a GPU, or an optimizer is not capturable.
+        UnsupportedOperationError: DistributedDataParallel wraps the model.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class StepGraph:
         self._replays: dict[Any, StepReplay] = {}
         self._warned = False
         if enabled:
+            _check_unwrapped(model)
             self._device = _device(model)
             for each in optimizers:
                 _check_capturable(each)
@@ -149,7 +152,11 @@ class StepReplay:
         self, step: Callable[..., Any], model: nn.Module, around: StepContext, args: Any, kwargs: Any,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._device = device
+        if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+            raise ConfigurationError(
+                "StepGraph is called within torch.autocast, which keeps casts of weights, and a graph would read those "
+                "of the first steps; enter it in the step, or with cache_enabled=False"
+            )
         self._held = mapped((tuple(args), dict(kwargs)), lambda each: each.detach().to(device, copy=True))
         self._static = _tensors(*self._held)
         held_args, held_kwargs = self._held
@@ -207,6 +214,12 @@ def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return replay
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise UnsupportedOperationError(limits.refusal("captured replicas", name or "the model"))
 
 
 def _device(model: nn.Module) -> torch.device:
