@@ -1,6 +1,6 @@
 """Forward and backward of GroupedLinear: all experts at once, one by one, and PyTorch's grouped product in BF16.
 
-    python benchmarks/experts.py [--only '128x16,64x256'] [--recipes current,block] [--repeats 20] [--json FILE]
+    python benchmarks/experts.py [--only '128x16;64x256'] [--recipes current,block] [--repeats 20] [--json FILE]
 
 Each token goes to an expert of its own choice, so experts have different numbers of rows. All variants of a shape have
 one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python
@@ -216,7 +216,10 @@ def main() -> None:
     print("| experts x tokens, in, out | variant | ms (min, max) | host ms | of BF16's time | of one by one | off by |")
     print("|---|---|---|---|---|---|---|")
     results = {}
-    for shape in (s for s in SHAPES if s.name.startswith(tuple(asked.only.split(";")))):
+    chosen = [shape for shape in SHAPES if shape.name.startswith(tuple(asked.only.split(";")))]
+    if not chosen:
+        parser.error(f"--only {asked.only!r} begins none of: {'; '.join(shape.name for shape in SHAPES)}")
+    for shape in chosen:
         found = dict(rows_of(Given.of(shape), asked.recipes.split(","), asked.repeats))
         for name, row in found.items():
             apart = found.get(f"{name.partition(',')[0]}, one by one")
