@@ -159,24 +159,33 @@ def read_regular(
 
 
 def read_json(
-    path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
+    path: Path_,
+    limit: int,
+    *,
+    raising: type[QuantshardError] = ConfigurationError,
+    follow: bool = False,
+    wide: bool = False,
 ) -> dict[str, Any]:
-    """The object in a JSON file; see `read_regular`.
+    """The object in a JSON file; see `read_regular` and `json_object`.
 
     Raises:
         QuantshardError: of the kind `raising`; it cannot be read, or is no JSON object.
     """
-    return json_object(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
+    return json_object(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising, wide)
 
 
-def json_object(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
+def json_object(
+    content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError, wide: bool = False
+) -> dict[str, Any]:
     """The object that is the content of a JSON file; a name that stands in one object twice is refused.
+
+    `wide`: integers beyond 64 bits are read as floats, and not refused. transformers writes int(1e30) for no limit.
 
     Raises:
         QuantshardError: of the kind `raising`; it is not one. `where` it is from is said.
     """
     try:
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer)
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_wide if wide else _integer)
     except (ValueError, RecursionError) as error:
         raise raising(f"{where} is not JSON: {_line(error)}") from None
     if not isinstance(found, dict):
@@ -188,6 +197,11 @@ def _integer(text: str) -> int:
     if len(text) > 20 or not -(1 << 63) <= (found := int(text)) < 1 << 64:
         raise ValueError(f"the number {text:.20} has more than 64 bits")
     return found
+
+
+def _wide(text: str) -> int | float:
+    is_long = len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 64
+    return float(text) if is_long else int(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

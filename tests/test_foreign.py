@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -131,6 +132,14 @@ def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=JSON[content]):
         read_json(tmp_path / "x.json", 10**6, raising=CheckpointError)
+
+
+def test_integers_beyond_64_bits_are_floats_where_other_programs_write_them(tmp_path: Path) -> None:
+    numbers = {"a": int(1e30), "b": -(1 << 63) - 1, "c": (1 << 64) - 1, "d": 7, "e": -(1 << 63)}
+    (tmp_path / "x.json").write_text(json.dumps(numbers))
+    found = read_json(tmp_path / "x.json", 10**6, wide=True)
+    assert found == {**numbers, "a": 1e30, "b": -float(1 << 63)}
+    assert [type(each) for each in found.values()] == [float, float, int, int, int]
 
 
 TOML = {

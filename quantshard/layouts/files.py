@@ -150,7 +150,7 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, longer than `LIMITS` says or not a JSON object.
     """
-    return foreign.read_json(path, LIMITS[kind], raising=CheckpointError)
+    return foreign.read_json(path, LIMITS[kind], raising=CheckpointError, wide=True)
 
 
 class SafetensorsFiles:

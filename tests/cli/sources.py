@@ -39,11 +39,12 @@ def tokenizer_json() -> str:
 
 
 def tokenizer_folder(folder: Path, **config: object) -> Path:
-    """A folder with tokenizer.json and, if anything is to be said there, tokenizer_config.json."""
+    """A folder with tokenizer.json and, if anything is to be said there, tokenizer_config.json, as transformers writes
+    it: of what has no length, the length is int(1e30)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     if config:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": int(1e30)}))
     return folder
 
 
