@@ -302,11 +302,12 @@ class QuantshardQuantizer(HfQuantizer):
         self.serialized_names = {"weight": list(dict.fromkeys(["weight", *files.layout_keys(self.layout)]))}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.remove_quantization_config(model)  # from here on it is a converted model, as any other
         # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
         loaded: Any = model
+        conversions = [each for each in getattr(model, "_weight_conversions", ()) if not _fills(each)]
+        self.remove_quantization_config(model)  # from here on it is a converted model, as any other
         del loaded._get_dtype_plan
-        loaded._weight_conversions = [each for each in loaded._weight_conversions if not _fills(each)]
+        loaded._weight_conversions = conversions  # which 5.24 removes with the configuration, though a save reads them
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")
         empty = [name for name, layer in self.layers.items() if components.quantized_local(layer.weight) is None

@@ -49,8 +49,8 @@ class StepGraph:
 
     The model may be on one GPU, sharded by FSDP2, or tensor parallel: collectives are in the graph. Arguments are
     tensors and constants, alone or in tuples, lists and dicts; tensors are copied to where the graph reads them,
-    those of the host to the GPU. Of other shapes, dtypes or constants there is another graph, after two more eager
-    steps. Tensors that the step returns are copies, without a graph of autograd, which later steps do not change.
+    those of the host to the GPU. Of other shapes, dtypes or constants there is another graph, after two or three more
+    eager steps. Tensors that the step returns are copies, without a graph of autograd, which later steps do not change.
 
     A graph repeats what the device was given, and no Python: what the step reads of the host (numbers of a schedule,
     `if loss > 3`) is as it was at the capture. Learning rates must be tensors, as `capturable=True` makes them; a
@@ -84,7 +84,7 @@ class StepGraph:
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
         self._replays: dict[Any, StepReplay] = {}
-        self._warned = False
+        self._warned = self._has_captured = False
         if enabled:
             _check_unwrapped(model)
             self._device = _device(model)
@@ -114,16 +114,18 @@ class StepGraph:
         replay = self._replays.get(key)
         if replay is None:
             count = self._eager.get(key, 0)
-            if count < WARMUP or len(self._replays) >= MOST_GRAPHS:
-                self._eager[key] = count + 1
-                self._warn_of_many(count, args, kwargs)
+            # what an optimizer's graph holds is allocated by an eager step, so one must come between two captures
+            if count < WARMUP or self._has_captured or len(self._replays) >= MOST_GRAPHS:
+                self._eager[key], self._has_captured = count + 1, False
+                self._warn_of_many(args, kwargs)
                 with around():
                     return self._step(*args, **kwargs)
             replay = self._replays[key] = StepReplay(self._step, self._model, around, args, kwargs, self._device)
+            self._has_captured = True
         return replay(args, kwargs)
 
-    def _warn_of_many(self, count: int, args: Any, kwargs: Any) -> None:
-        if count < WARMUP or self._warned:
+    def _warn_of_many(self, args: Any, kwargs: Any) -> None:
+        if len(self._replays) < MOST_GRAPHS or self._warned:
             return
         self._warned = True
         last = ", ".join(f"{name} = {_shown(value)}" for name, value in _named(args, kwargs))
