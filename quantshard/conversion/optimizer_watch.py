@@ -13,6 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quantshard.modules.base import weight_watch
 from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
@@ -50,6 +51,7 @@ def note_forward(model: nn.Module) -> None:
     if watch.forwards in _LOOKS:
         optimizers = components.living_optimizers()
         if _told_of_replaced(watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
+            weight_watch.leave_out(model.modules())
             end(model)
         elif watch.forwards == _LOOKS[-1]:
             end(model)

@@ -23,7 +23,7 @@ from quantshard.distributed import distribute, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.modules.base import devices, inputs
+from quantshard.modules.base import devices, inputs, weight_watch
 from quantshard.modules.base.own_recipe import HISTORIES, RecipeModule
 from quantshard.modules.base.projections import Projection, joined
 from quantshard.modules.contexts import context, context_warnings, recompute
@@ -88,6 +88,7 @@ class QuantizedModule(RecipeModule):
     ) -> None:
         self_device = torch.device(device) if device is not None else devices.default_device()
         super().__init__(parallelism, self_device)
+        weight_watch.watch(self)
         self.use_bias = False
         self._plan = context.init_plan()
         self._device = self_device

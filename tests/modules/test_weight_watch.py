@@ -1,0 +1,145 @@
+"""Weights that have gradients and are in no optimizer are told after some of its steps, where no names are known."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import quantshard as qs
+from quantshard.errors import _told
+from quantshard.modules.base import weight_watch
+from quantshard.optimizers import FusedAdam, MasterWeights
+from tests.distributed.pool import run_ranks
+
+SIZE = 32
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of other tests, which may have gradients still, are left out, and nothing was told yet."""
+    gc.collect()
+    weight_watch.leave_out(list(weight_watch._modules))
+    before = {*_told}
+    _told.clear()
+    yield
+    _told.update(before)
+
+
+def built(quantized: bool = True) -> nn.Sequential:
+    with qs.quantized_model_init(quantized, recipe="mxfp8"):
+        return nn.Sequential(*[qs.Linear(SIZE, SIZE, params_dtype=torch.bfloat16, device="cpu") for _ in range(3)])
+
+
+def told(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[str]:
+    """What is said while a model trains."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            with qs.autocast(recipe="mxfp8"):
+                model(torch.ones(4, SIZE, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(each.message) for each in found if "in no optimizer" in str(each.message)]
+
+
+def test_a_weight_that_was_left_out_is_told_once() -> None:
+    model = built()
+    params = [param for name, param in model.named_parameters() if not name.startswith("1.")]
+    [said] = told(model, FusedAdam(params, lr=1e-2), steps=9)
+    assert f"weight [{SIZE}, {SIZE}] of a Linear, bias [{SIZE}] of a Linear: trained, but in no optimizer" in said
+    assert "so no step changes them; give the optimizer model.named_parameters(), or freeze" in said
+
+
+def test_a_weight_that_was_replaced_is_told() -> None:
+    model = built()
+    optimizer = FusedAdam(model.parameters(), lr=1e-2)
+    model[0].weight = nn.Parameter(torch.zeros(SIZE, SIZE, dtype=torch.bfloat16))
+    [said] = told(model, optimizer)
+    assert f"weight [{SIZE}, {SIZE}] of a Linear: trained, but in no optimizer, so no step changes it" in said
+
+
+def another(model: nn.Module) -> torch.optim.Optimizer:
+    """Two optimizers, of which one steps."""
+    first, *rest = model.parameters()
+    globals()["kept"] = torch.optim.SGD(rest, lr=0.1)
+    return torch.optim.SGD([first], lr=0.1)
+
+
+def frozen(model: nn.Module) -> torch.optim.Optimizer:
+    model[1].requires_grad_(False)  # type: ignore[operator,index]
+    return FusedAdam([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+RIGHT: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "all": lambda model: FusedAdam(model.named_parameters(), lr=1e-2),
+    "masters": lambda model: MasterWeights(torch.optim.SGD, model.parameters(), lr=0.1),
+    "frozen": frozen,
+    "in another": another,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_not_told(name: str) -> None:
+    model = built()
+    assert not told(model, RIGHT[name](model), steps=9)
+
+
+def test_a_model_that_was_given_up_is_not_told() -> None:
+    """Though its parameters, which have gradients, are there until Python's collector comes."""
+    gc.disable()
+    try:
+        model = built()
+        model[0].own = model  # a cycle, as FSDP2 makes them
+        model(torch.ones(4, SIZE, dtype=torch.bfloat16)).float().sum().backward()
+        del model
+        model = built()
+        assert not told(model, FusedAdam(model.parameters(), lr=1e-2))
+    finally:
+        gc.enable()
+
+
+def sharded_too_late() -> tuple[list[str], list[str]]:
+    """The optimizer before fully_shard, of quantized weights and of plain ones; what was said."""
+    said = []
+    for quantized in (True, False):
+        gc.collect()
+        model = built(quantized)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        said.append(told(model, optimizer))
+        weight_watch.leave_out(model.modules())
+        _told.clear()
+    return said[0], said[1]
+
+
+@pytest.mark.distributed
+def test_an_optimizer_from_before_fully_shard_is_told() -> None:
+    """1 and 2 ranks: it trains nothing, and PyTorch says nothing."""
+    for ranks in (1, 2):
+        for both in run_ranks(ranks, sharded_too_late):
+            for said in both:
+                assert len(said) == 1
+                assert "AdamW, which stepped, has 6 parameters, none of them with a gradient; build it after" in said[0]
+                assert f"bias [{SIZE}] of a Linear" in said[0] and "and 2 more: trained, but in no optimizer" in said[0]
+
+
+def test_a_converted_model_is_told_by_its_names_alone() -> None:
+    model = nn.Sequential(*[nn.Linear(SIZE, SIZE, dtype=torch.bfloat16) for _ in range(3)])
+    qs.convert(model, recipe="mxfp8")
+    optimizer = FusedAdam(model[0].parameters(), lr=1e-2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            model(torch.ones(4, SIZE, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    [said] = [str(each.message) for each in found if "in no optimizer" in str(each.message)]
+    assert said.startswith("1.weight, 1.bias, 2.weight, 2.bias of a Sequential")
