@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from quantshard import kernel_dispatch
 from quantshard.errors import warn_once
 from quantshard.tensor import components
 
@@ -45,7 +46,7 @@ def leave_out(modules: Iterable[nn.Module]) -> None:
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """Behind each step of an optimizer of this process."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or kernel_dispatch.is_capturing():  # no collection of garbage within a capture
         return
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if count in _LOOKS:
