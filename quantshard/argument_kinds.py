@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, ParamSpec, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from quantshard.errors import ConfigurationError
 
 _Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @runtime_checkable
@@ -85,22 +86,27 @@ def shown_argument(value: Any) -> str:
     return text if text and len(text) <= 80 else type(value).__name__
 
 
+def meant(name: Any, known: Iterable[str]) -> str:
+    """The word that was perhaps meant by one that is unknown, as a question before a list of those there are."""
+    near = get_close_matches(name[:80], known, 1) if isinstance(name, str) else []
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
 def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
     """What Python raises for an argument that a function does not have, with the name that was meant, as from 3.13."""
-    near = get_close_matches(name[:80], known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{hint}")
+    hint = meant(name, known).rstrip()
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{f'; {hint}' if hint else ''}")
 
 
-def suggests_names(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
-    """Decorate a constructor, so that a misspelled argument is told by `unexpected_argument`."""
-    known, owner = inspect.signature(init).parameters, init.__qualname__.partition(".")[0]
+def suggests_names(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function or a constructor, so that a misspelled argument is told by `unexpected_argument`."""
+    known, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
 
-    @wraps(init)
-    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
+    @wraps(function)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         for name in options:
             if name not in known:
                 raise unexpected_argument(owner, name, known.keys())
-        init(*args, **options)
+        return function(*args, **options)
 
     return checked

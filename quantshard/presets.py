@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Format
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
@@ -86,9 +86,7 @@ def check_preset(where: str, name: Any) -> StateOptions:
     """
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
-    near = get_close_matches(name[:80], PRESETS, 1) if isinstance(name, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigurationError(f"{where}: there is no such preset; {hint}there are {', '.join(PRESETS)}")
+    raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
 
 
 def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:

@@ -24,6 +24,7 @@ from functools import cache, cached_property
 import torch
 
 from quantshard import formats
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
 from quantshard.recipe_arguments import RecipePredicates, check_fixed, check_scalings, fixed
@@ -467,7 +468,7 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
         return recipe
     name = "current" if recipe is None else recipe.lower() if isinstance(recipe, str) else ""
     if name not in NAMES:
-        raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(NAMES)}")
+        raise ConfigurationError(f"unknown recipe {recipe!r}; {meant(recipe, NAMES)}choose one of: {', '.join(NAMES)}")
     return _stock(name)
 
 

@@ -146,6 +146,10 @@ def test_values_of_a_wrong_type_are_named(name, tmp_path, monkeypatch):
         (optimizers.Muon, "momentum_dtype", "momentum_buffer_dtype"),
         (quantshard.Linear, "param_dtype", "params_dtype"),
         (quantshard.Linear, "tp_sise", "tp_size"),
+        (quantshard.quantized_model_init, "recpie", "recipe"),
+        (quantshard.convert, "filtre", "filter"),
+        (checkpoints.save, "extr", "extra"),
+        (checkpoints.Manager, "keep_lst", "keep_last"),
         (optimizers.FusedAdam, "zzz", ""),
     ],
 )
@@ -169,6 +173,10 @@ def test_who_misspells_an_entry_of_a_group_is_warned_at_their_line():
 def test_what_was_given_and_what_is_wanted():
     with pytest.raises(ConfigurationError, match=r"^save\(model='m'\): it must be a torch\.nn\.Module$"):
         checkpoints.save("new", "m", None)
+    for name, wrong, wanted in (("keep_last", 0, "1 or more"), ("keep_every", -1, "0 or more")):
+        with pytest.raises(ConfigurationError, match=rf"^{name} = {wrong}: must be {wanted}, ") as caught:
+            checkpoints.Manager("new", **{name: wrong})
+        assert str(caught.value).count("keep_") == 1
     with pytest.raises(ConfigurationError, match=r"^explain\(optimizer=dict\): .* a torch\.optim\.Optimizer, or None$"):
         quantshard.explain(layers(), {"lr": 1})
     check_arguments("f", WHOLE_NUMBER, a=3, b=torch.tensor(3).numpy()[()])

@@ -26,8 +26,8 @@ from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import DamagedError, placeholder, read_into, read_whole
+from quantshard.checkpoints.untrusted.metadata import NoMetadataError, read_metadata
+from quantshard.checkpoints.untrusted.reader import DamagedError, MissingError, placeholder, read_into, read_whole
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
@@ -118,7 +118,8 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     try:
         metadata = read_metadata(request.path)
     except CheckpointError as error:
-        raise DamagedError(str(error)) from error
+        kind = MissingError if isinstance(error, NoMetadataError) else DamagedError
+        raise kind(str(error)) from error
     tags = _tags(request, metadata)
     return CheckpointContents(metadata, described, tags, _other_scales(request, metadata, tags))
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments
+from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments, suggests_names
 from quantshard.checkpoints import loading, rank_state, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -87,6 +87,7 @@ class Manager:
     """Those whose last save failed and still ran on some rank, the same on every rank. The save reads their memory, so
     they are kept until all ranks have agreed that it has ended."""
 
+    @suggests_names
     def __init__(
         self,
         directory: Path_,
@@ -101,8 +102,10 @@ class Manager:
         check_arguments("Manager", WHOLE_NUMBER.or_none, keep_last=keep_last)
         check_arguments("Manager", WHOLE_NUMBER, keep_every=keep_every)
         check_arguments("Manager", MAPPING.or_none, state=state)
-        if (keep_last is not None and keep_last < 1) or keep_every < 0:
-            raise ConfigurationError(f"keep_last = {keep_last} and keep_every = {keep_every} must be 1 and 0 or more")
+        if keep_last is not None and keep_last < 1:
+            raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
+        if keep_every < 0:
+            raise ConfigurationError(f"keep_every = {keep_every}: must be 0 or more, 0 for none")
         if async_ not in MODES:
             raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
         if async_ == "process" and world() is None:

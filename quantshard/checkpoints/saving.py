@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_kinds
+from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_kinds, suggests_names
 from quantshard.checkpoints import fit, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -27,6 +27,7 @@ from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
 
 
+@suggests_names
 def save(
     path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> None:

@@ -24,6 +24,7 @@ from quantshard.cli import (
     train,
     verify,
 )
+from quantshard.cli.train import near_setting
 from quantshard.errors import QuantshardError
 from quantshard.terminal.screen import complain, prepare_output, say
 from quantshard.trainer import launch
@@ -72,6 +73,17 @@ def app() -> typer.Typer:
     return line
 
 
+def _usage(line: str, error: Exception) -> str:
+    """What is said of an error of usage: typer's own words, what `resume` takes from the run, and whose help it is."""
+    context: Any = getattr(error, "ctx", None)
+    command = context.command_path if context else "quantshard"
+    name = getattr(error, "option_name", None)
+    near = near_setting(name) if command.endswith(" resume") and isinstance(name, str) else None
+    if near and near not in (flag for param in context.command.params for flag in param.opts):
+        line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"
+    return f"{line} (see {command} --help)"
+
+
 def main() -> None:
     """Run the command of `sys.argv`; a mistake of the user's ends in one line and exit code 2 (usage) or 1."""
     code: object = 0
@@ -88,6 +100,6 @@ def main() -> None:
         if usage is None:
             raise
         if line := " ".join(usage().split()):  # empty where the help has just been printed instead
-            complain(f"{line} (see quantshard --help)")
+            complain(_usage(line, error))
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)

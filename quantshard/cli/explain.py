@@ -10,6 +10,7 @@ import typer
 from torch import nn
 
 from quantshard import limits, observe, planning, recipe
+from quantshard.argument_kinds import meant
 from quantshard.cli import models
 from quantshard.cli.models import ModelSource
 from quantshard.cli.planned_step import StepOptions, planned_step
@@ -229,7 +230,8 @@ def _states(own: StateOptions, preset: str | None, given: dict[str, Any]) -> dic
     for name, value in asked.items():
         known = MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES
         if isinstance(value, str) and value not in known:
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: choose one of {', '.join(known)}")
+            hint = f"{meant(value, known)}choose one of {', '.join(known)}"
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
     if asked.get("master_weights") is False and "master_dtype" in asked:
         raise ConfigurationError("--master-dtype would do nothing beside --no-master-weights; leave one of the two out")
     found = state_options(preset or "", asked if preset else as_settings(own) | asked)

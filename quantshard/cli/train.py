@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import Field, asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -247,6 +248,12 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
         )
+
+
+def near_setting(flag: str) -> str | None:
+    """The flag of a setting that one is, or that was perhaps meant by it."""
+    near = get_close_matches(flag[:80], [f"--{setting.name}".replace("_", "-") for setting in setting_fields()], 1)
+    return near[0] if near else None
 
 
 def _with_flags(command: Any) -> Any:

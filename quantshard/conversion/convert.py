@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from quantshard import sharding
-from quantshard.argument_kinds import MODULE, check_arguments
+from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.conversion import checks, fusion, gated_mlp, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
 from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
@@ -29,6 +29,7 @@ WHERE = ("linear", "fused")
 Places = dict[int, list[tuple[nn.Module, str]]]
 
 
+@suggests_names
 def convert(
     model: nn.Module,
     recipe: Recipes,

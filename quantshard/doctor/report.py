@@ -172,6 +172,10 @@ def _render(report: MachineReport) -> Group:
         parts.append(_speeds(report.probes))
     count = {state: sum(result.state == state for result in report.checks) for state in _STYLES}
     text = ", ".join(f"{number} {state}" for state, number in count.items())
+    if not (count[OK] or count[WRONG]):
+        text += "; nothing was tested, since " + (
+            "there is no GPU here" if report.about["device"]["type"] == "cpu" else "no kernel runs here"
+        )
     parts.append(Text(f"self-test: {text}", style=_STYLES[OK if report.ok else WRONG]))
     return Group(*parts)
 

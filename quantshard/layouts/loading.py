@@ -216,7 +216,8 @@ class _LayoutLoader:
             wanted = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
         for key, (dtype, shape) in wanted.items():
             if key not in self.files:
-                raise CheckpointError(f"{self.report.path} lacks {key}, which is {ours} of this model")
+                what = "which this model has" if key == ours else f"which is {ours} of this model"
+                raise CheckpointError(f"{self.report.path} lacks {key}, {what}")
             held, found = self.files.tensors[key]
             of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these instead
             is_value = dtype is None and held.is_floating_point and held.itemsize > 1  # float8 has scales

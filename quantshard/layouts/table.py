@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, Final
 
 import torch
 
-from quantshard.argument_kinds import TEXT, check_arguments
+from quantshard.argument_kinds import TEXT, check_arguments, meant
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
@@ -337,9 +336,7 @@ def find(name: str, formats: set[str]) -> Layout:
     family = [layout for layout in LAYOUTS.values() if layout.family == name]
     if not family:
         known = sorted({*LAYOUTS, *(layout.family for layout in LAYOUTS.values())})
-        near = get_close_matches(name[:80], known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigurationError(f"unknown layout {name!r}; {hint}choose one of: {', '.join(known)}")
+        raise ConfigurationError(f"unknown layout {name!r}; {meant(name, known)}choose one of: {', '.join(known)}")
     cells: list[Cell | None] = [cell_of_tag(tag) for tag in formats] or [None]
     for layout in family:
         if all(verdict(cell, layout).kind == EXACT for cell in cells):

@@ -428,9 +428,9 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def describe_run(settings: TrainSettings, corpus: Mapping[str, Any], place: ProcessInfo) -> str:
+def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
     """One line on what is about to be trained, on what and where."""
-    axes = settings.axes(place.ranks)
+    axes, files = settings.axes(place.ranks), len(corpus.documents)
     divided = ""
     if axes.tp > 1:
         divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
@@ -441,6 +441,6 @@ def describe_run(settings: TrainSettings, corpus: Mapping[str, Any], place: Proc
         model = settings.model + (f", {model}" if settings.is_by_sizes else "")
     return (
         f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}{divided}), "
-        f"{len(corpus['files'])} files of {corpus['bytes']} bytes; deterministic mode is "
+        f"{files} file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
         f"{'on' if settings.deterministic else 'off'}"
     )

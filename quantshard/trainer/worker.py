@@ -334,7 +334,7 @@ def _announce(
 ) -> None:
     note = trainer.progress.note
     trainer.progress.report(table.summary(f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"))
-    note(describe_run(task.settings, task.corpus, place))
+    note(describe_run(task.settings, data.from_table(task.corpus), place))
     done = 0 if restored is None else restored.step
     for step in (step for step in task.incomplete if step > done):
         note(f"skipped the incomplete checkpoint {run.checkpoint(step)}; it is written anew when its step is reached")

@@ -384,7 +384,8 @@ def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
         run: f"{last}{run}/step-000002",
         run.parent / "training": f"{last}{run.parent}/training/checkpoints/step-000002",
     }.items():
-        with pytest.raises(DamagedError) as caught:
+        with pytest.raises(DamagedError) as caught:  # as such the Manager goes on to the one before
             checkpoints.load(path, mxfp8())
+        assert type(caught.value).__name__ == "MissingError"
         assert str(caught.value) == f"{path} is not a complete checkpoint: {says}"
         assert verify(path).problems == (str(caught.value),)

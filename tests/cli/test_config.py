@@ -86,7 +86,10 @@ def test_resolved_fills_in_what_follows():
         ({"warmup": -1}, "warmup = -1"),
         ({"weight_decay": float("nan")}, "weight_decay = nan"),
         ({"optimizer": "sgd"}, "optimizer = 'sgd': choose one of: adamw, lion, muon"),
-        ({"schedule": "line"}, "schedule = 'line': choose one of: cosine, linear, wsd, constant"),
+        (
+            {"schedule": "line"},
+            "schedule = 'line': did you mean 'linear'? choose one of: cosine, linear, wsd, constant",
+        ),
         ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
         (
@@ -107,7 +110,7 @@ def test_resolved_fills_in_what_follows():
         ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
         (
             {"mesh": "ep=2"},
-            "experts = 0, but mesh = dp_shard=1,ep=2 spreads them over ep = 2 processes; take a multiple",
+            "mesh = dp_shard=1,ep=2 spreads experts over ep = 2 processes, but the model has none; give experts (--exp",
         ),
         ({"experts": 4, "mesh": "ep=3"}, "experts = 4, but mesh = dp_shard=1,ep=3 spreads them over ep = 3"),
         (

@@ -61,6 +61,8 @@ def test_a_cpu_without_kernels(monkeypatch, capsys):
     assert "compute capability 10.0" in states(report)["native GEMM nvfp4_1x16 by nvfp4_16x16"][1]
     assert len(report["checks"]) == len(states(report)) > 100
     assert {row["gemm"] for row in report["formats"]} == {"emulated"} and report["recipes"]["bf16"] == "native"
+    _, out, _ = doctor(monkeypatch, capsys, "--quick")
+    assert f"{len(report['checks'])} not here; nothing was tested, since there is no GPU here" in " ".join(out.split())
     page = (DOCS / "doctor.md").read_text(encoding="utf-8")
     keys = [*report, *report["device"], *report["collectives"], *report["kernels"], *report["formats"][0]]
     assert [key for key in (*keys, *report["checks"][0]) if f"`{key}`" not in page] == []

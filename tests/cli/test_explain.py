@@ -235,7 +235,10 @@ def test_names_are_broken_behind_dots() -> None:
         (["plan", "config.json", "--mesh", "dp_shrad=2"], "there is no axis 'dp_shrad'"),
         (["plan", "config.json", "--mesh", "dp_shard=2", "--world-size", "3"], "of 2 ranks, but --world-size says 3"),
         (["plan", "config.json", "--world-size", "4", "--rank", "4"], "there is no rank 4"),
-        (["plan", "config.json", "--exp-avg-dtype", "fp9"], "--exp-avg-dtype fp9: choose one of float32, float16"),
+        (
+            ["plan", "config.json", "--exp-avg-dtype", "fp9"],
+            "--exp-avg-dtype fp9: did you mean 'fp8'? choose one of float32, float16",
+        ),
         (
             ["plan", "config.json", "--preset", "laen6"],
             "preset = 'laen6': there is no such preset; did you mean 'lean6'?",

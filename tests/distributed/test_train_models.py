@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -340,6 +342,7 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "WARNING: tokens are bytes, of which there are 257, and model = " in result.stdout
     assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout
+    assert "1 file of 6001 tokens; deterministic mode is on" in result.stdout  # a byte each, and the end of the text
     assert "left 1 as they were:" in result.stdout and "lm_head" in result.stdout
 
 
@@ -388,3 +391,21 @@ def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says
     result = quantshard("train", "--run", tmp_path / "run", "--data", folder / "text", *flags)
     assert result.returncode == 1 and says in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
+    """Of its own model: no flag for sizes would help, which --model DIR does not take."""
+    shutil.copytree(folder / "llama", tmp_path / "llama")
+    file = tmp_path / "llama" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, {"format": "pt"})
+    line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16]
+    says = f"{tmp_path / 'llama'} lacks model.layers.1.mlp.up_proj.weight, which this model has; "
+    result = quantshard(*line, "--model", tmp_path / "llama")
+    assert result.returncode == 1 and f"{says}the safetensors of --model are not all that its config" in result.stderr
+    assert "is the download complete?" in result.stderr and "--init-from" not in result.stderr
+    other = tmp_path / "other"
+    shutil.copytree(folder / "llama", other)
+    result = quantshard(*line, "--model", other, "--init-from", tmp_path / "llama")
+    assert result.returncode == 1 and f"{says}--init-from takes the sizes" in result.stderr

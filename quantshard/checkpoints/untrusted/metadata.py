@@ -57,6 +57,10 @@ _PATH_PARTS = 64  # of a nested state dict
 _PRIME = (1 << 127) - 1
 
 
+class NoMetadataError(CheckpointError):
+    """There is no checkpoint, or an incomplete one."""
+
+
 class _MetadataError(ValueError):
     """What is wrong, in words that follow ".metadata is damaged: "."""
 
@@ -98,7 +102,7 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
             error
         )
     if found is None:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {_why_none(store, place)}")
+        raise NoMetadataError(f"{path} is not a complete checkpoint: {_why_none(store, place)}")
     return found
 
 

@@ -42,6 +42,10 @@ class DamagedError(CheckpointError):
     """The files of a checkpoint cannot be read, whatever the model."""
 
 
+class MissingError(DamagedError):
+    """There is no checkpoint, or an incomplete one; the next older one is looked for as in the place of a damaged."""
+
+
 class SafeReader(FileSystemReader):
     """Reads a checkpoint in a directory by its checked metadata; entries are decoded by `entries`, not by `torch.load`.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import PROCESS_GROUP, check_arguments
+from quantshard.argument_kinds import PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError, is_told
@@ -331,6 +331,7 @@ class quantized_model_init:
             too, or in an optimizer.
     """
 
+    @suggests_names
     def __init__(
         self,
         enabled: bool = True,

@@ -20,6 +20,7 @@ from quantshard.layouts.source import CheckpointModel
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.tensor import components
 from quantshard.terminal import inputs
+from quantshard.trainer.models import huggingface
 from quantshard.trainer.models.configuration import check_angles, run_of, settings_of
 from quantshard.trainer.settings.config import TrainSettings
 
@@ -73,7 +74,17 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
         try:
             check_safetensors(source, model)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_WAYS_OUT}") from None
+            raise CheckpointError(f"{error}; {_of_its_own(settings) or _WAYS_OUT}") from None
+
+
+def _of_its_own(settings: TrainSettings) -> str:
+    """What to do about weights that `--model DIR` brought along, or ""."""
+    if settings.is_by_sizes or huggingface.weights_beside(settings.model) != settings.init_from:
+        return ""
+    return (
+        f"the safetensors of --model are not all that its {CONFIGURATION} describes: is the download complete? "
+        "(--random-weights begins without them)"
+    )
 
 
 _WAYS_OUT = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.data.tokenizer import has_tokenizer
 from quantshard.trainer.models import huggingface, initialization
@@ -68,11 +68,9 @@ def _check_heads(model: str, kv_heads: int, heads: object) -> None:
 
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     if not Path(model).exists() and Path(model).name == model:
-        near = get_close_matches(model, SIZES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigurationError(
-            f"model = {shown_value(model)} is neither a folder or config.json, nor one of the known sizes; {hint}there "
-            f"are {', '.join(SIZES)}"
+            f"model = {shown_value(model)} is neither a folder or config.json, nor one of the known sizes; "
+            f"{meant(model, SIZES)}there are {', '.join(SIZES)}"
         )
     huggingface.read_configuration(model)
     for name in _BY_SIZES:

@@ -370,7 +370,12 @@ class TrainSettings:
                 "it in the mesh alone"
             )
         full, tp = self.resolved(), axes.tp
-        if axes.ep > 1 and (not self.experts or full.experts % axes.ep):
+        if axes.ep > 1 and not self.experts:
+            raise ConfigurationError(
+                f"mesh = {axes} spreads experts over ep = {axes.ep} processes, but the model has none; give experts "
+                f"(--experts {4 * axes.ep}, a multiple of {axes.ep}), or leave ep out"
+            )
+        if full.experts % axes.ep:
             raise ConfigurationError(
                 f"experts = {full.experts}, but mesh = {axes} spreads them over ep = {axes.ep} processes; take a "
                 f"multiple of {axes.ep}, or leave ep out"

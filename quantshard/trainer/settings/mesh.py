@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.schema import shown_value
 
@@ -47,7 +48,8 @@ class MeshSpec:
             name, _, size = (part.strip() for part in entry.partition("="))
             if name and name not in known:
                 raise ConfigurationError(
-                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; use {', '.join(known)}"
+                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; {meant(name, known)}"
+                    f"use {', '.join(known)}"
                 )
             if not name or not (size.isascii() and size.isdigit()):
                 raise ConfigurationError(

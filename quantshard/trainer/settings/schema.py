@@ -6,9 +6,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 
 _short = reprlib.Repr()
@@ -89,7 +89,7 @@ def check_value(name: str, value: object, kind: SettingType) -> None:
     """
     if kind.holds(value):
         return
-    wanted = f"choose {kind}" if kind.choices else f"must be {kind}"
+    wanted = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
     raise ConfigurationError(f"{name} = {shown_value(value)}: {wanted}")
 
 
@@ -104,9 +104,7 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
     for name, value in values.items():
         kind = kinds.get(name)
         if kind is None:
-            near = get_close_matches(name[:80], kinds, 1)
-            hint = f"did you mean {near[0]!r}? {way_out}" if near else way_out
-            raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {hint}")
+            raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {meant(name, kinds)}{way_out}")
         try:
             found[name] = kind.read(value)
         except (TypeError, OverflowError):
