@@ -66,7 +66,7 @@ def test_every_page_with_code_has_a_test() -> None:
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 8, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -259,36 +259,3 @@ def test_replicas() -> None:
     """2 ranks."""
     one, two = run_ranks(2, data_parallel, None)
     assert all(map(torch.equal, one, two)) and len(one) == 4
-
-
-EAGER = """
-optimizer = FusedAdam(model.parameters(), lr=lr, capturable=True)
-for batch in [first_batch, *batches]:
-    x.copy_(batch)
-    step()
-"""
-
-
-def trained(code: str) -> Tensor:
-    """A weight after four steps, taken as the code says."""
-    torch.manual_seed(0)
-    with quantshard.quantized_model_init(recipe="block"):
-        model = quantshard.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
-    first, *rest = (torch.randn(64, 256, device="cuda").bfloat16() for _ in range(4))
-    names: dict[str, Any] = {"FusedAdam": FusedAdam, "quantshard": quantshard, "torch": torch, "model": model}
-    names |= {"lr": 1e-3, "x": torch.zeros_like(first), "first_batch": first, "batches": rest}
-
-    def step() -> None:
-        with quantshard.autocast(recipe="block"):
-            model(names["x"]).float().square().mean().backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
-
-    names["step"] = step
-    exec(code, names)
-    return model.weight.dequantize()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_of_a_step() -> None:
-    assert torch.equal(trained(snippet_with("docs/optimizers.md", "CUDAGraph")), trained(EAGER))
