@@ -34,6 +34,7 @@ from quantshard.optimizers import averaged_weights
 from quantshard.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
 from quantshard.trainer.models import flops, initialization
 from quantshard.trainer.models import model as models
+from quantshard.trainer.monitoring.host_wait import HostWait
 from quantshard.trainer.monitoring.profiling import StepProfile
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.monitoring.statistics import RunStatistics
@@ -105,6 +106,7 @@ class Trainer:
         self._flops = flops.flops_of_token(self.model, settings, configuration)
         self._peak = flops.peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
+        self._host_wait = HostWait(settings, self.progress.note)
         self.trackers: list[Tracker] = []
         if settings.peak_tflops and self._flops is None:
             self.progress.note("no MFU is told: what a token of this model takes, by its configuration, is not known")
@@ -113,6 +115,7 @@ class Trainer:
 
     def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
+        began = time.perf_counter()
         for group in self.optimizer.param_groups:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
@@ -127,7 +130,10 @@ class Trainer:
             sums = self._graphed(around, batch, stop)
         if statistics is not None:
             statistics.settle()  # of the step before, while the device works on this one
+        launched = time.perf_counter()
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
+        if self.place.device.type == "cuda" and not sampled:
+            self._host_wait.add(launched - began, time.perf_counter() - launched)
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
