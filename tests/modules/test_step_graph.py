@@ -259,6 +259,8 @@ def test_arguments_of_other_types_are_refused() -> None:
     step = qs.StepGraph(training.step, training.model, training.optimizer)
     with pytest.raises(ConfigurationError, match="argument 0 is a Training; a step takes tensors and constants"):
         step(training)
+    with pytest.raises(ConfigurationError, match=r"argument 0\['x'\] requires a gradient, which a replay would leave"):
+        step({"x": batch(0)["x"].requires_grad_()})
 
 
 def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

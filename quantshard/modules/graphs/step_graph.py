@@ -48,9 +48,9 @@ class StepGraph:
                 loss = step(x, y)
 
     The model may be on one GPU, sharded by FSDP2, or tensor parallel: collectives are in the graph. Arguments are
-    tensors and constants, alone or in tuples, lists and dicts; tensors are copied to where the graph reads them,
-    those of the host to the GPU. Of other shapes, dtypes or constants there is another graph, after two or three more
-    eager steps. Tensors that the step returns are copies, without a graph of autograd, which later steps do not change.
+    tensors and constants, alone or in tuples, lists and dicts; tensors are copied to where the graph reads them, those
+    of the host once the step before has run, so batches that are on the GPU go faster. Of other shapes, dtypes or
+    constants there is another graph, after two or three more eager steps. Tensors that the step returns are copies, without a graph of autograd, which later steps do not change.
 
     A graph repeats what the device was given, and no Python: what the step reads of the host (numbers of a schedule,
     `if loss > 3`) is as it was at the capture. Learning rates must be tensors, as `capturable=True` makes them; a
@@ -190,7 +190,7 @@ class StepReplay:
                 "again"
             )
         for static, value in zip(self._static, _tensors(args, kwargs), strict=True):
-            static.copy_(value, non_blocking=True)
+            static.copy_(value)  # from the host it waits, so that the caller may write to the batch again
         return mapped(self._replay(), lambda each: each.detach().clone())
 
 
@@ -261,6 +261,11 @@ def _kinds(args: Any, kwargs: Any) -> Iterator[tuple[Any, ...]]:
     """What tells graphs apart: shapes and dtypes of tensors, and values of constants."""
     for name, value in _named(args, kwargs):
         if isinstance(value, Tensor):
+            if value.requires_grad:
+                raise ConfigurationError(
+                    f"StepGraph: {name} requires a gradient, which a replay would leave nowhere; give it detached, and "
+                    "let the step return what it needs of it"
+                )
             yield name, value.shape, value.dtype
         elif isinstance(value, CONSTANTS):
             yield name, type(value), repr(value)
