@@ -3,12 +3,14 @@ would do in silence is refused by name. Graphs themselves: tests/distributed/tes
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.graphs import step_graph
+from quantshard.modules.graphs import step_graph, step_replay
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
@@ -50,7 +52,7 @@ class Training:
 def rerun(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """Replays that run their work again; those that were captured."""
     captured: list[Callable[[], Any]] = []
-    monkeypatch.setattr(step_graph, "recorded", lambda work: captured.append(work) or work)
+    monkeypatch.setattr(step_replay, "recorded", lambda work: captured.append(work) or work)
     monkeypatch.setattr(step_graph, "_device", lambda model: torch.device("cpu"))
     return captured
 
@@ -75,18 +77,20 @@ def test_steps_have_the_bits_of_eager_ones(rerun: list[Any], recipe: str) -> Non
     assert len(rerun) == 1
 
 
-def test_a_graph_reads_what_was_copied_to_it(rerun: list[Any]) -> None:
+def test_a_step_is_given_copies(rerun: list[Any]) -> None:
+    """A graph's lie at one address; what a step does to them its caller does not see, of an eager step neither."""
     training, read = Training(), []
 
-    def step(x: Tensor) -> None:
+    def step(x: Tensor) -> Tensor:
         read.append(x.data_ptr())
+        return x.add_(1)
 
     graphed = qs.StepGraph(step, training.model, training.optimizer)
     given = [torch.full((1,), float(number)) for number in range(6)]
-    for each in given:
-        graphed(each)
-    assert [address == each.data_ptr() for address, each in zip(read, given, strict=True)] == [True] * 2 + [False] * 4
-    assert len({*read[2:]}) == 1
+    results = [graphed(each) for each in given]
+    assert len({*read[2:]}) == 1 and not {*read} & {each.data_ptr() for each in given}
+    assert [each.item() for each in given] == [0, 1, 2, 3, 4, 5]
+    assert [each.item() for each in results] == [1, 2, 3, 4, 5, 6]
 
 
 def test_other_shapes_constants_and_contexts_have_graphs_of_their_own(rerun: list[Any]) -> None:
@@ -110,9 +114,36 @@ def test_other_shapes_constants_and_contexts_have_graphs_of_their_own(rerun: lis
     assert kinds == "eeeeeeeececercrerrrcrrrr", "FusedAdam needs an eager step between two captures"
     assert len(entered) == 6
     step.close()
-    step(batch(0))
-    step(batch(0))
-    assert len(rerun) == 5, "after close a step is captured again, behind an eager one"
+    for _ in range(3):
+        step(batch(0))
+    assert len(rerun) == 5, "after close a step is captured again, behind eager ones"
+    with step:
+        step(batch(0))
+    with pytest.raises(ConfigurationError, match="its with block has ended"):
+        step(batch(0))
+
+
+def test_what_arguments_stand_in_tells_graphs_apart(rerun: list[Any]) -> None:
+    training, seen = Training(), []
+    step = qs.StepGraph(lambda given: seen.append(type(given)), training.model, training.optimizer)
+    tensor = torch.ones(2, 3)
+    for _ in range(6):
+        for given in ([tensor], (tensor,), {0: tensor}, [tensor.t().contiguous().t()]):
+            step(given)
+            assert seen[-1] is type(given)
+    assert len(rerun) == 4
+
+
+def test_a_number_that_changes_is_said_to_be_no_argument(rerun: list[Any]) -> None:
+    training = Training()
+    step = qs.StepGraph(training.step, training.model, training.optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(100):
+            step(batch(0), 1 + number / 100)
+    [message] = [str(each.message) for each in told if "StepGraph" in str(each.message)]
+    assert "argument 1 = 1.32" in message and "give numbers that change as tensors" in message
+    assert not rerun and len(step._eager) <= step_graph.MOST_KINDS
 
 
 def test_of_too_many_shapes_the_last_run_eagerly_and_it_is_said_once(rerun: list[Any]) -> None:
@@ -161,6 +192,27 @@ def test_disabled_it_calls_the_step_itself(rerun: list[Any]) -> None:
     assert training.works == 4 and not rerun
 
 
+def rate(training: Training) -> str:
+    training.optimizer.param_groups[0]["lr"] = 1e-9
+    return "lr of group 0 of FusedAdam was replaced since the capture, .*lr.fill_"
+
+
+def decay(training: Training) -> str:
+    training.optimizer.param_groups[0]["weight_decay"] = 0.5
+    return "weight_decay of group 0 of FusedAdam was replaced"
+
+
+def state(training: Training) -> str:
+    entries = training.optimizer.state[training.model[0].weight]
+    entries["exp_avg"] = entries["exp_avg"].clone()
+    return "a state of FusedAdam was replaced"
+
+
+def group(training: Training) -> str:
+    training.optimizer.add_param_group({"params": [("more", nn.Parameter(torch.ones(3)))]})
+    return "of FusedAdam was replaced"
+
+
 def replaced(training: Training) -> str:
     training.model[1] = qs.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu")
     return "the module was replaced"
@@ -176,15 +228,28 @@ def frozen(training: Training) -> str:
     return "0.weight was replaced, frozen"
 
 
-@pytest.mark.parametrize("change", [replaced, evaluated, frozen])
+@pytest.mark.parametrize("change", [replaced, evaluated, frozen, rate, decay, state, group])
 def test_what_is_another_since_the_capture_is_named(change: Callable[[Training], str]) -> None:
     training = Training()
     step = qs.StepGraph(training.step, training.model, training.optimizer)
     for number in range(3):
         step(batch(number))
     says = change(training)
-    with pytest.raises(ConfigurationError, match=re.escape(says)):
+    with pytest.raises(ConfigurationError, match=says):
         step(batch(3))
+
+
+def test_what_is_written_in_place_is_no_other(rerun: list[Any]) -> None:
+    """Rates, and a state that is loaded."""
+    training = Training()
+    step = qs.StepGraph(training.step, training.model, training.optimizer)
+    for number in range(4):
+        step(batch(number))
+    training.optimizer.param_groups[0]["lr"].fill_(1e-4)
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.model.load_state_dict(training.model.state_dict())
+    step(batch(4))
+    assert len(rerun) == 1
 
 
 def test_another_autocast_around_is_refused() -> None:
@@ -208,27 +273,51 @@ def test_the_cache_of_an_autocast_around_is_refused(monkeypatch: pytest.MonkeyPa
 
 def test_gradients_that_a_replay_would_not_leave_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    monkeypatch.setattr(step_graph, "recorded", lambda work: (work(), work)[1])  # Python runs at a capture
+    monkeypatch.setattr(step_replay, "recorded", lambda work: (work(), work)[1])  # Python runs at a capture
 
     def step(x: Tensor) -> None:
         with qs.autocast(recipe=RECIPES["delayed"]):
             training.model(x).float().sum().backward()
 
-    graphed = qs.StepGraph(step, training.model, training.optimizer)
-    for _ in range(2):
-        graphed(batch(0)["x"])
-        training.optimizer.step()
+    for zeroed in (True, False):
+        graphed = qs.StepGraph(step, training.model, training.optimizer)
+        for _ in range(2):
+            graphed(batch(0)["x"])
+            training.optimizer.step()
+            if zeroed:
+                training.optimizer.zero_grad()
+        before = [param.grad for param in training.model.parameters()]
+        with pytest.raises(ConfigurationError, match=r"leaves a gradient of 0.weight .*call optimizer.step\(\) and"):
+            graphed(batch(0)["x"])
+        assert all(map(operator.is_, before, [param.grad for param in training.model.parameters()]))
         training.optimizer.zero_grad()
-    with pytest.raises(ConfigurationError, match=r"leaves a gradient of 0.weight, .*call optimizer.step\(\) and"):
+
+
+def test_a_step_that_begins_with_zero_grad_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    monkeypatch.setattr(step_replay, "recorded", lambda work: (work(), work)[1])
+
+    def step(x: Tensor) -> None:
+        training.optimizer.zero_grad()
+        with qs.autocast(recipe=RECIPES["delayed"]):
+            training.model(x).float().sum().backward()
+        training.optimizer.step()
+
+    graphed = qs.StepGraph(step, training.model, training.optimizer)
+    for _ in range(4):
         graphed(batch(0)["x"])
+    assert len(graphed._replays) == 1
 
 
 def test_optimizers_whose_rate_a_graph_would_keep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Training().model
+    elsewhere = torch.optim.SGD(model.parameters(), lr=0.5)
+    elsewhere.param_groups[0]["lr"] = torch.ones((), device="meta")
     for optimizer, says in (
         (FusedAdam(model.parameters(), lr=1e-3), "lr of group 0 of FusedAdam is 0.001, which a graph would keep"),
         (torch.optim.SGD(model.parameters(), lr=0.5), "lr of group 0 of SGD is 0.5"),
         (torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False), "lr of group 0 of AdamW"),
+        (elsewhere, "lr of group 0 of SGD is tensor(..., device='meta', size=()), which a graph would keep for ever"),
     ):
         with pytest.raises(ConfigurationError, match=re.escape(says)):
             qs.StepGraph(print, model, optimizer)
@@ -257,26 +346,61 @@ def test_replicas_are_refused() -> None:
 def test_arguments_of_other_types_are_refused() -> None:
     training = Training()
     step = qs.StepGraph(training.step, training.model, training.optimizer)
-    with pytest.raises(ConfigurationError, match="argument 0 is a Training; a step takes tensors and constants"):
+    with pytest.raises(ConfigurationError, match=r"arguments\[0\] is a Training; a step takes tensors and constants"):
         step(training)
-    with pytest.raises(ConfigurationError, match=r"argument 0\['x'\] requires a gradient, which a replay would leave"):
+    with pytest.raises(ConfigurationError, match=r"arguments\[0\]\['x'\] require a gradient, and a replay gives none"):
         step({"x": batch(0)["x"].requires_grad_()})
+
+
+class Result(NamedTuple):
+    y: Tensor
+
+
+@dataclass
+class Unknown:
+    y: Tensor
+
+
+def test_results_that_would_be_the_graphs_own_memory_are_refused() -> None:
+    training = Training()
+    step = qs.StepGraph(lambda x: Unknown(x), training.model, training.optimizer)
+    with pytest.raises(ConfigurationError, match="the result of the step is a Unknown; return tensors"):
+        step(batch(0)["x"])
+    step = qs.StepGraph(lambda x: (Result(training.model[0].bias), x), training.model, training.optimizer)
+    found = [step(batch(0)["x"])[0] for _ in range(4)]
+    assert all(isinstance(each, Result) and not each.y.requires_grad for each in found)
+    assert len({each.y.data_ptr() for each in found} | {training.model[0].bias.data_ptr()}) == 5
+
+
+class Graph:
+    """In the place of torch.cuda's."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def fail() -> Any:
+        try:
+            raise KeyError("before")
+        except KeyError:
+            raise error  # noqa: B904 (its context is not the cause)
+
+    return fail
 
 
 def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-
-    def fail() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    class Graph:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Graph)
+    text = "operation not permitted when stream is capturing\nmore"
     with pytest.raises(UnsupportedOperationError, match=r"cannot be captured .operation not permitted[^\n]*waits for"):
-        step_graph.recorded(fail)
+        step_replay.recorded(raising(RuntimeError(text)))
+    with pytest.raises(UnsupportedOperationError, match=r"cannot be captured .RuntimeError"):
+        step_replay.recorded(raising(RuntimeError()))
+    for error in (torch.OutOfMemoryError("no memory"), ValueError("a shape"), ConfigurationError("ours")):
+        with pytest.raises(type(error), match=str(error)):
+            step_replay.recorded(raising(error))
