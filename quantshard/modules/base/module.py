@@ -471,6 +471,7 @@ class QuantizedModule(RecipeModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self, self._handle.device)  # a copy is another module
+        weight_watch.watch(self)
 
 
 def _empty_history(length: int, device: torch.device) -> Tensor:

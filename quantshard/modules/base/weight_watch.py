@@ -1,16 +1,18 @@
 """Weights that train and are in no optimizer are told: the commonest case is an optimizer built before fully_shard.
 
-Nothing links a model with its optimizer. But when an optimizer steps, a parameter with a gradient that no optimizer of
-the process holds is one that trains in vain. So after some steps of each optimizer the modules that are there are
-looked at. Python is asked for all optimizers only if there is such a parameter.
+Nothing links a model with its optimizer. But when an optimizer steps, a parameter that has a gradient, and that no
+optimizer has ever held, is one that trains in vain. So behind some steps of each optimizer the modules that are there
+are looked at, and behind the next step again: what then has another gradient, and the same values, is told.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +20,46 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from quantshard import kernel_dispatch
-from quantshard.errors import warn_once
+from quantshard import kernel_dispatch, private_torch
+from quantshard.errors import warn_user
 from quantshard.tensor import components
 
 _LOOKS = (2, 8, 64)
 """After which steps of an optimizer: others may be made later than it, and gradients may come later."""
 _FEW = 4
+_MOST = 64
+"""Parameters that are looked at a second time."""
 
 _modules: WeakSet[nn.Module] = WeakSet()
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_samples: WeakKeyDictionary[Optimizer, list[WeightSample]] = WeakKeyDictionary()
+_settled: dict[int, ReferenceType[Tensor]] = {}
+"""Parameters, by their ids, that an optimizer has held in a step, or that were told."""
 _hooks: list[Any] = []
+
+
+@dataclass(frozen=True)
+class WeightSample:
+    """A parameter with a gradient that no optimizer has held; what it and its gradient were."""
+
+    param: ReferenceType[Tensor]
+    grad: ReferenceType[Tensor]
+    changes: int
+    values: tuple[float, ...]
+
+    @staticmethod
+    def of(param: Tensor) -> WeightSample:
+        assert param.grad is not None
+        changes = private_torch.in_place_changes(param.grad)
+        return WeightSample(ref(param), ref(param.grad), changes, _values(param))
+
+    def trains_in_vain(self) -> bool:
+        """Whether it has another gradient, and its values are the same."""
+        param = self.param()
+        if param is None or param.grad is None or not param.requires_grad:
+            return False
+        is_stale = param.grad is self.grad() and private_torch.in_place_changes(param.grad) == self.changes
+        return not is_stale and _values(param) == self.values
 
 
 def watch(module: nn.Module) -> None:
@@ -46,48 +77,74 @@ def leave_out(modules: Iterable[nn.Module]) -> None:
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """Behind each step of an optimizer of this process."""
-    if torch.compiler.is_compiling() or kernel_dispatch.is_capturing():  # no collection of garbage within a capture
+    if torch.compiler.is_compiling() or kernel_dispatch.is_capturing():
         return
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    if count in _LOOKS:
-        _look(optimizer)
+    if count == 1 or count in _LOOKS:
+        _settle(optimizer)
+    if (samples := _samples.pop(optimizer, None)) is not None:
+        _confirm(optimizer, samples)
+    if count in _LOOKS and (found := [WeightSample.of(param) for param, _ in islice(_unheld(), _MOST)]):
+        _samples[optimizer] = found
 
 
-def _look(optimizer: Optimizer) -> None:
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if all(id(param) in own for param, _ in _trained()):
-        return
-    gc.collect()  # of models that were given up
-    living = [each for each in components.living_optimizers() if hasattr(each, "param_groups")]  # was built
-    if any(each is not optimizer and each.param_groups is optimizer.param_groups for each in living):
-        return  # it steps masters within another, whose own step is looked at
-    held = {id(param) for each in living for group in each.param_groups for param in group["params"]}
-    names = [name for param, name in _trained() if id(param) not in held]
-    if names:
-        _warn(optimizer, names)
+def _settle(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _settle_one(param)
 
 
-def _trained() -> Iterator[tuple[Tensor, str]]:
-    """The parameters that have a gradient, each with what it is called where no names are known."""
+def _settle_one(param: Tensor) -> None:
+    at = id(param)
+    if at not in _settled:
+        _settled[at] = ref(param, lambda _: _settled.pop(at, None))
+
+
+def _unheld() -> Iterator[tuple[Tensor, str]]:
+    """The parameters with a gradient that no optimizer has held, each with what it is called where no names are
+    known."""
     for module in list(_modules):
         kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule)).__name__
         for leaf, param in module.named_parameters(recurse=False):
-            if param.requires_grad and param.grad is not None:
+            if param.requires_grad and param.grad is not None and id(param) not in _settled:
                 yield param, f"{leaf} {list(param.shape)} of a {kind}"
+
+
+def _confirm(optimizer: Optimizer, samples: list[WeightSample]) -> None:
+    if not any(each.trains_in_vain() for each in samples):
+        return
+    gc.collect()  # of models that were given up
+    for living in components.living_optimizers():
+        if hasattr(living, "param_groups"):  # else its constructor failed
+            _settle(living)
+    vain = {id(each.param()) for each in samples if each.trains_in_vain()}
+    found = [(param, name) for param, name in _unheld() if id(param) in vain]
+    if found:
+        _warn(optimizer, sorted(name for _, name in found))
+    for param, _ in found:
+        _settle_one(param)
+
+
+def _values(param: Tensor) -> tuple[float, ...]:
+    """Sums over what is stored of a weight here, by which a change is seen; read from the device."""
+    quantized = components.quantized_local(param)
+    if quantized is None:
+        return (float(private_torch.local_tensor(param).detach().sum(dtype=torch.float64)),)
+    stored = quantized.quantized_storage.components.values()
+    return tuple(float(part.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for part in stored)
 
 
 def _warn(optimizer: Optimizer, names: list[str]) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    idle = all(param.grad is None for param in held)
-    kind = type(optimizer).__name__
+    kind, is_one = type(optimizer).__name__, len(names) == 1
     shown = ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
     why = (
         f"{kind}, which stepped, has {len(held)} parameters, none of them with a gradient; build it after convert and "
         "fully_shard, which put others in their place"
-        if idle
+        if all(param.grad is None for param in held)
         else "give the optimizer model.named_parameters(), or freeze what is not to train: requires_grad_(False)"
     )
-    warn_once(
-        f"unheld weights {shown}",
-        f"{shown}: trained, but in no optimizer, so no step changes {'it' if len(names) == 1 else 'them'}; {why}",
+    warn_user(
+        f"{shown}: {'it gets a gradient and is' if is_one else 'they get gradients and are'} in no optimizer, so no "
+        f"step changes {'it' if is_one else 'them'}; {why}"
     )
