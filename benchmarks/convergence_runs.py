@@ -91,7 +91,11 @@ def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = ()) -> s
 
 def _recipes(settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> str:
     """The recipe that a run began by, and the others, each with the share of the steps that were done before it."""
-    found = [(start["step"], start["recipe"]) for start in starts if "recipe" in start] or [(0, settings.recipe)]
+    found: list[tuple[int, str]] = []
+    for start in starts:
+        if "recipe" in start:  # what an earlier start did from that step on was done again
+            found = [each for each in found if each[0] < start["step"]] + [(start["step"], start["recipe"])]
+    found = found or [(0, settings.recipe)]
     later = [(step, recipe) for (_, before), (step, recipe) in pairwise(found) if recipe != before]
     return ", ".join([found[0][1], *(f"{recipe} from {100 * step / settings.steps:.0f} %" for step, recipe in later)])
 

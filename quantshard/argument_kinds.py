@@ -88,8 +88,9 @@ def shown_argument(value: Any) -> str:
 
 def meant(name: Any, known: Iterable[str]) -> str:
     """The word that was perhaps meant by one that is unknown, as a question before a list of those there are."""
-    near = get_close_matches(name[:80], known, 1) if isinstance(name, str) else []
-    return f"did you mean {near[0]!r}? " if near else ""
+    by_case = {each.lower(): each for each in known}
+    near = get_close_matches(name[:80].lower(), by_case, 1) if isinstance(name, str) else []
+    return f"did you mean {by_case[near[0]]!r}? " if near else ""
 
 
 def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:

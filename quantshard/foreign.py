@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import stat
@@ -200,8 +201,11 @@ def _integer(text: str) -> int:
 
 
 def _wide(text: str) -> int | float:
-    is_long = len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 64
-    return float(text) if is_long else int(text)
+    if len(text) <= 20 and -(1 << 63) <= (found := int(text)) < 1 << 64:
+        return found
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"the number {text:.20} has {len(text)} digits")
+    return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

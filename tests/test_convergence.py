@@ -78,7 +78,8 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
     assert found["arm"] == "block lean8" and found["arm"] in ARMS and found["seed"] == 3
     assert (found["heldout"], found["bytes"], found["tokens_per_s"], found["peak_gib"]) == (2.5, 5.094, 1024, 1.0)
     assert found["tokens"] == 20 * 16 * 128 and len(found["losses"]) == 2
-    changed = [{"step": step, "recipe": recipe} for step, recipe in ((0, "nvfp4"), (10, "nvfp4"), (16, "block"))]
+    starts = ((0, "current"), (0, "nvfp4"), (10, "nvfp4"), (18, "mxfp8"), (16, "block"))
+    changed = [{"step": step, "recipe": recipe} for step, recipe in starts]
     write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}} | start for start in changed])
     assert convergence_runs.record(corpus, folder.path)["arm"] == "nvfp4, block from 80 % lean8"
     write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}}])

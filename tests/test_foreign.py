@@ -140,6 +140,9 @@ def test_integers_beyond_64_bits_are_floats_where_other_programs_write_them(tmp_
     found = read_json(tmp_path / "x.json", 10**6, wide=True)
     assert found == {**numbers, "a": 1e30, "b": -float(1 << 63)}
     assert [type(each) for each in found.values()] == [float, float, int, int, int]
+    (tmp_path / "x.json").write_text('{"a": 1' + "0" * 400 + "}")
+    with pytest.raises(ConfigurationError, match="the number 10000000000000000000 has 401 digits"):
+        read_json(tmp_path / "x.json", 10**6, wide=True)
 
 
 TOML = {

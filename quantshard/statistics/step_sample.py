@@ -246,7 +246,7 @@ class StepSample(Observer):
 
 def _as_in_one_process(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What ranks have by names, in the order of the model of one process: modules have one order on all of them, and of
-    the experts of a module each rank the next ones."""
+    the experts of a `GroupedLinear` each rank the next ones. Modules that some ranks lack come behind the others."""
     by_module: dict[str, dict[str, Any]] = {}
     for own in told:
         for name, value in own.items():

@@ -115,11 +115,11 @@ class Trainer:
 
     def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
         """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
-        began = time.perf_counter()
         for group in self.optimizer.param_groups:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
+        began = time.perf_counter()  # what was waited for before are data
         sampled = statistics is not None and statistics.is_sampling
         around = statistics.whole_step if statistics is not None and sampled else nullcontext
         eagerly = sampled and self.settings.experts  # who shows the rows of each expert reads how many there are
@@ -128,9 +128,9 @@ class Trainer:
                 sums = self._stepped(batch, stop)
         else:
             sums = self._graphed(around, batch, stop)
+        launched = time.perf_counter()
         if statistics is not None:
             statistics.settle()  # of the step before, while the device works on this one
-        launched = time.perf_counter()
         loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
         if self.place.device.type == "cuda" and not sampled:
             self._host_wait.add(launched - began, time.perf_counter() - launched)

@@ -264,9 +264,9 @@ def test_another_autocast_around_is_refused() -> None:
 def test_the_cache_of_an_autocast_around_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     step = qs.StepGraph(training.step, training.model, training.optimizer)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
     step(batch(0))
     step(batch(0))
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)  # not before: torch.autocast restores it
     with pytest.raises(ConfigurationError, match=r"is called within torch.autocast, .*enter it in the step"):
         step(batch(0))
 
