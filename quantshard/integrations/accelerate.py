@@ -7,6 +7,7 @@ of which ranks hold nothing yet, DDP, and refusals by name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
@@ -125,6 +126,8 @@ def _check_settings(accelerator: Accelerator) -> None:
             "prepare: FSDP1 flattens parameters into one of another dtype; set "
             "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in the configuration file"
         )
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and kind != DistributedType.FSDP:
+        warn_of_replicas(accelerator)  # a plugin sets that variable too
     if accelerator.mixed_precision == "fp8":
         raise ConfigurationError(
             "prepare: mixed_precision='fp8' makes accelerate convert layers to torchao's or TransformerEngine's; "
@@ -135,6 +138,15 @@ def _check_settings(accelerator: Accelerator) -> None:
             "prepare: state_dict_type=FULL_STATE_DICT writes codes and scales that load_state would send one without "
             "the other; set state_dict_type='SHARDED_STATE_DICT', and quantshard.layouts.export for one file"
         )
+
+
+def warn_of_replicas(accelerator: Accelerator) -> None:
+    """Tell that accelerate was asked for FSDP, and does something else."""
+    warn_user(
+        f"accelerate was asked for FSDP and runs {accelerator.distributed_type.value}, so each process holds the whole "
+        "model; it shards on GPUs alone, over processes that its launcher or torchrun has started, and not with a CPU "
+        "asked for (cpu=True, use_cpu=True)"
+    )
 
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from quantshard.distributed.replicas import check_replicas
 from quantshard.errors import ConfigurationError
 from quantshard.integrations import transformers_files as files
-from quantshard.integrations.accelerate import replica_arguments
+from quantshard.integrations.accelerate import replica_arguments, warn_of_replicas
 from quantshard.optimizers import FusedAdam
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
@@ -77,6 +77,8 @@ class QuantizedTraining:
         if files.quantized_weights(whole):
             if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
                 trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
+            if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+                warn_of_replicas(trainer.accelerator)
             if trainer.is_fsdp_enabled:
                 _check_sharded_checkpoints(trainer)
             elif trainer.args.world_size > 1:

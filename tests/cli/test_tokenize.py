@@ -104,7 +104,10 @@ def test_datasets_have_the_same_tokens(datasets, tmp_path):
         assert stored(tmp_path / name) == expected(datasets), name
     sharded(datasets / "hub", datasets, split="test").write(tmp_path / "test", 1)
     assert stored(tmp_path / "test") == expected(datasets, DOCUMENTS[:5])
-    for name, says in (("splits", r"no split 'dev', only 'train', 'test'"), ("hub", r"no split 'dev'")):
+    for name, says in (
+        ("splits", r"no split 'dev', only 'train', 'test'"), ("hub", r"no split 'dev'"),
+        ("saved", r"saved as one split, without names, so there is no 'dev' in it; leave --data-split out"),
+    ):  # fmt: skip
         with pytest.raises(ConfigurationError, match=says):
             sharded(datasets / name, datasets, split="dev").write(tmp_path / "none", 1)
     with pytest.raises(ConfigurationError, match=r"saved has no column 'body', only 'text', 'id'"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DistributedType
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -364,3 +365,14 @@ def test_wrong_use_is_said_in_one_line() -> None:
     assert warning.startswith(
         "model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight of a LlamaForCausalLM"
     )
+
+
+def test_fsdp_that_accelerate_does_not_do_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 process, for which it shards nothing; nor does it on CPUs with more."""
+    with qs.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(qs.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.warns(UserWarning, match="asked for FSDP and runs NO, so each process holds the whole model"):
+        prepare(Accelerator(cpu=True), model)
+    AcceleratorState._reset_state(reset_partial_state=True)

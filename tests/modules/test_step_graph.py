@@ -7,7 +7,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,13 +183,28 @@ def test_the_page(rerun: list[Any]) -> None:
     assert int(group["step"]) == 6 and group["lr"].item() == pytest.approx(1e-3 * 0.5**6)
 
 
-def test_disabled_it_calls_the_step_itself(rerun: list[Any]) -> None:
+def test_disabled_each_step_is_eager(rerun: list[Any]) -> None:
     training = Training()
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     step = qs.StepGraph(training.step, training.model, optimizer, enabled=False)
     for number in range(4):
-        assert step(batch(number))["loss"].requires_grad
+        assert not step(batch(number))["loss"].requires_grad
     assert training.works == 4 and not rerun
+    with pytest.raises(ConfigurationError, match="is a Training; a step takes tensors"):
+        step(training)
+
+
+def test_wrong_use_is_said_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, other = Training(), Training()
+    with pytest.raises(ConfigurationError, match="no parameter of FusedAdam is the model's; build it over this model"):
+        qs.StepGraph(training.step, training.model, other.optimizer, enabled=False)
+    with pytest.raises(ConfigurationError, match=r"enabled=.no"):
+        qs.StepGraph(training.step, training.model, training.optimizer, enabled="no")  # type: ignore[arg-type]
+    step = qs.StepGraph(training.step, training.model, training.optimizer, enabled=False)
+    with pytest.raises(ConfigurationError, match=r"StepGraph.within.around=3."):
+        step.within(3, batch(0))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"give what makes a context, as statistics.whole_step"):
+        step.within(nullcontext(), batch(0))  # type: ignore[arg-type]
 
 
 def rate(training: Training) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from quantshard import limits, private_torch
 from quantshard.argument_kinds import CALLABLE, MODULE, OPTIMIZER, check_arguments
 from quantshard.errors import ConfigurationError, UnsupportedOperationError, warn_user
 from quantshard.modules.capture import capturable_
-from quantshard.modules.graphs.arguments import CONSTANTS
+from quantshard.modules.contexts import context
+from quantshard.modules.graphs.arguments import CONSTANTS, mapped
 from quantshard.modules.graphs.step_replay import StepContext, StepReplay, check_results, copied, named_arguments
 
 WARMUP = 2
@@ -62,10 +63,11 @@ class StepGraph:
         model: all whose parameters it trains, on the current GPU; draws of random words are counted there from now on
             (`capturable_`).
         optimizer: one or several, each with `capturable=True` and masters, if its weights are quantized.
-        enabled: False calls the step itself, as on a machine without a GPU.
+        enabled: False runs each step eagerly, with the arguments themselves, as on a machine without a GPU.
 
     Raises:
-        ConfigurationError: the model is not on the current GPU, or an optimizer is not capturable.
+        ConfigurationError: an optimizer has no parameter of the model; or, if enabled, the model is not on the current
+            GPU, or an optimizer is not capturable.
         UnsupportedOperationError: DistributedDataParallel wraps the model.
     """
 
@@ -80,8 +82,10 @@ class StepGraph:
         check_arguments("StepGraph", CALLABLE, step=step)
         check_arguments("StepGraph", MODULE, model=model)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        context.check_flags("StepGraph", enabled=enabled)
         for each in self._optimizers:
             check_arguments("StepGraph", OPTIMIZER, optimizer=each)
+            _check_members(each, model)
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
         self._replays: dict[Any, StepReplay] = {}
@@ -109,12 +113,20 @@ class StepGraph:
 
         `around`: makes the context, equal at each call for the same; it is entered for eager steps and captures.
         """
-        if not self.enabled:
-            with around():
-                return self._step(*args, **kwargs)
+        if isinstance(around, AbstractContextManager):
+            raise ConfigurationError(
+                "StepGraph.within: give what makes a context, as statistics.whole_step, and not the context: it is "
+                "entered again in other steps"
+            )
+        check_arguments("StepGraph.within", CALLABLE, around=around)
         if self._is_over:
             raise ConfigurationError("StepGraph: its with block has ended, and its graphs are gone; make another one")
         key = around, _kind(args, "arguments"), _kind(kwargs, "arguments")
+        if not self.enabled:
+            with around():
+                result = self._step(*args, **kwargs)
+            check_results(result)
+            return mapped(result, Tensor.detach)
         replay = self._replays.get(key)
         if replay is None and self._is_to_be_eager(key, args, kwargs):
             given_args, given_kwargs = copied((args, kwargs), self._device)
@@ -170,6 +182,15 @@ def _check_unwrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedOperationError(limits.refusal("captured replicas", name or "the model"))
+
+
+def _check_members(optimizer: Optimizer, model: nn.Module) -> None:
+    own = {id(param) for param in model.parameters()}
+    if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigurationError(
+            f"StepGraph: no parameter of {type(optimizer).__name__} is the model's; build it over this model, after "
+            "convert and fully_shard, which put others in their place"
+        )
 
 
 def _device(model: nn.Module) -> torch.device:

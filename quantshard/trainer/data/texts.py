@@ -271,6 +271,11 @@ def _dataset(path: Path, options: TextOptions) -> Any:
             _check_saved(path / options.split)
             found = datasets.load_from_disk(str(path / options.split))
         elif os.path.lexists(path / "state.json"):
+            if options.split != TextOptions().split:
+                raise ConfigurationError(
+                    f"the dataset in {path} was saved as one split, without names, so there is no {options.split!r} in "
+                    "it; leave --data-split out to read all of it"
+                )
             _check_saved(path)
             found = datasets.load_from_disk(str(path))
         else:
