@@ -76,9 +76,11 @@ class MasterWeights(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         if not callable(optimizer_class):
+            given = type(optimizer_class).__name__
+            wanted = given if isinstance(optimizer_class, torch.optim.Optimizer) else "AdamW"
             raise ConfigurationError(
-                f"MasterWeights({type(optimizer_class).__name__} object): give the class, which is built over the "
-                f"masters, and its options: MasterWeights(torch.optim.{type(optimizer_class).__name__}, params, lr=...)"
+                f"MasterWeights({given} object): give the class first, which is built over the masters, then the "
+                f"parameters and its options: MasterWeights(torch.optim.{wanted}, params, lr=...)"
             )
         options.check_decay("MasterWeights", ema_decay)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
