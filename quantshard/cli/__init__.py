@@ -76,12 +76,18 @@ def app() -> typer.Typer:
 def _usage(line: str, error: Exception) -> str:
     """What is said of an error of usage: typer's own words, what `resume` takes from the run, and whose help it is."""
     context: Any = getattr(error, "ctx", None)
-    command = context.command_path if context else "quantshard"
+    command = context.command_path if context else _command_given()
     name = getattr(error, "option_name", None)
-    near = near_setting(name) if command.endswith(" resume") and isinstance(name, str) else None
+    near = near_setting(name) if context and command.endswith(" resume") and isinstance(name, str) else None
     if near and near not in (flag for param in context.command.params for flag in param.opts):
         line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"
     return f"{line} (see {command} --help)"
+
+
+def _command_given() -> str:
+    """The command that was called, where an error does not say, as of an option without its value."""
+    known: Any = typer.main.get_command(app())
+    return " ".join(["quantshard", *(name for name in sys.argv[1:2] if name in known.commands)])
 
 
 def main() -> None:

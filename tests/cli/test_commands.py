@@ -65,6 +65,7 @@ def run(monkeypatch, capsys, *arguments):
         (["resume", "r", "--lrr", "1"], 2, "--lrr (--lr is one of train; resume keeps what the run has) (see quantsh"),
         (["resume", "r", "--mehs", "1"], 2, "--mehs (Possible options: --mesh) (see quantshard resume --help)"),
         (["plan", "r", "--lr", "1"], 2, "(see quantshard plan --help)"),
+        (["resume", "r", "--recipe"], 2, "requires an argument. (see quantshard resume --help)"),
         (["train", "--run", "r", "--warmup", "9", "--steps", "8"], 1, "warmup = 9, but schedule = 'cosine' ends at st"),
         (["train", "--run", "r", "stray"], 1, "unexpected argument 'stray'"),
         (["train", "--run", "r", "--steps", "many"], 2, "'--steps'"),
