@@ -1,7 +1,7 @@
 """One captured training step: the graph, and what it has of its arguments, the model, the optimizers and around it.
 
-A graph has addresses. What lies elsewhere since the capture would be neither read nor written by a replay, and nothing
-would say so; hence each replay looks first.
+A graph has addresses. What lies elsewhere since the capture is neither read nor written by a replay, and nothing would
+say so; hence each one looks whether all is where it was.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class StepReplay:
         self._replay = _recorded_without_gradients(work, model)
         self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
         self._optimizers = [(each, optimizer_facts(each)) for each in optimizers]
+        self._kept = list(_memory(model, optimizers))  # that of what is replaced, until a replay has told of it
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if surroundings() != self._surroundings:
@@ -90,15 +91,17 @@ class StepReplay:
                 "StepGraph: the step was captured in another autocast or process group than it is called in now, and a "
                 "graph repeats what was captured; enter autocast in the step"
             )
-        if (changed := self._changed()) is not None:
-            raise ConfigurationError(
-                f"StepGraph: {changed} since the capture, and a graph has what was there; change values in place, as "
-                "lr.fill_(1e-4), or call close(), after which steps run eagerly and are captured again"
-            )
         given = [value for _, value in named_arguments(args, kwargs) if isinstance(value, Tensor)]
         for static, value in zip(self._static, given, strict=True):
             static.copy_(value)  # from the host it waits, so that the caller may write to the batch again
-        return copied(self._replay(), self._device)
+        result = copied(self._replay(), self._device)
+        if (changed := self._changed()) is not None:  # which takes the host a millisecond, while the GPU works
+            raise ConfigurationError(
+                f"StepGraph: {changed} since the capture, and a graph has what was there, with which this step was "
+                "made; change values in place, as lr.fill_(1e-4), or call close() before, after which steps run "
+                "eagerly and are captured again"
+            )
+        return result
 
     def _changed(self) -> str | None:
         """What is no longer what it was at the capture."""
@@ -126,12 +129,27 @@ def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _fact(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    quantized = components.quantized_local(value)
+    return [part.data_ptr() for part in _parts(value)] if isinstance(value, Tensor) else repr(value)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors here that a tensor is made of."""
+    quantized = components.quantized_local(tensor)
     if quantized is not None:
-        return [part.data_ptr() for part in quantized.quantized_storage.components.values()]
-    return private_torch.local_tensor(value).data_ptr()
+        return list(quantized.quantized_storage.components.values())
+    return [private_torch.local_tensor(tensor)]
+
+
+def _memory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
+    """What a captured step reads and writes, each as a tensor that has the memory, whatever is assigned to the
+    other."""
+    held = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        held += [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
+        states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
+        held += [value for entries in states for value in entries.values() if isinstance(value, Tensor)]
+    for tensor in held:
+        yield from (part.detach() for part in _parts(tensor))
 
 
 def _recorded_without_gradients(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
