@@ -1,8 +1,8 @@
 """Weights that train and are in no optimizer are told: the commonest case is an optimizer built before fully_shard.
 
 Nothing links a model with its optimizer. But when an optimizer steps, a parameter that has a gradient, and that no
-optimizer has ever held, is one that trains in vain. So behind some steps of each optimizer the modules that are there
-are looked at, and behind the next step again: what then has another gradient, and the same values, is told.
+optimizer holds, may be one that trains in vain. So behind some steps of each optimizer the modules that are there are
+looked at, and behind the next step again: what then has another gradient, and the same values, is told.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,35 +31,45 @@ _MOST = 64
 """Parameters that are looked at a second time."""
 
 _modules: WeakSet[nn.Module] = WeakSet()
+_told: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_held: WeakKeyDictionary[Optimizer, frozenset[int]] = WeakKeyDictionary()
+"""The ids of the parameters of optimizers that have stepped, which are theirs while the optimizer is there. No weak
+references: a tensor that has one is not moved by `Module.to`."""
 _samples: WeakKeyDictionary[Optimizer, list[WeightSample]] = WeakKeyDictionary()
-_settled: dict[int, ReferenceType[Tensor]] = {}
-"""Parameters, by their ids, that an optimizer has held in a step, or that were told."""
 _hooks: list[Any] = []
 
 
 @dataclass(frozen=True)
 class WeightSample:
-    """A parameter with a gradient that no optimizer has held; what it and its gradient were."""
+    """A parameter with a gradient that no optimizer holds; what it and its gradient were. It lives for a step."""
 
-    param: ReferenceType[Tensor]
-    grad: ReferenceType[Tensor]
+    module: nn.Module
+    leaf: str
+    param: Tensor
+    grad: Tensor
     changes: int
     values: tuple[float, ...]
 
     @staticmethod
-    def of(param: Tensor) -> WeightSample:
+    def of(module: nn.Module, leaf: str, param: Tensor) -> WeightSample:
         assert param.grad is not None
         changes = private_torch.in_place_changes(param.grad)
-        return WeightSample(ref(param), ref(param.grad), changes, _values(param))
+        return WeightSample(module, leaf, param, param.grad, changes, _values(param))
 
     def trains_in_vain(self) -> bool:
         """Whether it has another gradient, and its values are the same."""
-        param = self.param()
-        if param is None or param.grad is None or not param.requires_grad:
+        grad = self.param.grad
+        if grad is None or not self.param.requires_grad:
             return False
-        is_stale = param.grad is self.grad() and private_torch.in_place_changes(param.grad) == self.changes
-        return not is_stale and _values(param) == self.values
+        is_old = grad is self.grad and private_torch.in_place_changes(grad) == self.changes
+        return not is_old and _values(self.param) == self.values
+
+    @property
+    def shown(self) -> str:
+        """What it is called where no names are known."""
+        kind = next(each for each in type(self.module).__mro__ if not issubclass(each, FSDPModule)).__name__
+        return f"{self.leaf} {list(self.param.shape)} of a {kind}"
 
 
 def watch(module: nn.Module) -> None:
@@ -81,48 +91,40 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         return
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
     if count == 1 or count in _LOOKS:
-        _settle(optimizer)
+        _note(optimizer)
     if (samples := _samples.pop(optimizer, None)) is not None:
         _confirm(optimizer, samples)
-    if count in _LOOKS and (found := [WeightSample.of(param) for param, _ in islice(_unheld(), _MOST)]):
+    if count in _LOOKS and (found := [WeightSample.of(*each) for each in islice(_unheld(), _MOST)]):
         _samples[optimizer] = found
 
 
-def _settle(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            _settle_one(param)
+def _note(optimizer: Optimizer) -> None:
+    _held[optimizer] = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
 
 
-def _settle_one(param: Tensor) -> None:
-    at = id(param)
-    if at not in _settled:
-        _settled[at] = ref(param, lambda _: _settled.pop(at, None))
-
-
-def _unheld() -> Iterator[tuple[Tensor, str]]:
-    """The parameters with a gradient that no optimizer has held, each with what it is called where no names are
-    known."""
+def _unheld() -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The parameters with a gradient that no optimizer that is known holds."""
+    held = frozenset[int]().union(*_held.values())
     for module in list(_modules):
-        kind = next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule)).__name__
         for leaf, param in module.named_parameters(recurse=False):
-            if param.requires_grad and param.grad is not None and id(param) not in _settled:
-                yield param, f"{leaf} {list(param.shape)} of a {kind}"
+            if param.requires_grad and param.grad is not None and id(param) not in held:
+                if leaf not in _told.get(module, ()):
+                    yield module, leaf, param
 
 
 def _confirm(optimizer: Optimizer, samples: list[WeightSample]) -> None:
     if not any(each.trains_in_vain() for each in samples):
         return
-    gc.collect()  # of models that were given up
+    gc.collect()  # of optimizers that were given up
     for living in components.living_optimizers():
         if hasattr(living, "param_groups"):  # else its constructor failed
-            _settle(living)
-    vain = {id(each.param()) for each in samples if each.trains_in_vain()}
-    found = [(param, name) for param, name in _unheld() if id(param) in vain]
+            _note(living)
+    unheld = {id(param) for _, _, param in _unheld()}
+    found = [each for each in samples if id(each.param) in unheld and each.trains_in_vain()]
     if found:
-        _warn(optimizer, sorted(name for _, name in found))
-    for param, _ in found:
-        _settle_one(param)
+        _warn(optimizer, sorted(each.shown for each in found))
+    for each in found:
+        _told.setdefault(each.module, set()).add(each.leaf)
 
 
 def _values(param: Tensor) -> tuple[float, ...]:
