@@ -134,6 +134,17 @@ def test_what_arguments_stand_in_tells_graphs_apart(rerun: list[Any]) -> None:
     assert len(rerun) == 4
 
 
+def test_entries_of_a_dict_in_another_order_are_not_taken_for_each_other(rerun: list[Any]) -> None:
+    training = Training()
+    x, y = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    step = qs.StepGraph(lambda given, **more: given["x"] + more["b"], training.model, training.optimizer)
+    for _ in range(5):
+        for given in ({"x": x, "y": y}, {"y": y, "x": x}):
+            for more in ({"a": x, "b": y}, {"b": y, "a": x}):
+                assert step(given, **more).tolist() == [3, 3]
+    assert len(rerun) == 2
+
+
 def test_a_number_that_changes_is_said_to_be_no_argument(rerun: list[Any]) -> None:
     training = Training()
     step = qs.StepGraph(training.step, training.model, training.optimizer)

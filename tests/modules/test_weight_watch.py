@@ -165,6 +165,16 @@ def test_many_optimizers_are_looked_at_without_a_collection(monkeypatch: pytest.
     assert not collections
 
 
+def test_a_step_without_values_is_not_looked_at() -> None:
+    """As `plan` rehearses one."""
+    model = nn.Sequential(*[qs.Linear(SIZE, SIZE, params_dtype=torch.bfloat16, device="meta") for _ in range(2)])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    for _ in range(4):
+        for param in model.parameters():
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+
+
 def test_a_model_that_was_given_up_is_not_told() -> None:
     """Though its parameters, which have gradients, are there until Python's collector comes."""
     gc.disable()
@@ -195,8 +205,8 @@ def sharded_too_late() -> tuple[list[str], list[str]]:
 
 @pytest.mark.distributed
 def test_an_optimizer_from_before_fully_shard_is_told() -> None:
-    """1 and 2 ranks: it trains nothing, and PyTorch says nothing."""
-    for ranks in (1, 2):
+    """1 and 3 ranks, whose shards differ: it trains nothing, and PyTorch says nothing."""
+    for ranks in (1, 3):
         for both in run_ranks(ranks, sharded_too_late):
             for said in both:
                 assert len(said) == 1

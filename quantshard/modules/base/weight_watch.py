@@ -2,7 +2,8 @@
 
 Nothing links a model with its optimizer. But when an optimizer steps, a parameter that has a gradient, and that no
 optimizer holds, may be one that trains in vain. So behind some steps of each optimizer the modules that are there are
-looked at, and behind the next step again: what then has another gradient, and the same values, is told.
+looked at, and behind the next step again: what then has another gradient is told, if the values of all such are the
+same. By hand, from masters that PyTorch steps, some would have changed; of 16 bits others may not.
 """
 
 from __future__ import annotations
@@ -57,13 +58,16 @@ class WeightSample:
         changes = private_torch.in_place_changes(param.grad)
         return WeightSample(module, leaf, param, param.grad, changes, _values(param))
 
-    def trains_in_vain(self) -> bool:
-        """Whether it has another gradient, and its values are the same."""
+    def has_new_gradient(self) -> bool:
+        """Whether it has another one, or more was added to it."""
         grad = self.param.grad
         if grad is None or not self.param.requires_grad:
             return False
-        is_old = grad is self.grad and private_torch.in_place_changes(grad) == self.changes
-        return not is_old and _values(self.param) == self.values
+        return grad is not self.grad or private_torch.in_place_changes(grad) != self.changes
+
+    def has_changed(self) -> bool:
+        """Whether its values have."""
+        return _values(self.param) != self.values
 
     @property
     def shown(self) -> str:
@@ -107,20 +111,26 @@ def _unheld() -> Iterator[tuple[nn.Module, str, Tensor]]:
     held = frozenset[int]().union(*_held.values())
     for module in list(_modules):
         for leaf, param in module.named_parameters(recurse=False):
-            if param.requires_grad and param.grad is not None and id(param) not in held:
-                if leaf not in _told.get(module, ()):
-                    yield module, leaf, param
+            trains = param.requires_grad and param.grad is not None and id(param) not in held
+            if trains and leaf not in _told.get(module, ()) and _has_values(param):
+                yield module, leaf, param
+
+
+def _has_values(param: Tensor) -> bool:
+    """Not so where a step is rehearsed, as by `plan`, or traced."""
+    return not private_torch.local_tensor(param).is_meta and not private_torch.is_traced(param)
 
 
 def _confirm(optimizer: Optimizer, samples: list[WeightSample]) -> None:
-    if not any(each.trains_in_vain() for each in samples):
+    trained = [each for each in samples if each.has_new_gradient()]
+    if not trained or any(each.has_changed() for each in trained):  # if one does, somebody steps them by hand
         return
     gc.collect()  # of optimizers that were given up
     for living in components.living_optimizers():
         if hasattr(living, "param_groups"):  # else its constructor failed
             _note(living)
     unheld = {id(param) for _, _, param in _unheld()}
-    found = [each for each in samples if id(each.param) in unheld and each.trains_in_vain()]
+    found = [each for each in trained if id(each.param) in unheld]
     if found:
         _warn(optimizer, sorted(each.shown for each in found))
     for each in found:

@@ -121,7 +121,7 @@ class StepGraph:
         check_arguments("StepGraph.within", CALLABLE, around=around)
         if self._is_over:
             raise ConfigurationError("StepGraph: its with block has ended, and its graphs are gone; make another one")
-        key = around, _kind(args, "arguments"), _kind(kwargs, "arguments")
+        key = around, _kind(args, "arguments"), _kind(dict(sorted(kwargs.items())), "arguments")
         if not self.enabled:
             with around():
                 result = self._step(*args, **kwargs)
@@ -233,7 +233,7 @@ def _kind(value: Any, name: str) -> Any:
     if isinstance(value, tuple | list) and value:
         return type(value), *(_kind(each, f"{name}[{index}]") for index, each in enumerate(value))
     if isinstance(value, dict) and value:
-        return type(value), *((key, _kind(each, f"{name}[{key!r}]")) for key, each in sorted(value.items(), key=repr))
+        return type(value), *((key, _kind(each, f"{name}[{key!r}]")) for key, each in value.items())  # in their order
     if isinstance(value, CONSTANTS):
         return type(value), repr(value)
     raise ConfigurationError(
