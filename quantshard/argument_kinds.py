@@ -86,11 +86,17 @@ def shown_argument(value: Any) -> str:
     return text if text and len(text) <= 80 else type(value).__name__
 
 
-def meant(name: Any, known: Iterable[str]) -> str:
-    """The word that was perhaps meant by one that is unknown, as a question before a list of those there are."""
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """The word that is most like one that is unknown, if one is."""
     by_case = {each.lower(): each for each in known}
     near = get_close_matches(name[:80].lower(), by_case, 1) if isinstance(name, str) else []
-    return f"did you mean {by_case[near[0]]!r}? " if near else ""
+    return by_case[near[0]] if near else None
+
+
+def meant(name: Any, known: Iterable[str]) -> str:
+    """The word that was perhaps meant by one that is unknown, as a question before a list of those there are."""
+    near = nearest(name, known)
+    return f"did you mean {near!r}? " if near else ""
 
 
 def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:

@@ -11,12 +11,12 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import Field, asdict, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from quantshard.argument_kinds import nearest
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import inputs
 from quantshard.terminal.screen import say
@@ -252,8 +252,7 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
 
 def near_setting(flag: str) -> str | None:
     """The flag of a setting that one is, or that was perhaps meant by it."""
-    near = get_close_matches(flag[:80], [f"--{setting.name}".replace("_", "-") for setting in setting_fields()], 1)
-    return near[0] if near else None
+    return nearest(flag, [f"--{setting.name}".replace("_", "-") for setting in setting_fields()])
 
 
 def _with_flags(command: Any) -> Any:
