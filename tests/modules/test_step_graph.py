@@ -271,8 +271,21 @@ def test_what_is_another_since_the_capture_is_named(
         step(batch(number))
     assert training.works == 3
     says = change(training)
+    at_once = change in (rate, decay, group)  # of tensors within some steps
     with pytest.raises(ConfigurationError, match=says):
-        step(batch(3))
+        for number in range(1 if at_once else step_replay.EVERY):
+            step(batch(number))
+
+
+def test_a_model_that_was_switched_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_replay, "recorded", no_python)
+    training = Training()
+    step = qs.StepGraph(training.step, training.model, training.optimizer)
+    for number in range(4):
+        step(batch(number))
+    training.model.eval()
+    with pytest.raises(ConfigurationError, match=r"the mode of the model .train or eval. was switched since"):
+        step(batch(4))
 
 
 def test_what_is_written_in_place_is_no_other(rerun: list[Any]) -> None:

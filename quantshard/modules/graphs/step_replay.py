@@ -1,7 +1,7 @@
 """One captured training step: the graph, and what it has of its arguments, the model, the optimizers and around it.
 
 A graph has addresses. What lies elsewhere since the capture is neither read nor written by a replay, and nothing would
-say so; hence each one looks whether all is where it was.
+say so; hence they look whether all is where it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from quantshard.tensor import components
 StepContext = Callable[[], AbstractContextManager[Any]]
 """A context that is entered around a step, in which the device does more."""
 
-_NAMED_APART = ("params", "param_names")
+_NOT_OPTIONS = ("params", "param_names")
+
+EVERY = 10
+"""Replays, of which one looks at all tensors: of a small model that takes the host as long as a step takes the GPU."""
 
 
 def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -82,7 +85,8 @@ class StepReplay:
 
         self._replay = _recorded_without_gradients(work, model)
         self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
-        self._optimizers = [(each, optimizer_facts(each)) for each in optimizers]
+        self._optimizers = [(each, group_facts(each), state_addresses(each)) for each in optimizers]
+        self._model, self._is_training, self._count = model, model.training, 0
         self._kept = list(_memory(model, optimizers))  # that of what is replaced, until a replay has told of it
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -95,37 +99,46 @@ class StepReplay:
         for static, value in zip(self._static, given, strict=True):
             static.copy_(value)  # from the host it waits, so that the caller may write to the batch again
         result = copied(self._replay(), self._device)
-        if (changed := self._changed()) is not None:  # which takes the host a millisecond, while the GPU works
+        if (changed := self._changed()) is not None:  # looked for while the GPU works
             raise ConfigurationError(
-                f"StepGraph: {changed} since the capture, and a graph has what was there, with which this step was "
-                "made; change values in place, as lr.fill_(1e-4), or call close() before, after which steps run "
+                f"StepGraph: {changed} since the capture, and a graph has what was there, with which steps were made "
+                "until now; change values in place, as lr.fill_(1e-4), or call close() before, after which steps run "
                 "eagerly and are captured again"
             )
         return result
 
     def _changed(self) -> str | None:
-        """What is no longer what it was at the capture."""
-        if (name := self._addresses.changed()) is not None:
+        """What is no longer what it was at the capture: of options and the model's mode at once, of tensors and of what
+        is in the model within `EVERY` replays."""
+        looks, self._count = self._count % EVERY == 0, self._count + 1
+        if self._model.training is not self._is_training:
+            return "the mode of the model (train or eval) was switched"
+        if looks and (name := self._addresses.changed()) is not None:
             return f"{name} was replaced, frozen, switched or hooked"
-        for optimizer, known in self._optimizers:
-            now = optimizer_facts(optimizer)
-            for what, fact in known.items():
+        for optimizer, options, states in self._optimizers:
+            now = group_facts(optimizer)
+            for what, fact in options.items():
                 if now.get(what) != fact:
                     return f"{what} of {type(optimizer).__name__} was replaced"
+            if looks and state_addresses(optimizer) != states:
+                return f"a state of {type(optimizer).__name__} was replaced"
         return None
 
 
-def optimizer_facts(optimizer: Optimizer) -> dict[str, Any]:
-    """What a captured step has of an optimizer: values of its groups' options, and addresses of all its tensors."""
+def group_facts(optimizer: Optimizer) -> dict[str, Any]:
+    """What a captured step has of an optimizer's groups: which parameters, and options, by value or address."""
     found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         found[f"the parameters of group {number}"] = [id(param) for param in group["params"]]
-        options = {name: value for name, value in group.items() if name not in _NAMED_APART}
+        options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
         found |= {f"{name} of group {number}": _fact(value) for name, value in options.items()}
+    return found | {"the number of groups": len(optimizer.param_groups)}
+
+
+def state_addresses(optimizer: Optimizer) -> list[Any]:
+    """Where the states of an optimizer lie."""
     states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
-    found["a state"] = [_fact(value) for entries in states for value in entries.values() if isinstance(value, Tensor)]
-    found["the number of groups"] = len(optimizer.param_groups)
-    return found
+    return [_fact(value) for entries in states for value in entries.values() if isinstance(value, Tensor)]
 
 
 def _fact(value: Any) -> Any:
