@@ -4,9 +4,9 @@
 
 CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a decoder that is
 built by sizes, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe,
-optimizer, how masters and moments are kept, what is kept of activations; its rate, warmup and seed are what the table
-compares at. A run that went on by another recipe is named by both, as `nvfp4, current from 80 %`. Rates are medians of
-the steps after the third.
+optimizer, how masters and moments are kept, what is kept of activations; its warmup and seed are what the table
+compares at. A learning rate other than the usual one is named too, as `bf16 muon at 0.002`, and a run that went on by
+another recipe by both, as `nvfp4, current from 80 %`. Tokens a second are medians of the steps after the third.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import EVERY, NO_MASTERS, corpus_hash
+from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, corpus_hash
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
@@ -32,6 +32,8 @@ COMPILING = 3
 AS_USUAL = ("schedule", "lr_floor", "beta1", "beta2", "eps", "weight_decay", "z_loss", "ema", "clip", "params_dtype",
             "reduce_dtype", "dropout")  # fmt: skip
 """What changes a loss, and no arm's name tells."""
+USUAL_RATES = {"adamw": SMALL.lr, "muon": SMALL.lr, "lion": 3e-4}
+"""Lion's is the best of docs/optimizers.md."""
 STATES = {"": StateOptions(), **PRESETS, "no masters": NO_MASTERS}
 """How an arm's name tells masters and moments."""
 
@@ -80,6 +82,13 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def at_rate(found: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
+    """A record whose arm tells the learning rate, if that is not the usual one of its optimizer."""
+    if settings.lr == USUAL_RATES[settings.optimizer]:
+        return found
+    return found | {"arm": f"{found['arm']} at {settings.lr:g}"}
+
+
 def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = ()) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
@@ -105,8 +114,8 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     asked = parser.parse_args()
-    for line in [json.dumps(record(asked.corpus, folder)) for folder in asked.runs]:  # all, or none
-        print(line)
+    found = [at_rate(record(asked.corpus, folder), RunDir(folder).read_config()[0]) for folder in asked.runs]
+    print("\n".join(map(json.dumps, found)))  # all, or none
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/convergence_table.py [RESULTS.jsonl] [--plot CURVES.svg] [--readme README.md]
 
 Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
-difference is from the arm bf16 of the same seed, whose tokens came in the same order; of several seeds the mean, with
-the least and the most. What bf16 itself differs by from seed to seed stands above the table. Rates and peaks are those
-of the arm's last record.
+difference is from the arm bf16 of the same seed, whose tokens came in the same order, and of the same optimizer and
+learning rate, where there is one; of several seeds the mean, with the least and the most. What bf16 itself differs by
+from seed to seed stands above the table. Tokens a second and peaks are those of the arm's last record.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -27,6 +27,8 @@ from quantshard.recipe import resolve
 
 RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"
+OPTIMIZERS = ("muon", "lion")
+"""Words of an arm's name; none is AdamW."""
 NAMES = {"lean": "lean8"}
 """Last words of arms' names from before presets had names, and what they are now."""
 
@@ -82,6 +84,13 @@ class ArmResult:
         return sorted({record["device"] for record in self.records.values()})
 
 
+def reference_of(name: str, arms: Mapping[str, ArmResult]) -> ArmResult | None:
+    """What an arm is compared with: BF16 by the same optimizer and rate, or by the usual ones."""
+    _, at, rate = name.partition(" at ")
+    alike = " ".join([REFERENCE, *(word for word in name.split() if word in OPTIMIZERS)]) + at + rate
+    return arms[alike] if alike in arms and alike != name else arms.get(REFERENCE)
+
+
 def read(file: Path) -> dict[TrainedOn, dict[str, ArmResult]]:
     """The arms of each kind of tokens, in the order in which they were recorded; of one seed the last record counts.
 
@@ -130,7 +139,7 @@ def table(trained: TrainedOn, arms: dict[str, ArmResult]) -> Iterator[str]:
         cells = [
             arm.name,
             _number(arm.mean("heldout"), ".4f"),
-            "0" if arm.name == REFERENCE else _difference(arm.differences(reference)),
+            "0" if arm.name == REFERENCE else _difference(arm.differences(reference_of(arm.name, arms))),
             _number(arm.mean("bytes"), ".2f"),
             _number(arm.latest("peak_gib"), ".1f"),
             "-" if rate is None else f"{rate:,.0f}",
@@ -163,7 +172,7 @@ def _number(value: float | None, spec: str) -> str:
 
 def draw(file: Path, groups: dict[TrainedOn, dict[str, ArmResult]]) -> None:
     """For each kind of tokens the training losses of the arms by tokens, each the mean of its seeds, and how held-out
-    losses differ from BF16's: each seed, and their mean."""
+    losses differ from BF16's by the same optimizer: each seed, and their mean."""
     import matplotlib  # here, since it takes long to import
     from matplotlib.figure import Figure
 
@@ -197,7 +206,7 @@ def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], sty
 
 def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
     """Dots for seeds, a bar for their mean."""
-    found = {name: arm.differences(arms.get(REFERENCE)) for name, arm in arms.items() if name != REFERENCE}
+    found = {name: arm.differences(reference_of(name, arms)) for name, arm in arms.items() if name != REFERENCE}
     shown = sorted(((statistics.fmean(each), name) for name, each in found.items() if each), reverse=True)
     for place, (mean, name) in enumerate(shown):
         color = styles[name]["color"]
@@ -260,7 +269,7 @@ def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
     yield "|---" * 8 + "|"
     for row in cost_rows():
         sizes = (*row.size, row.size.together, float(_BF16), row.size.together + _BF16)
-        loss = _loss_beside(arms[row.arm], arms.get(REFERENCE)) if row.arm in arms else NOT_RUN
+        loss = _loss_beside(arms[row.arm], reference_of(row.arm, arms)) if row.arm in arms else NOT_RUN
         yield f"| {row.what} | {' | '.join(_bytes(size) for size in sizes)} | {loss} |"
 
 

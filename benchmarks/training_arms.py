@@ -39,7 +39,7 @@ WARMUP = 3
 @dataclass(frozen=True)
 class Arm:
     """`recomputes`: with recompute_activation=True. `ddp`: replicas on several GPUs, in place of FSDP2. `stores`: with
-    activation_storage="fp8"."""
+    activation_storage="fp8". `bf16_reduction`: FSDP2 reduces gradients in bfloat16, its default, instead of float32."""
 
     family: str
     recipe: str = ""
@@ -48,17 +48,25 @@ class Arm:
     recomputes: bool = False
     ddp: bool = False
     stores: bool = False
+    bf16_reduction: bool = False
 
     @property
     def name(self) -> str:
         way = "" if self.family != "ours" and self.way == COMPILED else self.way
-        more = ("recomputed" * self.recomputes, "ddp" * self.ddp, "fp8-activations" * self.stores)
+        more = (
+            "recomputed" * self.recomputes,
+            "ddp" * self.ddp,
+            "fp8-activations" * self.stores,
+            "bf16-reduction" * self.bf16_reduction,
+        )
         return "-".join(filter(None, (self.family, self.recipe, self.states, way, *more)))
 
     def why_not(self, ranks: int) -> str:
         """Why it isn't run on so many GPUs; "" where it is."""
         if self.ddp and ranks == 1:
             return "one GPU has no replicas"
+        if self.bf16_reduction and (ranks == 1 or self.ddp):
+            return "only FSDP2 over several GPUs reduces in another dtype"
         if ranks > 1 and not self.ddp and self.way in (GRAPHED, REDUCED):
             return "under FSDP2 gathered weights lie elsewhere in each pass"
         if self.way == CAPTURED and self.states == "masterless":
@@ -72,7 +80,9 @@ def _arms() -> Iterator[Arm]:
     for ddp, way in product((False, True), (COMPILED, REDUCED)):
         yield Arm("bf16", way=way, ddp=ddp)
         yield from (Arm("torchao", recipe, way=way, ddp=ddp) for recipe in TORCHAO)
-    for options in product(RECIPES, STATES, WAYS, (False, True), (False, True), (False, True)):
+    yield Arm("bf16", way=COMPILED, bf16_reduction=True)
+    yield from (Arm("torchao", recipe, way=COMPILED, bf16_reduction=True) for recipe in TORCHAO)
+    for options in product(RECIPES, STATES, WAYS, (False, True), (False, True), (False, True), (False, True)):
         yield Arm("ours", *options)
 
 
@@ -80,7 +90,7 @@ ARMS = {arm.name: arm for arm in _arms()}
 NAMES = (
     f"bf16, torchao-{{{','.join(TORCHAO)}}}, ours-{{{','.join(RECIPES)}}}, behind which come: of ours "
     f"[-{{{','.join(filter(None, STATES))}}}] states, [-{{{','.join(filter(None, WAYS))}}}], of others "
-    f"[-{REDUCED}]; of ours [-recomputed]; [-ddp]; of ours [-fp8-activations]"
+    f"[-{REDUCED}]; of ours [-recomputed]; [-ddp]; of ours [-fp8-activations]; [-bf16-reduction]"
 )
 
 
@@ -114,7 +124,7 @@ class TrainingArm:
         if self.arm.ddp:
             return DistributedDataParallel(self.model, init_sync=False)
         layers: Any = self.model.layers
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if self.arm.bf16_reduction else torch.float32)
         for module in (*layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         for layer, following in pairwise(layers):

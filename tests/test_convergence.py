@@ -94,7 +94,12 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
     ):
         (folder.path / "config.toml").write_text(config.replace(was, now))
         if not says:
-            assert convergence_runs.record(corpus, folder.path)["arm"] == "block muon lean8"
+            again = convergence_runs.record(corpus, folder.path)
+            assert again["arm"] == "block muon lean8"
+            kept = folder.read_config()[0]
+            assert convergence_runs.at_rate(again, kept) == again
+            named = convergence_runs.at_rate(again, replace(kept, lr=2e-3))
+            assert named["arm"] == "block muon lean8 at 0.002"
             continue
         with pytest.raises(ValueError, match=says):
             convergence_runs.record(corpus, folder.path)
@@ -236,6 +241,16 @@ def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
     ]
     alone = list(convergence_table.table(longer, groups[longer]))
     assert "not known: it has 0." in alone[0] and alone[-1].startswith("| current lean8 | 9.0000 | - |")
+
+
+def test_an_arm_is_compared_with_bf16_of_its_optimizer_and_rate():
+    arms = {name: name for name in ("bf16", "bf16 muon", "bf16 muon at 0.002", "current", "current lion")}
+    found = {
+        "bf16 muon": "bf16", "bf16 muon at 0.002": "bf16", "current lean8": "bf16", "current lion": "bf16",
+        "nvfp4, bf16 from 80 % muon": "bf16 muon", "current muon lean8 at 0.002": "bf16 muon at 0.002",
+        "current muon at 0.004": "bf16",
+    }  # fmt: skip
+    assert {name: convergence_table.reference_of(name, arms) for name in found} == found
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

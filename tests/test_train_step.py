@@ -127,6 +127,7 @@ def test_every_option_of_an_arm_is_in_its_name() -> None:
     assert len(ARMS) == len(set(ARMS.values())) and list(ARMS)[:2] == ["bf16", "torchao-tensorwise"]
     assert ARMS["ours-mxfp8-masterless-reduce-overhead-recomputed-ddp"].recomputes
     assert ARMS["ours-current-fp8-activations"].stores
+    assert ARMS["torchao-tensorwise-bf16-reduction"].bf16_reduction
     reasons = {name: ARMS[name].why_not(2) for name in ("ours-block-graphed", "ours-block-graphed-ddp", "bf16")}
     assert [bool(reason) for reason in reasons.values()] == [True, False, False]
 

@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import quantshard as qs
 from quantshard.checkpoints.inspect.compare import compare
@@ -20,7 +22,7 @@ from quantshard.optimizers import FusedAdam
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses
-from tests.modules.test_graphs import trained_on_ranks
+from tests.modules.test_graphs import layer_of, trained_on_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STEPS, TOKENS, HIDDEN = 20, 96, 64
@@ -152,6 +154,37 @@ def test_replicas_and_tensor_parallelism(recipe: str, way: str) -> None:
     """2 ranks, over NCCL: layers of `make_graphed_callables`, with collectives in the graphs or around them."""
     eager, captured = (run_ranks(2, trained_on_ranks, recipe, way, captured, "cuda") for captured in (False, True))
     assert eager == captured and eager[0] == eager[1]
+
+
+def whole_steps_on_ranks(recipe: str, captured: bool) -> tuple[list[float], dict[str, str]]:
+    """Losses and bits after eight steps of a layer that ranks share, on rows of each rank's own."""
+    layer = layer_of(recipe, init_device_mesh("cuda", (2,), mesh_dim_names=("tp",)), "cuda")
+    optimizer = FusedAdam(layer.named_parameters(), lr=1e-2, capturable=True)
+
+    def step(x: Tensor) -> Tensor:
+        with qs.autocast(recipe=RECIPES[recipe]):
+            y = layer(x)
+        loss = y.float().sin().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    own = torch.Generator().manual_seed(dist.get_rank())
+    with qs.StepGraph(step, layer, optimizer, enabled=captured) as graph:
+        batches = [torch.randn(16, 1, HIDDEN, generator=own).bfloat16().cuda() for _ in range(8)]
+        found = [graph(x).item() for x in batches]
+        assert len(graph._replays) == captured
+    return found, bits(layer, optimizer)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+def test_whole_steps_under_tensor_parallelism(recipe: str) -> None:
+    """2 ranks, over NCCL, with sequence parallelism: losses and all that is kept."""
+    eager, captured = (run_ranks(2, whole_steps_on_ranks, recipe, captured) for captured in (False, True))
+    assert eager == captured and len({*eager[0][0]}) == 8
 
 
 @pytest.mark.distributed
