@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any
 
+import torch
 import typer
 from torch import nn
 
@@ -15,6 +16,7 @@ from quantshard.cli import models
 from quantshard.cli.models import ModelSource
 from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
+from quantshard.gemm import scaled_products
 from quantshard.observe.table import Report
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.terminal.screen import Screen, say_whole
@@ -71,7 +73,12 @@ def explain(
     A model of a config.json is converted first, without weights (needs transformers).
     """
     found = models.find(source, recipe_)
-    _show(found, found.told, observe.explain(found.model, found.optimizer), wide, json_)
+    if found.settings is None:
+        report = observe.explain(found.model, found.optimizer)
+    else:  # a run says how its optimizer keeps states, of which nothing is made here
+        here = scaled_products.capability_of(torch.device("cuda"))
+        report = planning.plan(found.model, {}, **_states(found.states, None, {}), ema=found.ema, capability=here)
+    _show(found, (*found.told, *_miscounted(found.settings)), report, wide, json_)
 
 
 def plan(
@@ -144,6 +151,7 @@ def plan(
         step=step,
         memory=None if memory is None else int(memory * 2**30),
         ema=found.ema if ema is None else ema,
+        capability=asked.capability,
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from quantshard.checkpoints.disk import manifest
 from quantshard.terminal.screen import say, say_whole
 from quantshard.trainer.run_dir import RunDir
 
@@ -27,8 +28,9 @@ def status(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
 ) -> None:
-    """Say whether a run has done all of its steps, by its last complete checkpoint.
+    """Say whether a run has done all of its steps, by its last complete checkpoint that has all of its files.
 
+    What is in the files is not read: `verify` does.
     A URL that the run's config.toml names is asked only if you name it too, with --checkpoints.
 
     Exit code 0: it has; 75: steps are left; 1: there is no run, or nobody can tell.
@@ -36,12 +38,25 @@ def status(
     folder = RunDir(run)
     settings = folder.read_config()[0]
     folder.look_in(checkpoints)
-    complete = folder.saved_steps()[0]
-    step = complete[-1] if complete else 0
+    step, damaged = _last_saved(folder)
     done = step >= settings.steps
     if json_:
-        say_whole(json.dumps({"done": done, "step": step, "steps": settings.steps}))
+        say_whole(json.dumps({"done": done, "step": step, "steps": settings.steps, "damaged": damaged}))
     else:
+        for problem in damaged:
+            say(problem)
         say(f"{folder.path}: {'done' if done else 'not done'}, {step} of {settings.steps} steps are saved")
     if not done:
         raise typer.Exit(NOT_DONE)
+
+
+def _last_saved(folder: RunDir) -> tuple[int, list[str]]:
+    """The step of the last checkpoint whose files are there, as long as they were; 0 if there is none. And what is
+    wrong with later ones, which a resume skips."""
+    damaged: list[str] = []
+    for step in reversed(folder.saved_steps()[0]):
+        found = manifest.problems(folder.checkpoint(step), contents=False)
+        if not found:
+            return step, damaged
+        damaged.append(f"the checkpoint of step {step} is damaged: {found[0]}")
+    return 0, damaged

@@ -20,13 +20,13 @@ from quantshard.argument_kinds import nearest
 from quantshard.errors import ConfigurationError
 from quantshard.terminal import inputs
 from quantshard.terminal.screen import say
-from quantshard.trainer import launch, worker
+from quantshard.trainer import launch, restarts, worker
 from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import check_schedule
 from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
 from quantshard.trainer.settings.optimizer_states import above_file, below_flags, dropped_preset
-from quantshard.trainer.settings.settings_file import given_values
+from quantshard.trainer.settings.settings_file import given_processes, given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
 
@@ -68,7 +68,7 @@ def train(
         Path, typer.Option("--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False)
     ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, or one for each GPU, or 1")
+        int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, FILE, one for each GPU, or 1")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
     auto_resume: Annotated[
@@ -109,7 +109,7 @@ def train(
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
         worker.main(run, replace(order, new=asdict(settings), given=given))
-    processes = nproc_per_node or worker.of_mesh(settings) or launch.default_processes()
+    processes = nproc_per_node or worker.of_mesh(settings) or given_processes(config) or launch.default_processes()
     launch.check_processes(processes)
     if auto_resume and folder.is_begun():
         changed = worker.changes(folder, settings, given, processes)
@@ -184,6 +184,7 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     """Resume a run that is there, when nothing stands against it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
+    restarts.edited(str(folder.config), settings, folder.read_starts())  # refused here, told by the workers
     named = worker.of_mesh(worker.changed(settings, order.overrides))
     processes = processes or named or int(launched["processes"])
     launch.check_processes(processes)
@@ -194,6 +195,7 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
     folder.check_place("checkpoints" in order.overrides)
     if not order.restart:
         folder.last_complete()
+    restarts.check_steps(str(folder.path), settings.steps, folder.saved_steps()[0])
     worker.check_copy(order.copy_to)
     if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}

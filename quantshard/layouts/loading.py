@@ -243,9 +243,11 @@ class _LayoutLoader:
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
+                own = None if self.layout is None else table.recipe_of(self.layout)
+                told = "a recipe of the same blocks" if own is None else f"recipe {own!r}, whose weights these are"
                 raise CheckpointError(
                     f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; build the model with a recipe of the same blocks, or allow requantization (lossy=True)"
+                    f"{why}; build the model with {told}, or allow requantization (quantshard.layouts.load(lossy=True))"
                 )
 
     def _why_not(self, item: _ParameterSlices) -> str | None:

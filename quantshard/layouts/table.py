@@ -11,6 +11,7 @@ Hugging Face export (modelopt-*).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,7 @@ from quantshard.argument_kinds import TEXT, check_arguments, meant
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Copy, Encoding, Format, Scaling
-from quantshard.recipe import Cell, format_of_tag
+from quantshard.recipe import NAMES, Cell, format_of_tag, resolve
 
 Config = Mapping[str, Any]
 
@@ -171,6 +172,22 @@ def import_verdict(cell: Cell | None, layout: Layout) -> Verdict:
     if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
         checked.append("scales are powers of two")
     return Verdict(EXACT, " and ".join(["where " + checked[0], *checked[1:]]) if checked else "")
+
+
+def recipe_of(layout: Layout) -> str | None:
+    """The recipe whose weights take those of a layout as they are: without conditions before under some, by blocks of
+    the same size before others, and of these the smallest. None if there is none, and for high precision."""
+    found = []
+    for name in NAMES:
+        cell = resolve(name).weight
+        if layout.is_plain or cell is None or cell.scaling.history:  # delayed: another recipe has its weights
+            continue
+        verdict = import_verdict(cell, layout)
+        if verdict.kind == EXACT:
+            block = cell.format.copies[Copy.ROWWISE].block
+            area = math.prod(math.inf if size == ALL else size for size in block)
+            found.append((bool(verdict.why), block != layout.block, area, name))
+    return min(found)[-1] if found else None
 
 
 def refines(theirs: int, ours: int) -> bool:

@@ -185,15 +185,21 @@ class GemmPath(NamedTuple):
 
 
 def gemm_of(
-    leaf: str, module: nn.Module, param: Tensor, storage: QuantizedStorage | None, chosen: Recipe | None = None
+    leaf: str,
+    module: nn.Module,
+    param: Tensor,
+    storage: QuantizedStorage | None,
+    chosen: Recipe | None = None,
+    device: torch.device | None = None,
 ) -> GemmPath:
-    """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`."""
+    """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`, on a device or, by default, on
+    the parameter's."""
     # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
     if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
         return GemmPath()
-    device = _device(param)
+    device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:

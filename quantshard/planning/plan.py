@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,10 +19,11 @@ from torch.distributed.tensor import DTensor
 from quantshard import sharding
 from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
+from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.observe.explain import dtype_name, fallbacks_of, gemm_of
+from quantshard.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.parameter_bytes import SHORT_DTYPES
 from quantshard.observe.table import Report, Row
 from quantshard.optimizers.state import check_dtype, needs_master, stored_dtype
@@ -56,6 +58,7 @@ def plan(
     ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Report:
     """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and `FusedAdam`'s state;
     and the peak of a training step.
@@ -80,6 +83,8 @@ def plan(
         step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
             values. Not under tensor parallelism.
         memory: bytes of the GPU; with it the report says how large a batch fits.
+        capability: compute capability of the GPU, which says how GEMMs run; by default that of the step, and without
+            one of the device that the model is on.
 
     Raises:
         ConfigurationError: an argument does not fit the others, the model is sharded already, or it cannot run without
@@ -109,10 +114,15 @@ def plan(
     _check_arguments(model, place, cut_by_tp, states)
     _check_step(step, place, memory)
     rows, shares, optimized = [], [], 0
+    capability = capability or (None if step is None else step.capability)
+    device = None if capability is None else torch.device("meta")
     for name, leaf, module, param in _parameters(model):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, leaf, module, param, place, dim, again, _OptimizerSpec(states, ema))
+        with nullcontext() if capability is None else described_gpu(capability):
+            stored = components.quantized_local(param)
+            gemm = gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, device=device)
+        row, numel = _row(name, param, gemm, place, dim, again, _OptimizerSpec(states, ema))
         rows.append(row)
         shares.append(ParameterShare(inner.get(id(module)), param, row, again))
         optimized += numel
@@ -231,9 +241,8 @@ def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None)
 
 def _row(
     name: str,
-    leaf: str,
-    module: nn.Module,
     param: Tensor,
+    gemm: GemmPath,
     place: _MeshRank,
     tp_dim: int | None,
     gathered_again: bool,
@@ -260,7 +269,6 @@ def _row(
         bf16_forward = held * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
     states, sizes, note = _optimizer(param, storage, shard, optimizer)
-    gemm = gemm_of(leaf, module, param, storage)
     row = Row(
         name=name,
         shape=tuple(param.shape),

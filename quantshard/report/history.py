@@ -111,6 +111,9 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
         raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
     table = metrics.table()
     notes = [*(note for file in files.values() for note in _damage(file)), *sample.notes()]
+    last = int(table.steps[-1]) if len(table.steps) else 0
+    if lost := max(0, last - len(table.steps)):
+        notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
     if table.others:
         notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
     if statistics.left_out:

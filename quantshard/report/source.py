@@ -127,7 +127,8 @@ class RunSource:
                 return CheckpointRow(step, is_complete(path))
         except CheckpointError:
             return CheckpointRow(step, False)
-        return CheckpointRow(step, True, described.bytes, _moment(described.saved_at))
+        whole = not self._is_local or not manifest.problems(path, contents=False)
+        return CheckpointRow(step, whole, described.bytes, _moment(described.saved_at))
 
     def is_trained(self) -> bool | None:
         """Whether a process trains it now; None where nobody can tell, as behind a URL."""

@@ -69,19 +69,22 @@ def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO
             mode = _replaceable(path, folder)
             new = f".{secrets.token_hex(8)}.new"
             handle = os.open(new, _NEW, 0o666, dir_fd=folder)
+        file = open(handle, "wb")  # closed below: a full disk makes closing raise once more
         try:
-            with open(handle, "wb") as file:
-                yield file
-                with _told(path):
-                    if mode is not None:
-                        os.fchmod(handle, mode)
-                    file.flush()
-                    os.fsync(handle)
+            yield file
+            with _told(path):
+                if mode is not None:
+                    os.fchmod(handle, mode)
+                file.flush()
+                os.fsync(handle)
+                file.close()
             with _told(path):
                 os.replace(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
                 os.unlink(new, dir_fd=folder)
+            with suppress(OSError):
+                file.close()
             raise
 
 

@@ -1,17 +1,19 @@
-"""What `train --auto-resume` changes of a run that is there already.
+"""What a later start changes of a run: by the flags of `train --auto-resume`, and by an edited `config.toml`.
 
 torchrun, SLURM and Kubernetes start a command again as it stands, on as many processes as there are then. So its flags
 say what the run is, at the first start, and must not say anything else at a later one, but for what `resume` changes.
+Nor may its `config.toml`: half of what it says is in the checkpoints too, and those go before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.trainer.settings.mesh import MeshSpec
 from quantshard.trainer.settings.optimizer_states import as_settings
 from quantshard.trainer.settings.schema import shown_value
@@ -23,6 +25,60 @@ CHANGEABLE = frozenset(
 
 _ALWAYS = ("deterministic", "device")
 """Settings that a process follows before it can know those of the run, so that they are as now, given or not."""
+
+_SPLITS = ("micro_batch", "micro_batches")
+"""Settings that say how a process takes its share of a step, which is another on other processes."""
+
+_KEPT_PANELS = ("Model", "Data", "Training", "Precision")
+"""Of settings that say what is trained."""
+
+_PLACES = frozenset("model init_from data heldout_data tokenizer token_cache checkpoints".split())
+"""Settings that are looked for elsewhere where a folder was moved; what is found there is compared by itself."""
+
+
+def recorded(settings: TrainSettings) -> dict[str, Any]:
+    """Settings as a start of the run records them."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return found
+
+
+def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What somebody has written into a run's `config.toml` since its last start, in words; it is followed.
+
+    `starts`: the run's records, of which releases before had no settings. A start that was killed before it could
+    write `config.toml` anew left it as the one before did.
+
+    Raises:
+        ConfigurationError: it is a setting that says what is trained, which a run keeps.
+    """
+    known = [each["settings"] for each in starts if isinstance(each.get("settings"), dict)][-2:]
+    now, told = recorded(settings), []
+    for setting in setting_fields():
+        name = setting.name
+        values = [each[name] for each in reversed(known) if name in each]
+        if not values or name in _PLACES or now[name] in values:
+            continue
+        what = f"{name} = {shown_value(now[name])}"
+        if setting.metadata["panel"] in _KEPT_PANELS and name not in CHANGEABLE and name not in _SPLITS:
+            raise ConfigurationError(
+                f"{config} has {what}, and the run was started with {shown_value(values[0])}, which it keeps, as its "
+                "checkpoints do; write that there again, or start another run with --init-from"
+            )
+        told.append(f"{config} was edited: {what}, and was {shown_value(values[0])}")
+    return tuple(told)
+
+
+def check_steps(run: str, steps: int, complete: Sequence[int]) -> None:
+    """Refuse to make a run shorter than what it has saved. `complete`: steps of its checkpoints, ascending.
+
+    Raises:
+        ConfigurationError: with the numbers.
+    """
+    if complete and steps < complete[-1]:
+        raise ConfigurationError(
+            f"{run} has a checkpoint of step {complete[-1]}, and steps = {steps} would end before it; give at least "
+            f"{complete[-1]}, or another run its weights with --init-from"
+        )
 
 
 def overrides(

@@ -88,16 +88,18 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.wandb = path / "wandb.json"
         self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings that say otherwise are read
+        self._is_locked = False
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
     def check_new(self) -> None:
-        """Refuse a folder that holds anything but tokens.
+        """Refuse a folder that holds anything but tokens, and what `withdraw` leaves.
 
         Raises:
             ConfigurationError: it exists and is not empty, or is no folder.
         """
-        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= {self.tokens}):
+        left = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
+        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= left):
             return
         instead = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
         if not self.path.is_dir() or not self._has_checkpoint():
@@ -137,6 +139,13 @@ class RunDir:
             self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
         self._mark_place()
         self.write(self.config, text)  # the last: with it, this is a run
+
+    def withdraw(self) -> None:
+        """Make no run of a run again that this process holds and that failed before its first step: the corrected
+        command may then have the same folder. Its logs and tokens stay."""
+        with suppress(QuantshardError):  # the failure itself is what the user must read
+            if self._is_locked and not os.path.lexists(self.metrics) and not any(self.saved_steps()):
+                outputs.remove_unfinished(self.path, self.config.name, self.starts.name, self.parameters.name)
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
         """The configuration of the run's model; None if it is built by sizes.
@@ -328,16 +337,17 @@ class RunDir:
         }
         outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
 
+    def read_starts(self) -> list[dict[str, Any]]:
+        """The records of `starts`, without a line that was cut off."""
+        return [start for line in self._content(self.starts).split(b"\n") if (start := _record(line))]
+
     def last_start(self) -> dict[str, Any]:
-        """The last record of `starts`, of which `forget_after` has dropped what was cut off; empty if there is none."""
-        return next(
-            (start for line in reversed(self._content(self.starts).split(b"\n")) if (start := _record(line))), {}
-        )
+        """The last record of `starts`; empty if there is none."""
+        return next(reversed(self.read_starts()), {})
 
     def requantized(self) -> tuple[bool, bool]:
         """Whether some start quantized the weights anew, into another recipe; and whether without masters too."""
-        lines = self._content(self.starts).split(b"\n")
-        found = [start for line in lines if "requantized" in (start := _record(line))]
+        found = [start for start in self.read_starts() if "requantized" in start]
         return bool(found), any(start.get("lossy") is True for start in found)
 
     def forget_after(self, step: int) -> None:
@@ -353,6 +363,17 @@ class RunDir:
             kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
             if kept != content:
                 self.write(file, kept)
+
+    def lost_steps(self, done: int) -> str:
+        """A line on steps that are done and have no record in `metrics`, which nothing brings back; "" if all have. Of
+        a long file nobody looks."""
+        if os.path.lexists(self.metrics) and os.lstat(self.metrics).st_size > _LONG_BYTES:
+            return ""
+        lost = sorted(set(range(1, done + 1)) - {_step_of(line) for line in self._content(self.metrics).split(b"\n")})
+        if not lost:
+            return ""
+        which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, {lost[0]} to {lost[-1]}"
+        return f"{self.metrics} has lost the records of {which}; curves and best losses are without them"
 
     def _content(self, file: Path) -> bytes:
         """What a file of records has; nothing if it is not there.
@@ -376,6 +397,7 @@ class RunDir:
         """
         try:
             ownership.lock(self.path)
+            self._is_locked = True
         except BlockingIOError:
             said = f"{self.path} is in use by another training process; stop that one first"
             raise ConfigurationError(said) from None

@@ -81,7 +81,7 @@ class RunSetup:
 
     `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
     processes. `again`: it was there before; `restores`: from a checkpoint. `requantize`, `lossy`: whether weights of a
-    checkpoint of another recipe are quantized anew, now or again.
+    checkpoint of another recipe are quantized anew, now or again. `edited`: what `config.toml` says anew, in words.
     """
 
     settings: TrainSettings
@@ -94,6 +94,7 @@ class RunSetup:
     requantize: bool = False
     lossy: bool = False
     configuration: dict[str, Any] | None = None
+    edited: tuple[str, ...] = ()
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
@@ -123,6 +124,8 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     if settings.init_from:
         initialization.check(prepared.settings, model)
     settings, corpus = prepared.collected(run.tokens)
+    for warning in corpus.repeated():
+        screen.say(warning)
     data.Windows(corpus, settings.seq_length, settings.heldout)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)
 
@@ -326,7 +329,7 @@ def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trai
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}
     if restored is not None and restored.requantized:
         start |= {"requantized": restored.requantized, "lossy": task.lossy}
-    run.append(run.starts, start | {"environment": now})
+    run.append(run.starts, start | {"settings": restarts.recorded(task.settings), "environment": now})
 
 
 def _announce(
@@ -343,7 +346,8 @@ def _announce(
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if task.again and not task.restores:
         note(f"{run.path} has no complete checkpoint, so it begins again")
-    for text in shortfalls(task.settings):
+    lost = run.lost_steps(done) if place.rank == 0 else ""
+    for text in filter(None, (*task.edited, lost, *shortfalls(task.settings))):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
@@ -368,6 +372,7 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     configuration = run.read_model(settings)
     if not order.resume:
         return RunSetup(settings, launched, corpus, configuration=configuration)
+    edited = restarts.edited(str(run.config), settings, run.read_starts())
     before, settings = settings, changed(settings, order.overrides, place.ranks)
     settings.check_ranks(place.ranks)
     check_logs(settings)
@@ -379,11 +384,12 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     if not order.restart:
         run.last_complete()  # says what to do if there is none
     complete, incomplete = run.saved_steps()
+    restarts.check_steps(str(run.path), settings.steps, complete)
     if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
     there = (tuple(incomplete), left, True, bool(complete))
-    return RunSetup(settings, started, corpus, *there, *_anew(run, order), configuration)
+    return RunSetup(settings, started, corpus, *there, *_anew(run, order), configuration, edited)
 
 
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
@@ -461,6 +467,8 @@ def main(run: Path, order: WorkerJob) -> NoReturn:
         dist.destroy_process_group()
         code = 0
     except BaseException as error:  # a process that fails must say so and end, whatever it was
+        if isinstance(error, QuantshardError):
+            folder.withdraw()
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
             screen.complain(f"process {os.environ.get('RANK')}: {line}")

@@ -88,12 +88,26 @@ def test_plan_is_that_of_python(tmp_path: Path) -> None:
     cuts = {f"{name}_proj.weight": int(name in "o down") for name in ("q", "k", "v", "o", "gate", "up", "down")}
     layers = model.model.layers
     by_hand = qs.plan(model, {"dp_shard": 4, "tp": 2}, layers=layers, rank=5, tensor_parallel=cuts,
-                      exp_avg_dtype=torch.uint8)  # fmt: skip
+                      exp_avg_dtype=torch.uint8, capability=(9, 0))  # fmt: skip
     assert found["rows"] == rows(by_hand) and found["totals"]["bytes"] == by_hand.totals.bytes
     assert found["source"][-1] == "rank 5 of mesh dp_shard=4,tp=2"
     told_ = json_of("plan", tmp_path)["source"][-1]
     assert told_ == "rank 0 of mesh dp_shard=8 (--world-size N or --mesh says another)"
     assert json_of("plan", tmp_path, "--world-size", 3)["rows"][0]["mesh"] == {"dp_shard": 3}
+
+
+def test_paths_are_those_of_the_named_gpu(tmp_path: Path) -> None:
+    """MXFP8 is native from compute capability 10.0 on; `explain` of a run tells of this machine, and of its states."""
+    run = made(tmp_path)
+    for capability, path in (("9.0", "emulated"), ("10.0", "native")):
+        found = json_of("plan", run, "--compute-capability", capability, "--recipe", "mxfp8")
+        weights = [row for row in found["rows"] if row["format"].startswith("mxfp8")]
+        assert weights and all(
+            row["gemm"] == path and f"capability {capability}" in row["gemm_reason"] for row in weights
+        )
+    here = json_of("explain", run)
+    assert here["totals"]["optimizer_bytes"] > 0
+    assert torch.cuda.is_available() or not any("capability" in row["gemm_reason"] for row in here["rows"])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])

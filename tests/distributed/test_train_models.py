@@ -364,7 +364,7 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
         (["--random-weights"], "random_weights is of a --model DIR that has weights"),
         (["--recompute", "all"], "choose one of: none, activation, layer"),
-        (["--micro-batch", "2", "--micro-batches", "2"], "say the same thing twice"),
+        (["--micro-batch", "2", "--micro-batches", "2"], "both say how a process takes its share"),
         (
             ["--micro-batch", "5"],
             "global_batch = 16 sequences cannot be split evenly over 1 processes x micro_batch = 5",

@@ -176,3 +176,13 @@ def test_two_weights_of_one_name_are_refused():
     with pytest.raises(ConfigurationError, match="two weights would be named x"):
         names.check_distinct(["x", "y", "x"])
     assert Names({"a": "b"}).theirs("a", 2, None)
+
+
+def test_every_quantized_layout_has_the_recipe_of_its_blocks() -> None:
+    """What `train --init-from` takes where no recipe is given."""
+    found = {name: table.recipe_of(layout) for name, layout in table.LAYOUTS.items()}
+    ends = {"-fp8": "current", "-block": "block", "-channel": "rowwise", "-mxfp8": "mxfp8", "-nvfp4": "nvfp4"}
+    assert found == {
+        name: None if layout.is_plain else next(ends[end] for end in ends if name.endswith(end))
+        for name, layout in table.LAYOUTS.items()
+    }

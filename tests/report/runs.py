@@ -68,4 +68,5 @@ def made_run(folder: Path, steps: int = 40, lr: float = 1e-3, recipe: str = "mxf
         "saved_at": "2026-11-24T04:00:00+00:00",
     }
     (whole / "manifest.json").write_text(json.dumps(manifest))
+    (whole / "__0_0.distcp").write_bytes(bytes(4096))
     return folder

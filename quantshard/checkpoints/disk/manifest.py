@@ -170,8 +170,9 @@ def read_manifest(path: Path_) -> Manifest | None:
     return Manifest.from_json(text, file)
 
 
-def problems(path: Path_) -> list[str]:
-    """What is wrong with the files of the checkpoint in directory `path`, a line each. Reads every byte of it.
+def problems(path: Path_, contents: bool = True) -> list[str]:
+    """What is wrong with the files of the checkpoint in directory `path`, a line each. Reads every byte of it, or,
+    without `contents`, the manifest alone.
 
     A missing file, a wrong length, a wrong checksum, a file that the manifest does not name, a manifest that cannot be
     read. Empty for a checkpoint without a manifest, of which nothing can be said.
@@ -182,9 +183,11 @@ def problems(path: Path_) -> list[str]:
         return [str(error)]
     if manifest is None:
         return []
-    transfer.expect(manifest.bytes)
+    if contents:
+        transfer.expect(manifest.bytes)
     store, folder = locate(path)
-    found = [wrong for name, entry in sorted(manifest.files.items()) if (wrong := wrong_file(path, name, entry))]
+    checked = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
+    found = [wrong for wrong in checked if wrong]
     try:
         unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
     except OSError as error:

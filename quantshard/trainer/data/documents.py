@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +73,10 @@ class Document:
         return f"{self.sha256} {self.size}" + (f" {self.dtype}+{self.header}" if self.dtype else "")
 
 
+def _more(found: Sequence[object]) -> str:
+    return f" (as {len(found) - 1} more)" if len(found) > 1 else ""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """All documents, in order: those of each source, then those that are held out.
@@ -107,6 +112,23 @@ class Corpus:
     def heldout(self) -> tuple[Document, ...]:
         """The documents that are only evaluated on."""
         return self.documents[len(self.documents) - self.heldout_files :]
+
+    def repeated(self) -> list[str]:
+        """Lines on documents that are evaluated on though they are trained on, and on files that are read twice."""
+        trained = self.documents[: len(self.documents) - self.heldout_files]
+        by_content = {(document.line, document.size): document.path for document in trained if document.size}
+        both = [(each.path, by_content[key]) for each in self.heldout if (key := (each.line, each.size)) in by_content]
+        paths = [document.path for document in trained]
+        twice = list(dict.fromkeys(path for path, count in Counter(paths).items() if count > 1))
+        found = []
+        if both:
+            found.append(
+                f"WARNING: {both[0][0]} is evaluated on and trained on{_more(both)}: it has the contents of "
+                f"{both[0][1]}, so held-out losses do not tell how well the model does on other texts"
+            )
+        if twice:
+            found.append(f"WARNING: {twice[0]} is named twice by --data{_more(twice)}, so it is trained on twice")
+        return found
 
     @property
     def tokens(self) -> int:

@@ -14,7 +14,8 @@ from torch import nn
 from quantshard import checkpoints, layouts, recipe
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts.files import SUFFIX, read_layout_json
+from quantshard.layouts import table
+from quantshard.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
 from quantshard.layouts.loading import check as check_safetensors
 from quantshard.layouts.source import CheckpointModel
 from quantshard.layouts.writing import CONFIGURATION
@@ -52,9 +53,13 @@ def sizes(source: str) -> dict[str, Any]:
 
 
 def _recipe_of(source: str) -> dict[str, Any]:
-    """The recipe of a checkpoint's formats, if one has these."""
+    """The recipe of a checkpoint's formats, or of the layout of safetensors, if one has these."""
     if not _is_checkpoint(source):
-        return {}
+        config = Path(source) / CONFIGURATION
+        quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
+        layout = table.detect(quantized, SafetensorsFiles(Path(source)).names(), source)
+        name = None if layout is None else table.recipe_of(layout)
+        return {} if name is None else {"recipe": name}
     tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
     names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
     return {"recipe": names[0]} if names else {}

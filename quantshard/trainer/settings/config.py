@@ -321,8 +321,8 @@ class TrainSettings:
             raise ConfigurationError(f"kv_heads = {self.kv_heads} must divide heads = {self.heads}")
         if self.micro_batch and self.micro_batches != 1:
             raise ConfigurationError(
-                f"micro_batch = {self.micro_batch} and micro_batches = {self.micro_batches} say the same thing twice; "
-                "give one of them"
+                f"micro_batch = {self.micro_batch} and micro_batches = {self.micro_batches} both say how a process "
+                "takes its share of a step; give one of them"
             )
         check_combinations(self)
         if self.mesh:

@@ -13,7 +13,9 @@ from quantshard.errors import ConfigurationError
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
-_TYPES: dict[type, str] = {tuple: "a list of paths", dict: "a table", list: "a list of strings"}
+_TYPES: dict[type, str] = {
+    tuple: "a list of paths", dict: "a table", list: "a list of strings", bool: "true or false",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class SettingType:
             return f"one of: {', '.join(self.choices)}"
         if self.type in (tuple, list):
             return f"{_TYPES[self.type]}, each of {self.least} to {self.most} characters"
+        if self.type is bool:
+            return _TYPES[bool]
         if self.type is str:
             return f"text of {f'{self.least} to' if self.least else 'at most'} {self.most} characters"
         low = f"more than {self.least:,}" if self.more else f"{self.least:,} or more"
@@ -109,7 +113,7 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
             found[name] = kind.read(value)
         except (TypeError, OverflowError):
             said = f"{where}: {name} = {shown_value(value)} must be {kind.type_name}"
-            raise ConfigurationError(said if kind.type_name == str(kind) else f"{said}: {kind}") from None
+            raise ConfigurationError(said if kind.type_name in str(kind) else f"{said}: {kind}") from None
         try:
             check_value(name, found[name], kind)
         except ConfigurationError as error:

@@ -108,6 +108,12 @@ def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any
     return values | {name: value for name, value in flags.items() if value is not None}
 
 
+def given_processes(config: Path | None) -> int:
+    """The processes of the run whose `config.toml` is given; 0 where the file is of no run."""
+    content = read_settings_file(config, follow=True) if config is not None else {}
+    return int(launch_table(content, str(config))["processes"]) if "launch" in content else 0
+
+
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
     """The text of `config.toml`: the settings, then the tables."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}

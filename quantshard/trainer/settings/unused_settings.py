@@ -9,6 +9,11 @@ from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.schema import shown_value
 
+
+def _holds_out(settings: TrainSettings) -> bool:
+    return settings.heldout > 0 or bool(settings.heldout_data)
+
+
 _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "experts_per_token": (lambda settings: settings.experts > 0, "experts"),
     "balance_loss": (lambda settings: settings.experts > 0, "experts"),
@@ -25,6 +30,8 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
     "master_dtype": (lambda settings: settings.master_weights, "master_weights = true"),
     "data_weights": (lambda settings: len(settings.data) != 1, "a second --data"),
+    "eval_every": (_holds_out, "heldout or heldout_data"),
+    "eval_sequences": (_holds_out, "heldout or heldout_data"),
     "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
 """By setting: whether it is used, and what it needs."""
