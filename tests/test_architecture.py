@@ -20,7 +20,7 @@ ORDINARY = set(
     "conversion convert converted copied counts data demo device dict diff dir disk doctor dora encoded engine "
     "environment error extra factory field file fill filter fit fitted flush form from global input integrations "
     "interface io join left lightning linear load loading lookup loop lora manager max member meshes missing multi "
-    "name named needs no non on option output partial patterns peft private progress protocol pytorch quantshard "
+    "name named needs no non on option output partial patterns peft place private progress protocol pytorch quantshard "
     "reading reason reduction registered report resolved restored running save saving schema screen selection "
     "sequence shape sharding share size suffixes sum system table take terminal timing to torch torchtitan total "
     "totals train trainer training transformers type variant version warning writing".split()

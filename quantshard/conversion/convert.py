@@ -11,7 +11,14 @@ from quantshard import sharding
 from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.conversion import checks, fusion, gated_mlp, optimizer_watch
 from quantshard.conversion.forward import enter_recipe, leave_recipe
-from quantshard.conversion.linear import ConvertedLinear, empty_linear, fill_linear, plain_linear
+from quantshard.conversion.linear import (
+    ConvertedLinear,
+    empty_linear,
+    fill_linear,
+    leave_fast_path,
+    plain_linear,
+)
+from quantshard.conversion.places import Places, places_of
 from quantshard.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
 from quantshard.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
@@ -25,8 +32,6 @@ TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is 
 
 WHERE = ("linear", "fused")
 """What `modules=` may name."""
-
-Places = dict[int, list[tuple[nn.Module, str]]]
 
 
 @suggests_names
@@ -87,7 +92,7 @@ def convert(
     )
     checks.check_values(chosen)
     keep = preserve_high_precision_init_val
-    places = _places(model)
+    places = places_of(model)
     # all are built before the first is exchanged: what is refused is refused before anything changed
     built = [
         (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, common, autocast, keep))
@@ -107,6 +112,7 @@ def convert(
     if activation_storage != HIGH_PRECISION and all(each.reason for each in mlps):
         raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
     enter_recipe(model, common, autocast)
+    leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
     if autocast:
         optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
     del chosen
@@ -121,14 +127,14 @@ def convert(
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
     """Exchange linear layers of a model on the meta device for ours with their weights in high precision, which compute
     the same, show it to who observes (`tensor.observation`), and quantize it in an autocast."""
-    plain, places = HighPrecision(), _places(model)
+    plain, places = HighPrecision(), places_of(model)
     for name in names:
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear) and old.weight.is_meta, name
         new = empty_linear(old, name, plain, plain, by_itself=False, keep_values=False)
         fill_linear(new, old, name, keep_values=False)
-        for parent, child in places[id(old)]:
-            setattr(parent, child, new)
+        for put in places[id(old)]:
+            put(new)
 
 
 def check_modules(function: str, modules: object) -> None:
@@ -149,11 +155,11 @@ def revert(model: nn.Module) -> int:
     if not layers:
         raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
     gated_mlp.unfuse(model)
-    places = _places(model)
+    places = places_of(model)
     for module in layers:
         plain = plain_linear(module)
-        for parent, child in places[id(module)]:
-            setattr(parent, child, plain)
+        for put in places[id(module)]:
+            put(plain)
     leave_recipe(model)
     optimizer_watch.end(model)
     return len(layers)
@@ -163,22 +169,12 @@ def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: Converte
     old = choice.module
     shape = (old.out_features, old.in_features)
     fill_linear(new, old, choice.name, keep)
-    for parent, child in places[id(old)]:
-        setattr(parent, child, new)
+    for put in places[id(old)]:
+        put(new)
     fmt = components.storage_of(new.weight).cell.format
     stored: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
     before = old.weight.numel() * old.weight.element_size()
     return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, stored)
-
-
-def _places(model: nn.Module) -> Places:
-    """By the identity of each module, its parents and its names there: a module may stand in several places."""
-    found: Places = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            parent, _, child = name.rpartition(".")
-            found.setdefault(id(module), []).append((model.get_submodule(parent), child))
-    return found
 
 
 def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:

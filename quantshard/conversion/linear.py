@@ -23,6 +23,9 @@ from quantshard.tensor.storage import KEY
 FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 """Names, in other programs' layouts, of what belongs to a weight, and is none of ours."""
 
+_COMPILED = "_compiled_call_impl"
+"""What `compile` leaves in a module; it calls that module."""
+
 
 class _LinearInterface(nn.Linear):
     """What makes `isinstance(layer, nn.Linear)` hold, which PEFT and others ask, without nn.Linear's parameters."""
@@ -32,7 +35,9 @@ class _LinearInterface(nn.Linear):
 
 
 class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
-    """A `Linear` in the place of an `nn.Linear`."""
+    """A `Linear` in the place of an `nn.Linear`. `taken`: names of attributes that somebody had set on that one."""
+
+    taken: tuple[str, ...] = ()
 
     def checked_input(self, x: Tensor) -> Tensor:
         """The input as it computes with it."""
@@ -142,6 +147,19 @@ def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bo
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)
+    new.taken = tuple(vars(old).keys() - vars(new).keys() - {_COMPILED})
+    vars(new).update({name: vars(old)[name] for name in new.taken})
+
+
+def leave_fast_path(converted: set[int], model: nn.Module) -> None:
+    """Have transformer encoders of PyTorch compute by their layers, of which some are converted (identities), in eval
+    mode too, where one operator would read their weights."""
+    for module in model.modules():
+        holds = any(id(part) in converted for part in module.modules())
+        if isinstance(module, nn.TransformerEncoderLayer) and holds:
+            module.activation_relu_or_gelu = 0  # as for any other activation
+        elif isinstance(module, nn.TransformerEncoder) and holds:
+            module.use_nested_tensor = False
 
 
 def plain_linear(old: ConvertedLinear) -> nn.Linear:
@@ -156,4 +174,5 @@ def plain_linear(old: ConvertedLinear) -> nn.Linear:
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)
+    vars(new).update({name: vars(old)[name] for name in old.taken if name in vars(old)})
     return new

@@ -51,7 +51,8 @@ def note_forward(model: nn.Module) -> None:
     if watch.forwards in _LOOKS:
         optimizers = components.living_optimizers()
         if _told_of_replaced(watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
-            weight_watch.leave_out(model.modules())
+            held = {id(param) for param in optimizer_members.held(optimizers)}
+            weight_watch.note_told(model.modules(), held)
             end(model)
         elif watch.forwards == _LOOKS[-1]:
             end(model)

@@ -115,7 +115,18 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
         return f"its weight is also that of {', '.join(users)}"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}"
+    if "forward" in vars(module):
+        return "its forward was replaced by another, as by hooks of accelerate"
+    if own := _own(module):
+        return f"it has {', '.join(own)} besides weight and bias"
     return ""
+
+
+def _own(module: nn.Linear) -> list[str]:
+    """What a linear layer has that PyTorch's has not."""
+    held = (module.named_parameters, module.named_buffers)
+    own = [name for named in held for name, _ in named(recurse=False) if name not in ("weight", "bias")]
+    return own + [name for name, _ in module.named_children()]
 
 
 def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str:

@@ -26,7 +26,7 @@ SIZE = 32
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Modules of other tests, which may have gradients still, are left out, and nothing was told yet."""
     gc.collect()
-    weight_watch.leave_out(list(weight_watch._modules))
+    weight_watch._modules.clear()
     before = {*_told}
     _told.clear()
     yield
@@ -66,6 +66,22 @@ def test_a_weight_that_was_replaced_is_told() -> None:
     assert (
         f"weight [{SIZE}, {SIZE}] of a Linear: it gets a gradient and is in no optimizer, so no step changes it" in said
     )
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_is_unfrozen_later_is_told(converted: bool) -> None:
+    """The optimizer holds what trained when it was made; of a converted model, which looks by itself at first, too."""
+    if converted:
+        model: nn.Module = nn.Sequential(*[nn.Linear(SIZE, SIZE, dtype=torch.bfloat16) for _ in range(3)])
+        qs.convert(model, "mxfp8")
+    else:
+        model = built()
+    model[0].requires_grad_(False)
+    optimizer = FusedAdam([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+    assert told(model, optimizer, steps=70) == []
+    model[0].requires_grad_(True)
+    [said] = told(model, optimizer, steps=70)
+    assert "they get gradients and are in no optimizer" in said and said.startswith("bias [32] of a ")
 
 
 KEPT: list[torch.optim.Optimizer] = []
@@ -199,7 +215,7 @@ def sharded_too_late() -> tuple[list[str], list[str]]:
         for module in (*model, model):
             fully_shard(module, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
         said.append(told(model, optimizer))
-        weight_watch.leave_out(model.modules())
+        weight_watch._modules.clear()
     return said[0], said[1]
 
 

@@ -9,7 +9,7 @@ same. By hand, from masters that PyTorch steps, some would have changed; of 16 b
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,6 +27,8 @@ from quantshard.tensor import components
 
 _LOOKS = (2, 8, 64)
 """After which steps of an optimizer: others may be made later than it, and gradients may come later."""
+_EVERY = 128
+"""And after each so many, since weights may be unfrozen at any time."""
 _FEW = 4
 _MOST = 64
 """Parameters that are looked at a second time."""
@@ -83,10 +85,13 @@ def watch(module: nn.Module) -> None:
     _modules.add(module)
 
 
-def leave_out(modules: Iterable[nn.Module]) -> None:
-    """Look at some no more: who knows their names has told what there was to tell."""
+def note_told(modules: Iterable[nn.Module], held: Collection[int]) -> None:
+    """Tell no more of weights that train and are in no optimizer (`held`: what is, by identity): who knows the names
+    of these has told of them. Of others, as what is unfrozen later, there may be something to tell."""
     for module in modules:
-        _modules.discard(module)
+        for leaf, param in module.named_parameters(recurse=False):
+            if param.requires_grad and id(param) not in held:
+                _told.setdefault(module, set()).add(leaf)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
@@ -94,11 +99,12 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling() or kernel_dispatch.is_capturing():
         return
     count = _steps[optimizer] = _steps.get(optimizer, 0) + 1
-    if count == 1 or count in _LOOKS:
+    looks = count in _LOOKS or count % _EVERY == 0
+    if count == 1 or looks:
         _note(optimizer)
     if (samples := _samples.pop(optimizer, None)) is not None:
         _confirm(optimizer, samples)
-    if count in _LOOKS and (found := [WeightSample.of(*each) for each in islice(_unheld(), _MOST)]):
+    if looks and (found := [WeightSample.of(*each) for each in islice(_unheld(), _MOST)]):
         _samples[optimizer] = found
 
 
