@@ -86,9 +86,14 @@ class ArmResult:
 
 def reference_of(name: str, arms: Mapping[str, ArmResult]) -> ArmResult | None:
     """What an arm is compared with: BF16 by the same optimizer and rate, or by the usual ones."""
-    _, at, rate = name.partition(" at ")
-    alike = " ".join([REFERENCE, *(word for word in name.split() if word in OPTIMIZERS)]) + at + rate
+    alike = _alike(name)
     return arms[alike] if alike in arms and alike != name else arms.get(REFERENCE)
+
+
+def _alike(name: str) -> str:
+    """The arm of BF16 by the same optimizer and rate."""
+    _, at, rate = name.partition(" at ")
+    return " ".join([REFERENCE, *(word for word in name.split() if word in OPTIMIZERS)]) + at + rate
 
 
 def read(file: Path) -> dict[TrainedOn, dict[str, ArmResult]]:
@@ -205,8 +210,9 @@ def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], sty
 
 
 def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
-    """Dots for seeds, a bar for their mean."""
-    found = {name: arm.differences(reference_of(name, arms)) for name, arm in arms.items() if name != REFERENCE}
+    """Dots for seeds, a bar for their mean; of arms whose optimizer and rate BF16 has too."""
+    alike = {name: arms[_alike(name)] for name in arms if _alike(name) in arms and _alike(name) != name}
+    found = {name: arms[name].differences(reference) for name, reference in alike.items()}
     shown = sorted(((statistics.fmean(each), name) for name, each in found.items() if each), reverse=True)
     for place, (mean, name) in enumerate(shown):
         color = styles[name]["color"]
@@ -262,8 +268,13 @@ def _weight(recipe: str) -> Any:
 
 
 def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
-    """Lines of the README's table; losses are of the dense model, of the tokens for which there are most arms."""
-    dense = [(len(arms), trained.tokens, arms) for trained, arms in groups.items() if trained.model == DENSE]
+    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are."""
+    wanted = [row.arm for row in cost_rows()]
+    dense = [
+        (sum(arm in arms for arm in wanted), trained.tokens, arms)
+        for trained, arms in groups.items()
+        if trained.model == DENSE
+    ]
     arms = max(dense, key=lambda each: each[:2])[2] if dense else {}
     yield _HEADING
     yield "|---" * 8 + "|"

@@ -107,7 +107,6 @@ def test_paths_are_those_of_the_named_gpu(tmp_path: Path) -> None:
         )
     here = json_of("explain", run)
     assert here["totals"]["optimizer_bytes"] > 0
-    assert torch.cuda.is_available() or not any("capability" in row["gemm_reason"] for row in here["rows"])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt"])
