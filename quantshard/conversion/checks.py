@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from quantshard.conversion.selection import LayerChoice
 from quantshard.errors import ConfigurationError
@@ -40,7 +41,7 @@ def check_model(model: nn.Module, what: str) -> None:
     """Check that a model can be converted at all.
 
     Raises:
-        ConfigurationError: it is a linear layer itself, sharded, or quantized, by quantshard or by others.
+        ConfigurationError: it is a linear layer itself, sharded, quantized, by quantshard or by others, or lazy.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{what} takes a model, a torch.nn.Module, not a {type(model).__name__}")
@@ -57,6 +58,10 @@ def check_model(model: nn.Module, what: str) -> None:
         )
     check_unsharded(model, what)
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigurationError(
+                f"{what}: {name} is of a lazy layer and has no shape yet; run the model once before"
+            )
         if components.quantized_local(parameter) is not None:
             raise ConfigurationError(
                 f"{what}: {name} is quantized already, to {components.storage_of(parameter).cell.format.name}; "

@@ -23,6 +23,7 @@ from quantshard.conversion.report import ConversionReport, ConvertedLayer, Exper
 from quantshard.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
 from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
+from quantshard.modules.base import weight_watch
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes
 from quantshard.recipe import HighPrecision, Recipe
@@ -119,6 +120,9 @@ def convert(
     converted = []
     while built:  # each layer goes when its successor is there: the two models are never there at once
         converted.append(_exchange(places, *built.pop(0), keep))
+    for module in model.modules():  # what is left in high precision trains in vain as easily
+        if next(module.parameters(recurse=False), None) is not None:
+            weight_watch.watch(module)
     if modules == "linear":
         return ConversionReport(tuple(converted), left, experts)
     return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps, activation_storage))

@@ -155,11 +155,12 @@ def leave_fast_path(converted: set[int], model: nn.Module) -> None:
     """Have transformer encoders of PyTorch compute by their layers, of which some are converted (identities), in eval
     mode too, where one operator would read their weights."""
     for module in model.modules():
-        holds = any(id(part) in converted for part in module.modules())
-        if isinstance(module, nn.TransformerEncoderLayer) and holds:
-            module.activation_relu_or_gelu = 0  # as for any other activation
-        elif isinstance(module, nn.TransformerEncoder) and holds:
-            module.use_nested_tensor = False
+        if not isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
+            continue
+        if any(id(part) in converted for part in module.modules()):
+            is_layer = isinstance(module, nn.TransformerEncoderLayer)
+            name, value = ("activation_relu_or_gelu", 0) if is_layer else ("use_nested_tensor", False)
+            setattr(module, name, value)  # as where an activation, or a layer, is of another kind
 
 
 def plain_linear(old: ConvertedLinear) -> nn.Linear:

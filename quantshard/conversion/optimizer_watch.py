@@ -13,19 +13,23 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quantshard.errors import warn_user
 from quantshard.modules.base import weight_watch
 from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
+_FEW = 4
 _LOOKS = (2, 8, 64)
 """Before which training forwards: an optimizer may be made after the first."""
 
 
 @dataclass
 class OptimizerWatch:
-    """`replaced`: the weights whose places others have taken, by name, alive or not. `forwards`: those in training."""
+    """`replaced`: the weights whose places others have taken, by name, alive or not; `with_gradients`: those that had
+    one then. `forwards`: those in training."""
 
     replaced: dict[str, ReferenceType[Tensor]] = field(default_factory=dict)
+    with_gradients: frozenset[str] = frozenset()
     forwards: int = 0
 
 
@@ -34,7 +38,8 @@ _watches: WeakKeyDictionary[nn.Module, OptimizerWatch] = WeakKeyDictionary()
 
 def begin(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     """Look at a model's next training forwards."""
-    _watches[model] = OptimizerWatch({name: ref(weight) for name, weight in replaced.items()})
+    with_gradients = frozenset(name for name, weight in replaced.items() if weight.grad is not None)
+    _watches[model] = OptimizerWatch({name: ref(weight) for name, weight in replaced.items()}, with_gradients)
 
 
 def end(model: nn.Module) -> None:
@@ -49,6 +54,7 @@ def note_forward(model: nn.Module) -> None:
         return
     watch.forwards += 1
     if watch.forwards in _LOOKS:
+        _tell_of_computing(watch)
         optimizers = components.living_optimizers()
         if _told_of_replaced(watch, optimizers) or optimizer_members.warn_of_unheld(model, optimizers):
             held = {id(param) for param in optimizer_members.held(optimizers)}
@@ -56,6 +62,21 @@ def note_forward(model: nn.Module) -> None:
             end(model)
         elif watch.forwards == _LOOKS[-1]:
             end(model)
+
+
+def _tell_of_computing(watch: OptimizerWatch) -> None:
+    """That layers compute still whose places others have: their weights have got gradients."""
+    alive = {name: weight() for name, weight in watch.replaced.items() if name not in watch.with_gradients}
+    names = [name for name, weight in alive.items() if weight is not None and weight.grad is not None]
+    if names:
+        watch.with_gradients |= {*names}
+        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+        warn_user(
+            f"{', '.join(names[:_FEW])}{more}: convert has put other layers in their places, and the old ones still "
+            "compute and get gradients, in high precision and in no optimizer; the forward has them from elsewhere "
+            "than children, lists, tuples, dicts and sets of modules: let it read them from there, or build what "
+            "holds them after convert"
+        )
 
 
 def _told_of_replaced(watch: OptimizerWatch, optimizers: list[Optimizer]) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from quantshard import private_torch
 from quantshard.argument_kinds import NAMES, ArgumentKind, check_arguments
 from quantshard.modules.contexts.layer_recipes import (
     HIGH_PRECISION,
@@ -91,12 +92,21 @@ def transposed_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
-    """By the identity of each parameter, the modules that hold it."""
-    found: dict[int, list[str]] = {}
+    """By the identity of each parameter, the modules that hold it, or another one that lies in the same memory."""
+    users: dict[int, list[str]] = {}
+    params: dict[int, int] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            found.setdefault(id(parameter), []).append(name)
-    return found
+            params[id(parameter)] = memory = _memory(parameter)
+            users.setdefault(memory, []).append(name)
+    return {parameter: users[memory] for parameter, memory in params.items()}
+
+
+def _memory(parameter: nn.Parameter) -> int:
+    """What parameters have in common that were tied by their data: `head.weight.data = embedding.weight.data`."""
+    if parameter.is_meta or parameter.numel() == 0:
+        return id(parameter)
+    return parameter.data_ptr() if type(parameter.data) is Tensor else id(parameter)  # else it is made of others
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
@@ -119,6 +129,8 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
         return "its forward was replaced by another, as by hooks of accelerate"
     if own := _own(module):
         return f"it has {', '.join(own)} besides weight and bias"
+    if private_torch.has_gradient_hooks(module.weight):
+        return "its weight has hooks, which would not go over; register them after convert"
     return ""
 
 

@@ -113,15 +113,19 @@ def plan(
     states = chosen_options("plan", preset, given)
     _check_arguments(model, place, cut_by_tp, states)
     _check_step(step, place, memory)
+    _check_capability(capability)
     rows, shares, optimized = [], [], 0
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
-    for name, leaf, module, param in _parameters(model):
+    with nullcontext() if capability is None else described_gpu(capability):
+        gemms = [
+            gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, device=device)
+            for _, leaf, module, param in _parameters(model)
+            for stored in (components.quantized_local(param),)
+        ]
+    for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        with nullcontext() if capability is None else described_gpu(capability):
-            stored = components.quantized_local(param)
-            gemm = gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, device=device)
         row, numel = _row(name, param, gemm, place, dim, again, _OptimizerSpec(states, ema))
         rows.append(row)
         shares.append(ParameterShare(inner.get(id(module)), param, row, again))
@@ -223,6 +227,14 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
             )
     for state, dtype in states.dtypes.items():
         check_dtype("plan", state, dtype)
+
+
+def _check_capability(capability: object) -> None:
+    is_pair = isinstance(capability, tuple) and len(capability) == 2 and all(type(each) is int for each in capability)
+    if capability is not None and not is_pair:
+        raise ConfigurationError(
+            f"plan(capability={capability!r}): give two numbers, such as (9, 0) of an H100 or H200"
+        )
 
 
 def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:

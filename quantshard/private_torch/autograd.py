@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -112,11 +113,20 @@ HOOKS = (
 )
 """Where `nn.Module` keeps the hooks of calls; in public they can be registered, but not listed."""
 
+_LOAD_HOOKS = "_load_state_dict_pre_hooks"
+_STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", _LOAD_HOOKS, "_load_state_dict_post_hooks")
+
 
 def take_hooks(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the hooks of calls of another, in whose place it comes."""
-    for name in HOOKS:
-        getattr(module, name).update(getattr(other, name))
+    """Give a module the hooks of another, in whose place it comes: the tables themselves, which the handles of hooks
+    refer to. It must have none of its own."""
+    for name in (*HOOKS, *_STATE_HOOKS):
+        assert not getattr(module, name), name
+        setattr(module, name, getattr(other, name))
+    module._is_full_backward_hook = other._is_full_backward_hook
+    for hook in getattr(module, _LOAD_HOOKS).values():
+        if getattr(hook, "with_module", False):
+            vars(hook)["module"] = weakref.ref(module)
 
 
 @contextmanager

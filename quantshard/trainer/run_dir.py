@@ -98,13 +98,19 @@ class RunDir:
         Raises:
             ConfigurationError: it exists and is not empty, or is no folder.
         """
-        left = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if not self.path.exists() or (self.path.is_dir() and set(self.path.iterdir()) <= left):
+        if not self.path.exists() or (self.path.is_dir() and self._is_free()):
             return
         instead = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
         if not self.path.is_dir() or not self._has_checkpoint():
             instead = "it holds no checkpoint to go on from, so remove it if you want its place"
         raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
+
+    def _is_free(self) -> bool:
+        checkpoints = self.path / _CHECKPOINTS
+        left = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
+        if checkpoints.is_dir() and {each.name for each in checkpoints.iterdir()} <= {ownership.LOCK_FILE}:
+            left.add(checkpoints)
+        return set(self.path.iterdir()) <= left
 
     def is_begun(self) -> bool:
         """Whether there is a run here, with or without a checkpoint."""
@@ -369,10 +375,11 @@ class RunDir:
         a long file nobody looks."""
         if os.path.lexists(self.metrics) and os.lstat(self.metrics).st_size > _LONG_BYTES:
             return ""
-        lost = sorted(set(range(1, done + 1)) - {_step_of(line) for line in self._content(self.metrics).split(b"\n")})
-        if not lost:
+        there = {step for line in self._content(self.metrics).split(b"\n") if (step := _step_of(line)) <= done}
+        if not (lost := done - len(there)):
             return ""
-        which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps, {lost[0]} to {lost[-1]}"
+        first = next(step for step in range(1, done + 1) if step not in there)  # at most one beyond what is there
+        which = f"step {first}" if lost == 1 else f"{lost:,} steps, the first of them {first:,}"
         return f"{self.metrics} has lost the records of {which}; curves and best losses are without them"
 
     def _content(self, file: Path) -> bytes:

@@ -266,8 +266,12 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     task = _from_rank_0(lambda: _read(run, order, place), place)
     if place.device.type == "cpu":
         torch.set_num_threads(task.launched.get("threads", 1))
-    with logs.logged(task.settings, place.rank, run.path):
-        _train(run, order, place, task, stop)
+    try:
+        with logs.logged(task.settings, place.rank, run.path):
+            _train(run, order, place, task, stop)
+    except QuantshardError:
+        run.withdraw()
+        raise
 
 
 def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, stop: StopFlag) -> None:
@@ -467,8 +471,6 @@ def main(run: Path, order: WorkerJob) -> NoReturn:
         dist.destroy_process_group()
         code = 0
     except BaseException as error:  # a process that fails must say so and end, whatever it was
-        if isinstance(error, QuantshardError):
-            folder.withdraw()
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
             screen.complain(f"process {os.environ.get('RANK')}: {line}")

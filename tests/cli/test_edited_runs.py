@@ -86,10 +86,10 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(tmp_path
     run.withdraw()
     assert run.is_begun(), "it has done a step"
     run.metrics.unlink()
-    (run.path / "checkpoints").rmdir()
+    (run.path / "checkpoints" / ownership.LOCK_FILE).touch()
     (run.path / "logs").mkdir()
     run.withdraw()
-    assert {path.name for path in run.path.iterdir()} == {"logs", ownership.LOCK_FILE}
+    assert {path.name for path in run.path.iterdir()} == {"checkpoints", "logs", ownership.LOCK_FILE}
     run.check_new()
 
 
@@ -125,7 +125,7 @@ def test_records_that_are_lost_are_told(tmp_path: Path) -> None:
         run.append(run.metrics, {"step": step})
     assert run.lost_steps(2) == ""
     assert "has lost the records of step 3;" in run.lost_steps(3)
-    assert "has lost the records of 3 steps, 3 to 6;" in run.lost_steps(6)
+    assert "has lost the records of 3 steps, the first of them 3;" in run.lost_steps(6)
 
 
 def test_texts_that_are_trained_on_twice_or_evaluated_on_too(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ def in_the_pool(processes: int, arguments: list[str]) -> None:
         raise launch.LaunchError(errors[0], crashed=False)
 
 
+def _hold(folder: RunDir) -> None:
+    folder._is_locked = True
+
+
 def _work(run: str, order: str) -> tuple[str, str]:
     """What a started process does: what it prints, and the error that it ends with."""
     out, place = io.StringIO(), ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
@@ -68,7 +72,7 @@ def _work(run: str, order: str) -> tuple[str, str]:
     ordered = replace(worker.WorkerJob(**json.loads(order)), launched=False)
     with ExitStack() as stack:
         stack.enter_context(patch.object(worker, "_join", lambda wanted: place))
-        stack.enter_context(patch.object(RunDir, "lock", lambda folder: None))  # it is held until the process ends
+        stack.enter_context(patch.object(RunDir, "lock", _hold))  # it is held until the process ends
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(patch.dict(os.environ, COLUMNS=WIDTH))
         try:

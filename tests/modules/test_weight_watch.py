@@ -84,6 +84,17 @@ def test_what_is_unfrozen_later_is_told(converted: bool) -> None:
     assert "they get gradients and are in no optimizer" in said and said.startswith("bias [32] of a ")
 
 
+def test_norms_of_a_converted_model_that_are_unfrozen_later_are_told() -> None:
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE)).bfloat16()
+    qs.convert(model, "mxfp8")
+    model[1].requires_grad_(False)
+    optimizer = FusedAdam([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+    assert told(model, optimizer, steps=70) == []
+    model[1].requires_grad_(True)
+    [said] = told(model, optimizer, steps=70)
+    assert said.startswith(f"bias [{SIZE}] of a LayerNorm, weight [{SIZE}] of a LayerNorm: they get gradients")
+
+
 KEPT: list[torch.optim.Optimizer] = []
 
 

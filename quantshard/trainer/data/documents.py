@@ -116,10 +116,9 @@ class Corpus:
     def repeated(self) -> list[str]:
         """Lines on documents that are evaluated on though they are trained on, and on files that are read twice."""
         trained = self.documents[: len(self.documents) - self.heldout_files]
-        by_content = {(document.line, document.size): document.path for document in trained if document.size}
-        both = [(each.path, by_content[key]) for each in self.heldout if (key := (each.line, each.size)) in by_content]
-        paths = [document.path for document in trained]
-        twice = list(dict.fromkeys(path for path, count in Counter(paths).items() if count > 1))
+        by_content = {document.line: document.path for document in trained if document.size}
+        both = [(each.path, by_content[each.line]) for each in self.heldout if each.line in by_content]
+        twice = [path for path, count in Counter(document.path for document in trained).items() if count > 1]
         found = []
         if both:
             found.append(
