@@ -3,6 +3,7 @@
     python benchmarks/convergence_corpus.py CORPUS
     python benchmarks/convergence.py CORPUS RESULTS.jsonl --arms bf16:0,current:0 [--minutes 9] [--work DIR]
                                      [--model moe-small] [--steps 1500] [--batch 64] [--eval-sequences 96] [--eager]
+                                     [--lr 1e-3]
     python benchmarks/convergence_table.py RESULTS.jsonl --plot curves.svg
 
 A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), or a mixture of experts of
@@ -43,6 +44,7 @@ from quantshard.trainer import data
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models.losses import token_losses
 from quantshard.trainer.models.model import LanguageModel, trained_loss
+from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.sizes import SIZES
 
@@ -76,33 +78,45 @@ AT_ONCE = 32
 EVERY = 10
 """Steps between recorded losses, at which the host waits for the device: times are of so many steps."""
 
-Parameters = list[dict[str, Any]]
-
 
 class Arm(NamedTuple):
     """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model.
     `activation_storage`: what MLPs keep of activations."""
 
     recipe: str | Recipe
-    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    optimizer: Callable[[nn.Module, TrainSettings], torch.optim.Optimizer]
     peer: str = ""
     activation_storage: str = "high_precision"
 
 
-def fused(**options: Any) -> Callable[[Parameters], torch.optim.Optimizer]:
+def fused(**options: Any) -> Callable[[nn.Module, TrainSettings], torch.optim.Optimizer]:
     """FusedAdam; with float32 masters and moments unless said otherwise."""
-    return lambda groups: FusedAdam(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps, **options)
+    return lambda model, settings: FusedAdam(
+        list(_groups(model, settings)), settings.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps, **options
+    )
 
 
-def plain(groups: Parameters) -> torch.optim.Optimizer:
+def plain(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     """PyTorch's AdamW straight on the weights, with states of their dtype."""
-    return torch.optim.AdamW(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps)
+    return torch.optim.AdamW(_groups(model, settings), lr=settings.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps)
+
+
+def muon(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Muon as `quantshard train` has it."""
+    return make_optimizer(model, replace(settings, optimizer="muon"))
 
 
 def mixed(label: str, forward: Recipe, backward: Recipe) -> Recipe:
     """The weights and inputs of one recipe, and in backward the inputs and gradients of another."""
     kept = {key: cell for key, cell in forward.table.items() if key[1] is Gemm.FPROP or key[0] is TensorRole.WEIGHT}
     return recipes.TableRecipe(label, {**backward.table, **kept})
+
+
+def without(name: str, gemm: Gemm) -> Recipe:
+    """A recipe whose inputs and gradients of one GEMM are not quantized."""
+    table = recipes.resolve(name).table.items()
+    kept = {key: cell for key, cell in table if key[1] is not gemm or key[0] is TensorRole.WEIGHT}
+    return recipes.TableRecipe(f"{name} bf16-{gemm.value}", kept)
 
 
 NVFP4 = recipes.NVFP4BlockScaling
@@ -112,6 +126,7 @@ NVFP4_VARIANTS = {
     "weights-by-rows": NVFP4(disable_2d_quantization=True),
     "mxfp8-backward": mixed("nvfp4 mxfp8-backward", NVFP4(), recipes.resolve("mxfp8")),
     "mxfp8-forward": mixed("nvfp4 mxfp8-forward", recipes.resolve("mxfp8"), NVFP4()),
+    **{f"bf16-{gemm.value}": without("nvfp4", gemm) for gemm in (Gemm.DGRAD, Gemm.WGRAD)},
 }
 """NVFP4 less one of its parts: which of them costs what it loses."""
 
@@ -131,6 +146,7 @@ ARMS = {
     },
     **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
     **{f"nvfp4 {name}": Arm(recipe, fused()) for name, recipe in NVFP4_VARIANTS.items()},
+    **{f"nvfp4 {name} muon": Arm(recipe, muon) for name, recipe in NVFP4_VARIANTS.items()},
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
     **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},
@@ -157,7 +173,7 @@ class Training:
         ours = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
         self.model: LanguageModel | PlainModel = PlainModel(ours, arm.peer, device) if arm.peer else ours
         del ours
-        self.optimizer = arm.optimizer(list(_groups(self.model, settings)))
+        self.optimizer = arm.optimizer(self.model, settings)
         for weight in map(components.quantized_local, self.model.parameters()):
             if weight is not None:
                 weight.clear_high_precision_init_val()  # the masters have them now, if there are any
@@ -273,6 +289,11 @@ def bytes_kept(training: Training) -> float:
     return stored / count
 
 
+def at_rate(name: str, lr: float, usual: float = SMALL.lr) -> str:
+    """The name of an arm that was trained at this learning rate."""
+    return name if lr == usual else f"{name} at {lr:g}"
+
+
 def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[str, Any] | None:
     """The result of one arm; None if time ended it, saved."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -290,7 +311,7 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
         return None
     peak = {"peak_gib": round(training.most_memory(), 2)} if device == "cuda" else {}
     return {
-        "arm": name,
+        "arm": at_rate(name, asked.settings.lr),
         "seed": seed,
         **what_is_trained(asked.corpus, asked.settings),
         "heldout": round(training.evaluate(), 5),
@@ -335,14 +356,17 @@ def finished(results: Path, trained: dict[str, Any]) -> set[tuple[str, int]]:
 
 def work_folder(work: Path, name: str, seed: int, settings: TrainSettings) -> Path:
     """Where an arm that was stopped is saved; of another model, batch or number of steps elsewhere."""
-    folder = f"{name}-{seed}".replace(" ", "-")
+    folder = f"{at_rate(name, settings.lr)}-{seed}".replace(" ", "-")
     if (settings.experts, settings.steps, settings.global_batch) != (0, SMALL.steps, SMALL.global_batch):
         folder += f"-{MIXTURE if settings.experts else DENSE}-{settings.steps}x{settings.global_batch}"
     return work / folder
 
 
-def chosen_settings(model: str, steps: int, batch: int, evaluated: int = SMALL.eval_sequences) -> TrainSettings:
-    """Of a model, with a schedule that ends at `steps`, batches of so many sequences, and so many `evaluated`.
+def chosen_settings(
+    model: str, steps: int, batch: int, evaluated: int = SMALL.eval_sequences, lr: float = SMALL.lr
+) -> TrainSettings:
+    """Of a model, with a schedule of rates up to `lr` that ends at `steps`, batches of so many sequences, and so many
+    `evaluated`.
 
     Raises:
         ValueError: a batch cannot be taken in parts of equal size.
@@ -350,7 +374,7 @@ def chosen_settings(model: str, steps: int, batch: int, evaluated: int = SMALL.e
     parts = -(-batch // PART)
     if batch % parts:
         raise ValueError(f"--batch {batch} cannot be taken in {parts} equal parts of at most {PART} sequences")
-    schedule = {"steps": steps, "decay_steps": steps, "warmup": steps // WARMUP_SHARE}
+    schedule = {"steps": steps, "decay_steps": steps, "warmup": steps // WARMUP_SHARE, "lr": lr}
     sizes = {"kv_heads": 0, **SIZES[model]} if model == MIXTURE else {}
     batches = {"global_batch": batch, "micro_batches": parts, "eval_sequences": evaluated}
     return replace(SMALL, **sizes, **schedule, **batches).resolved()
@@ -368,13 +392,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=SMALL.steps, help="at which the schedule ends")
     parser.add_argument("--batch", type=int, default=SMALL.global_batch, help="sequences of a step")
     parser.add_argument("--eval-sequences", type=int, default=SMALL.eval_sequences, help="of which held-out loss is")
+    parser.add_argument("--lr", type=float, default=SMALL.lr, help="learning rate after the warmup")
     asked = parser.parse_args()
-    asked.settings = chosen_settings(asked.model, asked.steps, asked.batch, asked.eval_sequences)
+    asked.settings = chosen_settings(asked.model, asked.steps, asked.batch, asked.eval_sequences, asked.lr)
     until = time.monotonic() + 60 * asked.minutes
     for each in asked.arms.split(","):
         name, _, seed = each.rpartition(":")
         done = finished(asked.results, what_is_trained(asked.corpus, asked.settings))
-        if (name, int(seed)) in done or time.monotonic() > until:
+        if (at_rate(name, asked.lr), int(seed)) in done or time.monotonic() > until:
             continue
         result = run(name, int(seed), asked, until)
         if result is not None:

@@ -21,10 +21,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, corpus_hash
+from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, at_rate, corpus_hash
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.optimizer_states import as_settings
 
 GIB = 1 << 30
 COMPILING = 3
@@ -36,6 +37,8 @@ USUAL_RATES = {"adamw": SMALL.lr, "muon": SMALL.lr, "lion": 3e-4}
 """Lion's is the best of docs/optimizers.md."""
 STATES = {"": StateOptions(), **PRESETS, "no masters": NO_MASTERS}
 """How an arm's name tells masters and moments."""
+MOMENTUM = "momentum_dtype"
+"""The setting of Muon alone."""
 
 
 def record(corpus: Path, folder: Path) -> dict[str, Any]:
@@ -82,20 +85,26 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def at_rate(found: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
+def with_rate(found: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
     """A record whose arm tells the learning rate, if that is not the usual one of its optimizer."""
-    if settings.lr == USUAL_RATES[settings.optimizer]:
-        return found
-    return found | {"arm": f"{found['arm']} at {settings.lr:g}"}
+    return found | {"arm": at_rate(found["arm"], settings.lr, USUAL_RATES[settings.optimizer])}
 
 
 def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = ()) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
-    states = next((name for name, options in STATES.items() if options == settings.state_options), None)
-    if states is None:
-        raise ValueError(f"no arm's name tells how masters and moments are kept: {settings.state_options}")
-    return " ".join(filter(None, (_recipes(settings, starts), optimizer, states, stored)))
+    return " ".join(filter(None, (_recipes(settings, starts), optimizer, _states(settings), stored)))
+
+
+def _states(settings: TrainSettings) -> str:
+    """A name of `STATES`, or each setting that is not the default: `master=float16 momentum=fp8`."""
+    kept, default, *known = (
+        {name: word for name, word in as_settings(each).items() if settings.optimizer == "muon" or name != MOMENTUM}
+        for each in (settings.state_options, StateOptions(), *STATES.values())
+    )
+    if kept in known:
+        return [*STATES][known.index(kept)]
+    return " ".join(f"{name.removesuffix('_dtype')}={kept[name]}" for name in kept if kept[name] != default[name])
 
 
 def _recipes(settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> str:
@@ -114,7 +123,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     asked = parser.parse_args()
-    found = [at_rate(record(asked.corpus, folder), RunDir(folder).read_config()[0]) for folder in asked.runs]
+    found = [with_rate(record(asked.corpus, folder), RunDir(folder).read_config()[0]) for folder in asked.runs]
     print("\n".join(map(json.dumps, found)))  # all, or none
 
 

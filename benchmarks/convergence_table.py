@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -35,7 +36,7 @@ NAMES = {"lean": "lean8"}
 SMOOTH = 5
 """Recorded losses that a point of the curves is the mean of."""
 
-LABEL = 30
+LABEL = 36
 """Letters of an arm that stand in a line; one of recipes by name has more."""
 
 NOT_RUN = "not yet run"
@@ -201,12 +202,16 @@ def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], sty
         losses = [statistics.fmean(each) for each in zip(*seeds, strict=False)]
         step = trained.tokens / max(1, len(next(iter(arm.records.values()))["losses"])) / 1e6
         panel.plot(
-            [step * (at + SMOOTH) for at in range(len(losses))], losses, linewidth=0.9, label=name, **styles[name]
+            [step * (at + SMOOTH) for at in range(len(losses))],
+            losses,
+            linewidth=0.9,
+            label=_wrapped(name),
+            **styles[name],
         )
     title = f"{trained.model}, {trained.tokens / 1e6:.1f}M tokens of {trained.corpus}, batch of {trained.batch}"
     panel.set_title(title, fontsize="small", loc="left")
     panel.set(xlabel="million tokens", ylabel="training loss (nats a token)")
-    panel.legend(fontsize="x-small", ncols=2)
+    panel.legend(fontsize=5.5, ncols=2, framealpha=0.6)
 
 
 def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
@@ -220,11 +225,14 @@ def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, 
         panel.plot([mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
     panel.axvline(0.0, color="gray", linewidth=0.8)
     labels = [f"{name}, {arms[name].latest('bytes'):.3g}" for _, name in shown]
-    panel.set_yticks(
-        range(len(shown)), [label.replace(",", ",\n") if len(label) > LABEL else label for label in labels]
-    )
+    panel.set_yticks(range(len(shown)), map(_wrapped, labels))
     panel.set_title("held-out loss beside bf16; bytes a parameter", fontsize="small", loc="left")
     panel.set(xlabel="% from bf16 of the same seed")
+
+
+def _wrapped(label: str) -> str:
+    """Recipes by layer have no blanks where a line could end, but commas."""
+    return textwrap.fill(label.replace(",layers", ", layers"), LABEL)
 
 
 def _means(losses: Sequence[float]) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Presets of `FusedAdam`: the names of how it keeps masters and moments, and what that takes of memory."""
+"""Presets of `FusedAdam` and `Muon`: names of how they keep masters and moments, and what that takes of memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Format
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
 from quantshard.recipe import STATE_CELLS
+
+ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
+"""By which a parameter is stepped, as `quantshard train`, `plan` and groups of `Muon` name it."""
 
 
 class StateBytes(NamedTuple):
@@ -31,13 +35,17 @@ class StateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How `FusedAdam` keeps masters and moments; the names are those of its arguments, the defaults its own."""
+    """How `FusedAdam` and `Muon` keep masters and moments; the names are those of their arguments, the defaults too.
+
+    `momentum_buffer_dtype` is Muon's alone.
+    """
 
     master_weights: bool = True
     master_weight_dtype: torch.dtype = torch.float32
     exp_avg_dtype: torch.dtype = torch.float32
     exp_avg_sq_dtype: torch.dtype = torch.float32
     store_param_remainders: bool = False
+    momentum_buffer_dtype: torch.dtype = torch.float32
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -45,36 +53,52 @@ class StateOptions:
         return {name: getattr(self, name) for name in OPTION_NAMES}
 
     @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """State -> dtype, of a quantized weight."""
-        moments = {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype}
+    def muon_arguments(self) -> dict[str, Any]:
+        """As arguments of `Muon`."""
+        return {**self.arguments, "momentum_buffer_dtype": self.momentum_buffer_dtype}
+
+    def dtypes(self, algorithm: str = ADAMW) -> dict[str, torch.dtype]:
+        """State -> dtype, of a quantized weight that is stepped by one of `ALGORITHMS`."""
+        moments = {
+            ADAMW: {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype},
+            LION: {EXP_AVG: self.exp_avg_dtype},
+            MUON: {MOMENTUM_BUFFER: self.momentum_buffer_dtype},
+        }[algorithm]
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
     def bytes_of(self, weight: Format) -> StateBytes:
         """Of a weight in this format."""
-        sizes = {state: _state_bytes(dtype) for state, dtype in self.dtypes.items()}
+        sizes = {state: _state_bytes(dtype) for state, dtype in self.dtypes().items()}
         return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
 
 
-OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions))
-"""The options that a preset decides."""
+OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions) if each.name != "momentum_buffer_dtype")
+"""The options of `FusedAdam` that a preset decides."""
 
 PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
 """The arguments of `FusedAdam` that say how masters and moments are kept."""
 
 PRESETS: Final = {
     "lean8": StateOptions(
-        master_weight_dtype=torch.float16, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8
+        master_weight_dtype=torch.float16,
+        exp_avg_dtype=torch.uint8,
+        exp_avg_sq_dtype=torch.uint8,
+        momentum_buffer_dtype=torch.bfloat16,
     ),
     "lean6": StateOptions(
-        master_weight_dtype=torch.float16, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.bfloat16
+        master_weight_dtype=torch.float16,
+        exp_avg_dtype=torch.uint8,
+        exp_avg_sq_dtype=torch.bfloat16,
+        momentum_buffer_dtype=torch.bfloat16,
     ),
-}  # fmt: skip
+}
 """Every preset by its name; docs/optimizers.md argues for each.
 
 lean8: masters of 16 bits, both moments of 8. lean6: a byte more, for a second moment in BF16, each value of which has
 an exponent of its own: under a scale that 128 share, the second moment reaches as far down as the squares of gradients
-do, so it is the first of the states that a large neighbour spoils.
+do, so it is the first of the states that a large neighbour spoils. Muon's momentum, the only moment of a matrix, is
+BF16 in both: to orthogonalize it brings its smallest singular values to the size of the largest, and with them what
+rounding to FP8 has added.
 """
 
 
@@ -114,8 +138,9 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
 
 
 def preset_of(dtypes: Mapping[str, torch.dtype]) -> str:
-    """The name of the preset by which a quantized weight has exactly these states; "" if there is none."""
-    return next((name for name, options in PRESETS.items() if options.dtypes == dtypes), "")
+    """The name of the preset by which a quantized weight has exactly these states, "lean8 or lean6" where that is more
+    than one; "" if there is none."""
+    return " or ".join(name for name, each in PRESETS.items() if dtypes in (each.dtypes(), each.dtypes(MUON)))
 
 
 def _state_bytes(dtype: torch.dtype) -> float:

@@ -85,7 +85,7 @@ CALLS = {
     "Muon": (
         optimizers.Muon,
         {"params": lambda: [("a", nn.Parameter(torch.ones(2, 2)))]},
-        "params momentum ns_coefficients adjust_lr_fn momentum_buffer_dtype",
+        "params momentum ns_coefficients adjust_lr_fn momentum_buffer_dtype preset",
     ),
     "MasterWeights": (
         optimizers.MasterWeights, {"optimizer_class": lambda: torch.optim.SGD, "params": named},
@@ -113,8 +113,8 @@ CALLS = {
 NONE_MEANS_SOMETHING = set(
     "recipe amax_reduction_group process_group filter ep_mesh optimizer tensor_parallel on_alarm init_method preset "
     "parameters_split tp_group tp_mesh weight_mesh parallel_mode kv_channels num_gqa_groups window_size qk_norm_type "
-    "extra keep_last async_ state state_dict exp_avg_dtype master_weights master_weight_dtype adjust_lr_fn head adamw "
-    "config".split()
+    "extra keep_last async_ state state_dict exp_avg_dtype momentum_buffer_dtype master_weights master_weight_dtype "
+    "adjust_lr_fn head adamw config".split()
 )
 """The default, or nothing."""
 

@@ -97,8 +97,8 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
             again = convergence_runs.record(corpus, folder.path)
             assert again["arm"] == "block muon lean8"
             kept = folder.read_config()[0]
-            assert convergence_runs.at_rate(again, kept) == again
-            named = convergence_runs.at_rate(again, replace(kept, lr=2e-3))
+            assert convergence_runs.with_rate(again, kept) == again
+            named = convergence_runs.with_rate(again, replace(kept, lr=2e-3))
             assert named["arm"] == "block muon lean8 at 0.002"
             continue
         with pytest.raises(ValueError, match=says):

@@ -18,10 +18,10 @@ from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import scaled_products
 from quantshard.observe.table import Report
-from quantshard.presets import PRESETS, StateOptions
+from quantshard.presets import ADAMW, ALGORITHMS, MUON, PRESETS
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.models import huggingface
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.optimizer import muon_head
 from quantshard.trainer.settings.mesh import TP, MeshSpec
 from quantshard.trainer.settings.optimizer_states import (
     MASTER_DTYPES,
@@ -77,8 +77,8 @@ def explain(
         report = observe.explain(found.model, found.optimizer)
     else:  # a run says how its optimizer keeps states, of which nothing is made here
         here = scaled_products.capability_of(torch.device("cuda"))
-        report = planning.plan(found.model, {}, **_states(found.states, None, {}), ema=found.ema, capability=here)
-    _show(found, (*found.told, *_miscounted(found.settings)), report, wide, json_)
+        report = planning.plan(found.model, {}, **_states(found, None, {}), ema=found.ema, capability=here)
+    _show(found, found.told, report, wide, json_)
 
 
 def plan(
@@ -95,6 +95,9 @@ def plan(
     ] = None,
     rank: Annotated[int, typer.Option(min=0, help="whose share is shown")] = 0,
     recipe_: Annotated[str | None, RECIPE] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}")
     ] = None,
@@ -102,6 +105,7 @@ def plan(
     master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,
     exp_avg_dtype: Annotated[str | None, typer.Option(help=f"Adam's first moment: {', '.join(MOMENT_DTYPES)}")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: as the first")] = None,
+    momentum_dtype: Annotated[str | None, typer.Option(help="Muon's momentum: as the first")] = None,
     ema: Annotated[
         bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
     ] = None,
@@ -124,7 +128,7 @@ def plan(
     wide: Annotated[bool, WIDE] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> None:
-    """Show what one rank of a mesh would hold, send and reduce, FusedAdam's states included; nothing is started.
+    """Show what one rank of a mesh would hold, send and reduce, the optimizer's states included; nothing is started.
 
     Repeated layers are sharded one by one, as fully_shard is called. With an axis tp the linear layers of attention
     and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and
@@ -137,7 +141,7 @@ def plan(
     asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
     step, missing = planned_step(found, axes, asked)
     settings = found.settings
-    moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype}
+    moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
     masters = {"master_weights": False if no_master_weights else True if master_dtype else None}
     states = {**masters, "master_dtype": master_dtype, **moments}
     report = planning.plan(
@@ -147,7 +151,7 @@ def plan(
         rank=rank,
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
-        **_states(found.states, preset, states),
+        **_states(found, preset, states, optimizer),
         step=step,
         memory=None if memory is None else int(memory * 2**30),
         ema=found.ema if ema is None else ema,
@@ -155,14 +159,7 @@ def plan(
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    _show(found, (*found.told, *missing, where, *refused, *_miscounted(settings)), report, wide, json_)
-
-
-def _miscounted(settings: TrainSettings | None) -> tuple[str, ...]:
-    """That a run has another optimizer than the one whose states are counted."""
-    if settings is None or settings.optimizer == "adamw":
-        return ()
-    return (f"optimizer = {settings.optimizer!r} of this run keeps fewer moments; states are counted as AdamW's",)
+    _show(found, (*found.told, *missing, where, *refused), report, wide, json_)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
@@ -227,12 +224,15 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
     return cuts
 
 
-def _states(own: StateOptions, preset: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    """How masters and moments are kept, as arguments of `planning.plan`: by a preset, else as the model's run has it;
-    but for what is given.
+def _states(
+    found: ModelSource, preset: str | None, given: dict[str, Any], algorithm: str | None = None
+) -> dict[str, Any]:
+    """The optimizer and how it keeps masters and moments, as arguments of `planning.plan`: by a preset, else as the
+    model's run has it; but for what is given.
 
     Raises:
-        ConfigurationError: a word is none of its options, there is no such preset, or an option contradicts it.
+        ConfigurationError: there is no such optimizer or preset, a word is none of its options, or an option
+            contradicts it.
     """
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
@@ -242,8 +242,22 @@ def _states(own: StateOptions, preset: str | None, given: dict[str, Any]) -> dic
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
     if asked.get("master_weights") is False and "master_dtype" in asked:
         raise ConfigurationError("--master-dtype would do nothing beside --no-master-weights; leave one of the two out")
-    found = state_options(preset or "", asked if preset else as_settings(own) | asked)
-    return {name: value for name, value in found.arguments.items() if name in STATE_SETTINGS.values()}
+    chosen = state_options(preset or "", asked if preset else as_settings(found.states) | asked)
+    kept = {name: value for name, value in chosen.muon_arguments.items() if name in STATE_SETTINGS.values()}
+    return {**kept, **_algorithm(found, algorithm)}
+
+
+def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
+    """The optimizer, and which of the model's layers gives the logits, for Muon."""
+    name = given or (ADAMW if found.settings is None else found.settings.optimizer)
+    if name not in ALGORITHMS:
+        raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
+    if name == MUON and found.is_stored:
+        raise ConfigurationError(
+            "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
+        )
+    head = muon_head(found.model, found.settings) if name == MUON and found.settings is not None else None
+    return {"optimizer": name, "head": head}
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.presets import PRESET_ARGUMENTS, chosen_options
+from quantshard.presets import chosen_options
 
 
 class FusedAdam(AdamOptimizer):
@@ -130,20 +130,6 @@ class FusedAdam(AdamOptimizer):
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `MasterOptimizer.add_param_group`.
-
-        Raises:
-            ConfigurationError: it asks for masters or moments of its own, which would do nothing.
-        """
-        for name in PRESET_ARGUMENTS if isinstance(param_group, Mapping) else ():
-            if name in param_group:
-                raise ConfigurationError(
-                    f"{type(self).__name__}: a group has {name} = {param_group[name]!r}, which is an option of the "
-                    f"whole optimizer; give {type(self).__name__}({name}=...), or build one optimizer for each"
-                )
-        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, `decoupled_grad` too where it is used: to None (the default), or to zeros."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import parameter_registry
+from quantshard.presets import ADAMW, MUON
 
-ALGORITHM, MUON, ADAMW = "algorithm", "muon", "adamw"
-"""The entry of a group that says how it is stepped, and its words."""
+ALGORITHM = "algorithm"
+"""The entry of a group that says how it is stepped: `MUON` or `ADAMW`."""
 
 ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
 """What groups of AdamW's have where they do not say otherwise, besides lr."""

@@ -24,9 +24,10 @@ from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import guards, matrix_groups, options
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
-from quantshard.optimizers.matrix_groups import ALGORITHM, MUON
+from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
+from quantshard.presets import MUON, PRESET_ARGUMENTS, chosen_options
 
 BUCKET_BYTES = 1 << 27
 """Of the bfloat16 parts that a rank sends at once, and of about as much as it receives (`matrix_exchange.buckets`)."""
@@ -62,8 +63,11 @@ class Muon(AdamOptimizer):
         ns_coefficients, eps, ns_steps: of the iteration; see `numerics.muon.orthogonalized`.
         adjust_lr_fn: how a matrix's shape changes the learning rate: "original" (None too), or "match_rms_adamw", with
             which lr and weight decay are those that suit AdamW, and groups of AdamW's may take this lr.
-        momentum_buffer_dtype: how momentum is stored: float32, float16, bfloat16 or uint8 (FP8).
-        exp_avg_dtype, exp_avg_sq_dtype: of groups of AdamW's.
+        preset: a name of `presets.PRESETS`, "lean8" or "lean6", in place of the next options that say how masters and
+            moments are kept; as of `FusedAdam`, and with momentum in bfloat16.
+        momentum_buffer_dtype: how momentum is stored: float32 (the default), float16, bfloat16, or uint8 (FP8), whose
+            rounding is amplified with the smallest singular values and costs loss (docs/optimizers.md).
+        exp_avg_dtype, exp_avg_sq_dtype: of groups of AdamW's; float32 by default.
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
             max_skipped_in_a_row, ema_decay: as of `FusedAdam`, but that a rate of `capturable` is a float64 tensor.
 
@@ -73,6 +77,7 @@ class Muon(AdamOptimizer):
     """
 
     states = (*muon.STATES, *adam.STATES)
+    state_arguments = (*PRESET_ARGUMENTS, "momentum_buffer_dtype")
     rate_dtype = torch.float64  # rates are multiplied before they are rounded
 
     @suggests_names
@@ -88,17 +93,27 @@ class Muon(AdamOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
-        momentum_buffer_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        momentum_buffer_dtype: torch.dtype | None = None,
+        exp_avg_dtype: torch.dtype | None = None,
+        exp_avg_sq_dtype: torch.dtype | None = None,
         capturable: bool = False,
-        master_weights: bool = True,
-        master_weight_dtype: torch.dtype = torch.float32,
+        preset: str | None = None,
+        master_weights: bool | None = None,
+        master_weight_dtype: torch.dtype | None = None,
         use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
+        store_param_remainders: bool | None = None,
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
     ) -> None:
+        given = {
+            "momentum_buffer_dtype": momentum_buffer_dtype,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "master_weights": master_weights,
+            "master_weight_dtype": master_weight_dtype,
+            "store_param_remainders": store_param_remainders,
+        }
+        kept = chosen_options(type(self).__name__, preset, given)
         self._directions: dict[Tensor, Tensor] = {}
         self._exchanges: list[tuple[list[int], MatrixExchange]] = []
         self._exchanged: list[Tensor] = []
@@ -116,15 +131,15 @@ class Muon(AdamOptimizer):
                 ALGORITHM: MUON,
             },
             state_dtypes={
-                MOMENTUM_BUFFER: momentum_buffer_dtype,
-                EXP_AVG: exp_avg_dtype,
-                EXP_AVG_SQ: exp_avg_sq_dtype,
+                MOMENTUM_BUFFER: kept.momentum_buffer_dtype,
+                EXP_AVG: kept.exp_avg_dtype,
+                EXP_AVG_SQ: kept.exp_avg_sq_dtype,
             },
             capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
+            master_weights=kept.master_weights,
+            master_weight_dtype=kept.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
+            store_param_remainders=kept.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )
@@ -132,7 +147,7 @@ class Muon(AdamOptimizer):
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of Muon's or AdamW's; see `FusedAdam.add_param_group`.
+        """Add a group, of Muon's or AdamW's; see `AdamOptimizer.add_param_group`.
 
         Raises:
             ConfigurationError: besides, a parameter of Muon's is no matrix, or a group of AdamW's has no lr.

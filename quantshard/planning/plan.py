@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
-from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments
+from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments, meant
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -26,10 +26,11 @@ from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATE
 from quantshard.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of
 from quantshard.observe.parameter_bytes import SHORT_DTYPES
 from quantshard.observe.table import Report, Row
+from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
 from quantshard.optimizers.state import check_dtype, needs_master, stored_dtype
 from quantshard.planning.peak import ParameterShare, step_memory
 from quantshard.planning.rehearsal import TrainingStep
-from quantshard.presets import StateOptions, chosen_options
+from quantshard.presets import ADAMW, ALGORITHMS, MUON, StateOptions, chosen_options
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -50,18 +51,21 @@ def plan(
     rank: int = 0,
     tensor_parallel: Mapping[str, int] | None = None,
     reshard_after_forward: bool | None = None,
+    optimizer: str = ADAMW,
+    head: str | Iterable[str] | None = None,
     preset: str | None = None,
     master_weights: bool | None = None,
     master_weight_dtype: torch.dtype | None = None,
     exp_avg_dtype: torch.dtype | None = None,
     exp_avg_sq_dtype: torch.dtype | None = None,
+    momentum_buffer_dtype: torch.dtype | None = None,
     ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
-    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and `FusedAdam`'s state;
-    and the peak of a training step.
+    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and an optimizer's
+    states; and the peak of a training step.
 
     Rank 0, the default, holds and sends at least as much as any other, of every parameter.
 
@@ -77,8 +81,11 @@ def plan(
             row-parallel ones. Parameters that are not named are whole on every rank of "tp".
         reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
             what belongs to no layer.
-        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: how masters and moments are kept,
-            as `FusedAdam` takes it.
+        optimizer: "adamw", whose states are those of `FusedAdam`; "lion"; or "muon", of hidden matrices, with AdamW for
+            the rest. What Muon exchanges in a step, some hundred MiB (`optimizers.Muon`), is not counted.
+        head: of Muon, as `muon_groups` takes it.
+        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, momentum_buffer_dtype: how masters
+            and moments are kept, as the optimizer takes it.
         ema: whether it keeps an average of the weights (`ema_decay`).
         step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
             values. Not under tensor parallelism.
@@ -109,9 +116,11 @@ def plan(
         "master_weight_dtype": master_weight_dtype,
         "exp_avg_dtype": exp_avg_dtype,
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
+        "momentum_buffer_dtype": momentum_buffer_dtype,
     }
     states = chosen_options("plan", preset, given)
-    _check_arguments(model, place, cut_by_tp, states)
+    spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
+    _check_arguments(model, place, cut_by_tp, spec)
     _check_step(step, place, memory)
     _check_capability(capability)
     rows, shares, optimized = [], [], 0
@@ -126,7 +135,7 @@ def plan(
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
         again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, param, gemm, place, dim, again, _OptimizerSpec(states, ema))
+        row, numel = _row(name, param, gemm, place, dim, again, spec)
         rows.append(row)
         shares.append(ParameterShare(inner.get(id(module)), param, row, again))
         optimized += numel
@@ -139,10 +148,40 @@ def plan(
 
 @dataclass(frozen=True)
 class _OptimizerSpec:
-    """How the optimizer keeps masters and moments, and whether it keeps averages of weights."""
+    """How the optimizer keeps masters and moments, and whether it keeps averages of weights.
+
+    `matrices`: the parameters, by id, that Muon orthogonalizes the momentum of; the rest of its model is AdamW's.
+    """
 
     states: StateOptions
     ema: bool
+    algorithm: str
+    matrices: frozenset[int]
+
+    def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """State -> dtype, as it would be of a large quantized weight."""
+        if self.algorithm != MUON:
+            return self.states.dtypes(self.algorithm)
+        return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
+
+
+def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None) -> frozenset[int]:
+    """The parameters, by id, that Muon orthogonalizes the momentum of.
+
+    Raises:
+        ConfigurationError: there is no such optimizer; or the head is not known, or told of another optimizer.
+    """
+    if optimizer not in ALGORITHMS:
+        known = ", ".join(ALGORITHMS)
+        raise ConfigurationError(
+            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are {known}; of another leave the "
+            "optimizer's share out, or describe the live one with explain(model, optimizer)"
+        )
+    if optimizer != MUON and head is not None:
+        raise ConfigurationError(f"plan(optimizer={optimizer!r}, head={head!r}): the head is told to Muon alone")
+    groups = muon_groups(model, head=head) if optimizer == MUON else []
+    chosen = [group["params"] for group in groups if group[ALGORITHM] == MUON]
+    return frozenset(id(param) for params in chosen for _, param in params)
 
 
 @dataclass(frozen=True)
@@ -213,7 +252,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]
                 yield f"{prefix}.{leaf}" if prefix else leaf, leaf, module, param
 
 
-def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], states: StateOptions) -> None:
+def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], spec: _OptimizerSpec) -> None:
     named = dict(model.named_parameters())
     if any(isinstance(param, DTensor) for param in named.values()):
         raise ConfigurationError(
@@ -225,8 +264,9 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
                 f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
                 f"name ends so; the mesh is {place.mesh}"
             )
-    for state, dtype in states.dtypes.items():
-        check_dtype("plan", state, dtype)
+    for algorithm in (ADAMW, MUON) if spec.algorithm == MUON else (spec.algorithm,):
+        for state, dtype in spec.states.dtypes(algorithm).items():
+            check_dtype("plan", state, dtype)
 
 
 def _check_capability(capability: object) -> None:
@@ -329,10 +369,10 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 def _optimizer(
     param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
 ) -> tuple[dict[str, str], dict[str, int], str]:
-    """State -> format, state -> bytes here, and a note on those that stay float32, as `FusedAdam` allocates them."""
+    """State -> format, state -> bytes here, and a note on those that stay float32, as the optimizer allocates them."""
     if not param.requires_grad:
         return {}, {}, ""
-    asked = optimizer.states.dtypes
+    asked = optimizer.dtypes(param)
     if MASTER in asked and not needs_master(storage is not None, param.dtype, asked[MASTER]):
         del asked[MASTER]
     dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in asked.items()}

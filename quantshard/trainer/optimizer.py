@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
+from quantshard.presets import ADAMW, LION, MUON
 from quantshard.tensor import components
 from quantshard.trainer.settings.config import TrainSettings
 
@@ -54,22 +55,25 @@ def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
 
 def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
     """At AdamW's rate, so that one schedule does for all groups."""
-    names = [name for name, _ in model.named_modules()]
-    head = [each for each in _NO_HIDDEN_LAYERS if fnmatch.filter(names, each)] if settings.is_by_sizes else None
     return Muon(
-        muon_groups(model, head=head, adamw=_adam(settings)),
+        muon_groups(model, head=muon_head(model, settings), adamw=_adam(settings)),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         momentum=settings.momentum,
         adjust_lr_fn="match_rms_adamw",
-        momentum_buffer_dtype=settings.state_options.exp_avg_dtype,
         capturable=settings.cuda_graphs,
-        **settings.state_options.arguments,
+        **settings.state_options.muon_arguments,
         ema_decay=settings.ema,
     )
 
 
-_OPTIMIZERS = {"adamw": _fused_adam, "lion": _lion, "muon": _muon}
+def muon_head(model: nn.Module, settings: TrainSettings) -> list[str] | None:
+    """What of a run's model is AdamW's beside Muon, as `muon_groups` takes it."""
+    names = [name for name, _ in model.named_modules()]
+    return [each for each in _NO_HIDDEN_LAYERS if fnmatch.filter(names, each)] if settings.is_by_sizes else None
+
+
+_OPTIMIZERS = {ADAMW: _fused_adam, LION: _lion, MUON: _muon}
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

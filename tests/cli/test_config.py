@@ -7,9 +7,16 @@ import pytest
 from quantshard.errors import ConfigurationError
 from quantshard.presets import PRESETS
 from quantshard.trainer.restarts import overrides
+from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.optimizer_states import above_file, as_settings, below_flags, dropped_preset
+from quantshard.trainer.settings.optimizer_states import (
+    MOMENT_DTYPES,
+    above_file,
+    as_settings,
+    below_flags,
+    dropped_preset,
+)
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
 from quantshard.trainer.settings.unused_settings import check_used
 
@@ -134,16 +141,29 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
     in_file = given_values({}, file)
     assert in_file["exp_avg_dtype"] == "float32" and below_flags(in_file, {"lr": 1.0}, "it") == in_file
     settings = TrainSettings(**below_flags(in_file, {"preset": "lean8"}, "it") | {"preset": "lean8"}).resolved()
-    assert as_settings(settings.state_options) == {
-        "master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
-    }  # fmt: skip
+    assert as_settings(settings.state_options) == LEAN8
     assert (settings.master_dtype, settings.exp_avg_dtype) == ("float16", "fp8") and settings.resolved() == settings
     settings.check()
     with pytest.raises(ConfigurationError, match=r"preset = 'lean8' .*master_dtype = 'float32' is given"):
         TrainSettings(**in_file | {"preset": "lean8"}).check()
 
 
-LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
+LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
+         "momentum_dtype": "bfloat16"}  # fmt: skip
+
+
+def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment(tmp_path):
+    """It said nothing of momentum: by the preset of its name it would now be BF16, which its checkpoints have not."""
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    for optimizer, preset, momentum in (("muon", "", "fp8"), ("adamw", "lean8", "bfloat16")):
+        settings = TrainSettings(optimizer=optimizer, preset="lean8").resolved()
+        lines = to_toml(settings, tables).splitlines(keepends=True)
+        (tmp_path / "config.toml").write_text("".join(line for line in lines if not line.startswith("momentum_dtype")))
+        found = RunDir(tmp_path).read_config()[0]
+        assert (found.preset, found.state_options) == (preset, replace(PRESETS["lean8"],
+                momentum_buffer_dtype=MOMENT_DTYPES[momentum]))  # fmt: skip
+        (tmp_path / "config.toml").write_text("".join(lines))
+        assert RunDir(tmp_path).read_config()[0] == settings
 
 
 @pytest.mark.parametrize(
@@ -177,7 +197,7 @@ def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, 
     told = dropped_preset(in_file, below, flags, str(file))
     assert bool(told) == (preset == "")
     if told:
-        changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8'"
+        changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8', momentum_dtype = 'bfloat16'"
         assert told.startswith(f"{file}: preset = 'lean8', but for ") and f"{changed[0]} = {changed[1]!r}" in told
         assert (
             "auto" not in told

@@ -143,10 +143,16 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     other = json_of("explain", run / "config.toml", "--recipe", "block")
     assert "fp8_128x128" in {row["format"] for row in other["rows"]}
     text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace('optimizer = "adamw"', 'optimizer = "muon"'))
-    assert json_of("plan", run)["source"][-1] == (
-        "optimizer = 'muon' of this run keeps fewer moments; states are counted as AdamW's"
-    )
+    for name, command in (("muon", "plan"), ("muon", "explain"), ("lion", "plan")):
+        (run / "config.toml").write_text(text.replace('optimizer = "adamw"', f'optimizer = "{name}"'))
+        states = {row["name"]: set(row["optimizer"]) for row in json_of(command, run)["rows"]}
+        matrices = [states[each] for each in states if each.startswith("layers.0.") and each.endswith("weight")
+                    and "norm_weight" not in each]  # fmt: skip
+        moment = {"muon": "momentum_buffer", "lion": "exp_avg"}[name]
+        assert matrices and all(each == {moment, "master_param"} for each in matrices)
+        assert ("exp_avg_sq" in states["head.weight"]) == (name == "muon")
+    code, out, err = told("plan", run, "--optimizer", "muno")
+    assert code == 1 and not out and "--optimizer muno: did you mean 'muon'?" in " ".join(err)
 
 
 def test_plan_tells_the_peak_of_a_step(tmp_path: Path) -> None:

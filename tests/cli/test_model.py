@@ -50,7 +50,7 @@ def test_one_dtype_and_quantized_layers(architecture, tied):
 
 def test_the_optimizer_of_a_run_is_told_by_its_settings():
     """Muon has the layers' matrices at AdamW's rate, and no embedding, head or vector."""
-    settings = replace(SMALL, beta2=0.9, momentum=0.8, exp_avg_dtype="fp8", ema=0.5, weight_decay=0.3)
+    settings = replace(SMALL, beta2=0.9, momentum=0.8, momentum_dtype="fp8", ema=0.5, weight_decay=0.3)
     for architecture, hidden in (("llama", 7), ("gpt", 4)):
         model = build(replace(settings, architecture=architecture))
         optimizer = make_optimizer(model, replace(settings, optimizer="muon"))
@@ -62,6 +62,11 @@ def test_the_optimizer_of_a_run_is_told_by_its_settings():
         assert others["betas"] == (0.9, 0.9) and {group["lr"] for group in optimizer.param_groups} == {settings.lr}
         assert optimizer.state[matrices["params"][0]]["momentum_buffer"].dtype is torch.uint8
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len([*model.parameters()])
+    lean = TrainSettings(hidden=96, heads=3, layers=1, seq_length=32, optimizer="muon", preset="lean8").resolved()
+    optimizer = make_optimizer(build(lean), lean)
+    [matrix, other] = [optimizer.state[group["params"][0]] for group in optimizer.param_groups[:2]]
+    assert (matrix["momentum_buffer"].dtype, matrix["master_param"].dtype) == (torch.bfloat16, torch.float16)
+    assert other["exp_avg"].dtype == other["exp_avg_sq"].dtype == torch.uint8
     optimizer = make_optimizer(build(), replace(settings, optimizer="lion"))
     assert type(optimizer).__name__ == "Lion" and optimizer.param_groups[0]["betas"] == (0.9, 0.9)
     assert "ema_param" in optimizer.state[optimizer.param_groups[0]["params"][0]]

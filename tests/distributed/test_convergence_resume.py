@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,5 +134,9 @@ def test_arms_are_named_by_their_flags():
             given |= {key.removeprefix("no_"): False} if key.startswith("no_") else {key: words.pop(0)}
         given = {key: float(value) if key == "lr" else value for key, value in given.items()}
         assert _arm(TrainSettings(**given).resolved()) == name
-    with pytest.raises(ValueError, match="no arm's name tells how masters and moments are kept"):
-        _arm(TrainSettings(master_weights=False))
+    partly = TrainSettings(recipe="current", master_dtype="float16", momentum_dtype="fp8", optimizer="muon").resolved()
+    assert _arm(partly) == "current muon master=float16 momentum=fp8"
+    spelled = replace(TrainSettings(recipe="current", preset="lean8").resolved(), preset="", momentum_dtype="float32")
+    assert _arm(spelled) == "current lean8"
+    assert _arm(replace(spelled, optimizer="muon")) == "current muon master=float16 exp_avg=fp8 exp_avg_sq=fp8"
+    assert _arm(TrainSettings(recipe="block", master_weights=False)) == "block master_weights=False"

@@ -199,6 +199,38 @@ def test_optimizer_state_is_what_fused_adam_allocates(recipe, options, ema):
         assert recipe == "bf16" or found.parameter.preset == options.get("preset", "")
 
 
+@by_turns(
+    2,
+    optimizer=["muon", "lion"],
+    recipe=["nvfp4", "bf16"],
+    options=[{}, {"preset": "lean8"}, {"master_weight_dtype": torch.bfloat16}],
+)
+def test_optimizer_state_is_what_muon_and_lion_allocate(optimizer, recipe, options):
+    if optimizer == "lion" and "preset" in options:
+        options = {"exp_avg_dtype": torch.uint8}
+    mesh = {"dp_shard": 3}
+    for rank in (0, 2):
+        model = Model(recipe, "cpu")
+        planned = qs.plan(
+            model, mesh, layers=model.layers(), rank=rank, optimizer=optimizer, head={"muon": "last"}.get(optimizer),
+            **options,
+        )  # fmt: skip
+        with fake_rank(mesh, rank) as devices:
+            wrap(model, devices, model.layers())
+            if optimizer == "muon":
+                groups = qs.optimizers.muon_groups(model, head="last", adamw={"lr": 1e-3})
+                live = qs.optimizers.Muon(groups, lr=0.02, **options)
+            else:
+                live = qs.optimizers.Lion(model.parameters(), **options)
+            found = qs.explain(model, live)
+        assert planned == found
+        moments = {"muon": "momentum_buffer", "lion": "exp_avg"}[optimizer]
+        states = {row.name: {*row.optimizer} - {"master_param"} for row in planned.rows}
+        assert states["a.weight"] == {moments}
+        assert states["last.weight"] == {"exp_avg", "exp_avg_sq"} or optimizer == "lion"
+        assert recipe == "bf16" or planned.parameter.preset == ("lean8 or lean6" if "preset" in options else "")
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 two copies"])
 def test_reshard_after_forward(recipe, reshard):
@@ -280,6 +312,13 @@ def test_planning_leaves_the_model_as_it_is():
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"c.weight": 0}}, "'c.weight': 0"),
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"a.weight": 2}}, "dim 0 or 1"),
         ({"mesh": {"dp_shard": 4}, "exp_avg_sq_dtype": torch.float64}, "exp_avg_sq_dtype=torch.float64"),
+        ({"mesh": {}, "optimizer": "mion"}, r"optimizer='mion'\): did you mean 'muon'"),
+        ({"mesh": {}, "head": "last"}, "the head is told to Muon alone"),
+        ({"mesh": {}, "optimizer": "muon"}, "which layer gives the logits is not known"),
+        (
+            {"mesh": {}, "optimizer": "muon", "head": "last", "momentum_buffer_dtype": torch.int8},
+            "momentum_buffer_dtype=",
+        ),
         (
             {"mesh": {"dp_shard": 4, "tp": 8}, "tensor_parallel": {"b.weight": 1}},
             r"b.weight: tp of 8 cuts dim 1 of \(100, 312\) into pieces of 39",

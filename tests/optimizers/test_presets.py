@@ -1,4 +1,4 @@
-"""Presets of FusedAdam: each is its options spelled out, and takes the bytes that it says."""
+"""Presets of FusedAdam and Muon: each is its options spelled out, and takes the bytes that it says."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, Muon, muon_groups
 from quantshard.presets import OPTION_NAMES, PRESETS, StateOptions, chosen_options, preset_of
 from quantshard.recipe import resolve
 from tests.optimizers.test_states import build, set_grads, values
@@ -100,10 +100,11 @@ def test_an_unknown_preset_names_the_known():
 
 
 def test_a_preset_is_known_by_its_states():
-    assert [preset_of(options.dtypes) for options in PRESETS.values()] == list(PRESETS)
-    assert preset_of(StateOptions().dtypes) == preset_of({}) == ""
+    assert [preset_of(options.dtypes()) for options in PRESETS.values()] == list(PRESETS)
+    assert preset_of(StateOptions().dtypes()) == preset_of({}) == ""
     without = StateOptions(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
-    assert preset_of(without.dtypes) == ""
+    assert preset_of(without.dtypes()) == preset_of(StateOptions().dtypes("muon")) == ""
+    assert {preset_of(options.dtypes("muon")) for options in PRESETS.values()} == {"lean8 or lean6"}
 
 
 def test_a_group_has_no_preset_of_its_own():
@@ -112,6 +113,36 @@ def test_a_group_has_no_preset_of_its_own():
     for option in ({"preset": "lean8"}, {"exp_avg_dtype": FP8}):
         with pytest.raises(ConfigurationError, match=f"a group has {next(iter(option))} = .* of the whole optimizer"):
             FusedAdam([{"params": [param], **option}])
+    for option in ("preset", "momentum_buffer_dtype"):
+        with pytest.raises(ConfigurationError, match=rf"Muon: a group has {option} = .*; give Muon\({option}=\.\.\.\)"):
+            Muon([{"params": [param], option: BF16}])
+
+
+@every_preset
+def test_a_preset_of_muon_is_its_options_spelled_out(preset):
+    """With momentum in BF16, which FP8 would spoil; a checkpoint of one goes on as the other."""
+
+    def made(**options):
+        with qs.quantized_model_init(recipe="current"):
+            torch.manual_seed(0)
+            model = nn.Sequential(qs.Linear(48, 33), qs.Linear(33, 16))
+        params = dict(model.named_parameters())
+        return params, Muon(muon_groups(model, head="1", adamw={"lr": 1e-3}), lr=0.02, **options)
+
+    spelled = SPELLED[preset] | {"momentum_buffer_dtype": BF16}
+    torch.manual_seed(1)
+    first = made(preset=preset)
+    torch.manual_seed(1)
+    second = made(**spelled)
+    equal(stepped(*first, range(2)), stepped(*second, range(2)))
+    [matrix] = first[1].param_groups[0]["params"]
+    held = first[1].state[matrix]
+    assert held["momentum_buffer"].dtype is BF16 and held["master_param"].dtype is FP16
+    assert first[1].state[first[0]["1.weight"]]["exp_avg"].dtype is FP8
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    equal(stepped(*first, range(2, 4)), stepped(*second, range(2, 4)))
+    with pytest.raises(ConfigurationError, match=rf"Muon\(preset='{preset}', momentum_buffer_dtype=torch.uint8\)"):
+        made(preset=preset, momentum_buffer_dtype=FP8)
 
 
 @every_preset

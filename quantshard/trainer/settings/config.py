@@ -16,7 +16,7 @@ import torch
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
-from quantshard.presets import StateOptions
+from quantshard.presets import ADAMW, ALGORITHMS, StateOptions
 from quantshard.trainer.settings import optimizer_states
 from quantshard.trainer.settings.combinations import check_combinations
 from quantshard.trainer.settings.mesh import MeshSpec
@@ -27,7 +27,7 @@ from quantshard.trainer.settings.sizes import SIZES
 
 CHOICES = {
     "architecture": ("llama", "gpt"),
-    "optimizer": ("adamw", "lion", "muon"),
+    "optimizer": ALGORITHMS,
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "recompute": ("none", "activation", "layer"),
     "activation_storage": tuple(recipe.ACTIVATION_CELLS),
@@ -36,6 +36,7 @@ CHOICES = {
     "master_dtype": (AUTO, *MASTER_DTYPES),
     "exp_avg_dtype": (AUTO, *MOMENT_DTYPES),
     "exp_avg_sq_dtype": (AUTO, *MOMENT_DTYPES),
+    "momentum_dtype": (AUTO, *MOMENT_DTYPES),
     "sequence_parallel": ("auto", "on", "off"),
     "device": ("auto", "cpu", "cuda"),
     "data_format": ("auto", "text"),
@@ -126,7 +127,7 @@ class TrainSettings:
         SIZE,
     )
     optimizer: str = _setting(
-        "adamw", "Training", "adamw; lion; or muon, of hidden matrices, at AdamW's rate, and AdamW of the rest"
+        ADAMW, "Training", "adamw; lion; or muon, of hidden matrices, at AdamW's rate, and AdamW of the rest"
     )
     lr: float = _setting(1e-3, "Training", "highest learning rate", 0, 1e6, more=True)
     schedule: str = _setting("cosine", "Training", "cosine, linear, wsd or constant, after the warmup")
@@ -163,11 +164,12 @@ class TrainSettings:
     )
     master_dtype: str = _setting(AUTO, "Precision", f"of these copies: {', '.join(MASTER_DTYPES)}; auto: float32")
     exp_avg_dtype: str = _setting(
-        AUTO, "Precision", f"first moment of Adam, Lion or Muon: {', '.join(MOMENT_DTYPES)}; auto: float32"
+        AUTO, "Precision", f"first moment of Adam or Lion: {', '.join(MOMENT_DTYPES)}; auto: float32"
     )
     exp_avg_sq_dtype: str = _setting(
         AUTO, "Precision", f"Adam's second moment: {', '.join(MOMENT_DTYPES)}; auto: float32"
     )
+    momentum_dtype: str = _setting(AUTO, "Precision", f"Muon's momentum: {', '.join(MOMENT_DTYPES)}; auto: float32")
 
     save_every: int = _setting(50, "Running", "steps between checkpoints; 0: only at the end", 0, STEPS)
     keep_last: int = _setting(0, "Running", "newest checkpoints that are kept; 0: all", 0, STEPS)

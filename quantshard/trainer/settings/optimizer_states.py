@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -18,15 +19,16 @@ MASTER_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfl
 """How masters may be stored, by the words of settings and options."""
 
 MOMENT_DTYPES: Final = {**MASTER_DTYPES, "fp8": torch.uint8}
-"""How Adam's moments may be stored, by the words of settings and options."""
+"""How moments may be stored, by the words of settings and options."""
 
 STATE_SETTINGS: Final = {
     "master_weights": "master_weights",
     "master_dtype": "master_weight_dtype",
     "exp_avg_dtype": "exp_avg_dtype",
     "exp_avg_sq_dtype": "exp_avg_sq_dtype",
+    "momentum_dtype": "momentum_buffer_dtype",
 }
-"""The settings that a preset decides, and what `FusedAdam` calls them."""
+"""The settings that a preset decides, and what `FusedAdam` and `Muon` call them."""
 
 _WORDS: Final = {dtype: word for word, dtype in MOMENT_DTYPES.items()}
 
@@ -52,7 +54,7 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
             f"preset = {shown_value(preset)} has {name} = {word_of(getattr(options, STATE_SETTINGS[name]))!r}, but "
             f"{name} = {word_of(given[name])!r} is given; leave one of the two out"
         )
-    return StateOptions(**options.arguments | {STATE_SETTINGS[name]: value for name, value in given.items()})
+    return replace(options, **{STATE_SETTINGS[name]: value for name, value in given.items()})
 
 
 def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,6 +73,14 @@ def _contradicting(options: StateOptions, given: Mapping[str, Any]) -> list[str]
 def as_settings(options: StateOptions) -> dict[str, Any]:
     """Options by the names and words of settings."""
     return {name: word_of(getattr(options, option)) for name, option in STATE_SETTINGS.items()}
+
+
+def with_momentum(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run has recorded: one by Muon of an earlier release kept its momentum as `exp_avg_dtype`
+    said, by a preset too, and recorded all that presets decide."""
+    if recorded.get("optimizer") != "muon" or "momentum_dtype" in recorded:
+        return dict(recorded)
+    return {**recorded, "momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:

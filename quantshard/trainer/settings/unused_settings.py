@@ -19,6 +19,7 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "balance_loss": (lambda settings: settings.experts > 0, "experts"),
     "rope_theta": (lambda settings: settings.architecture == "llama", "architecture = 'llama'"),
     "momentum": (lambda settings: settings.optimizer == "muon", "optimizer = 'muon'"),
+    "momentum_dtype": (lambda settings: settings.optimizer == "muon", "optimizer = 'muon'"),
     "eps": (lambda settings: settings.optimizer != "lion", "another optimizer than 'lion'"),
     "exp_avg_sq_dtype": (lambda settings: settings.optimizer != "lion", "another optimizer than 'lion'"),
     "decay_steps": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
