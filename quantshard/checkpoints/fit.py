@@ -103,6 +103,8 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
         raise CheckpointError(f"{path} was saved without an optimizer; {alone}")
     if averages := _averages_difference(stored, wanted):
         raise CheckpointError(f"{path} has {averages}; or {alone}")
+    if frozen := _frozen_difference(stored, wanted, optimizer):
+        raise CheckpointError(f"{path} has {frozen}; or {alone}")
     if found := list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer))):
         raise CheckpointError(
             f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
@@ -200,11 +202,55 @@ def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
     return ""
 
 
+def _frozen_difference(stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> str:
+    """What to do where parameters are frozen on one side alone, in words; "" where states differ in more."""
+    theirs, ours = map(_numbers, (stored, wanted))
+    shapes = ((entry.size, getattr(value, "shape", None)) for _, entry, value in _tensors(stored, wanted, _STATES))
+    names = _parameter_names(optimizer)
+    there, here = sorted(theirs - ours), sorted(ours - theirs)
+    of_these = tuple(f"{_STATES}{number}." for number in theirs ^ ours)
+    differing = [key for keys in _differing(stored, wanted, _OPTIMIZER) for key in keys]
+    if not all(key.startswith(of_these) for key in differing) or any(own != size for size, own in shapes):
+        return ""
+    if bool(there) == bool(here) or max(there + here) >= len(names):
+        return ""
+    if here:
+        return (
+            f"no states of {len(here)} parameters that this optimizer trains (first: {names[here[0]][0]!r}); they were "
+            "frozen there, or not given to it; freeze them with requires_grad_(False) before you build the optimizer, "
+            "load, and to train them then unfreeze each and call initialize_state(parameter)"
+        )
+    if any(names[number][1].requires_grad for number in there):
+        return ""
+    return (
+        f"states of {len(there)} parameters that were frozen before this optimizer was built (first: "
+        f"{names[there[0]][0]!r}); build it while they are trained, load, and freeze them then"
+    )
+
+
+def _numbers(keys: Iterable[str]) -> set[int]:
+    """Of the parameters that have states among these keys."""
+    found = {key.split(".")[2] for key in keys if key.startswith(_STATES)}
+    return {int(each) for each in found if each.isdecimal()}
+
+
+def _parameter_names(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters by number, with their names or what stands for these."""
+    found: list[tuple[str, Tensor]] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or [f"parameter {len(found) + at}" for at in range(len(group["params"]))]
+        found += zip(names, group["params"], strict=True)
+    return found
+
+
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """The first difference of each kind, in words. `allocates`: whether the optimizer makes all states itself."""
     theirs, ours = (len({_group_entry(key)[0] for key in keys if key.startswith(_GROUPS)}) for keys in (stored, wanted))
     if theirs != ours:
         yield f"its number of groups is {theirs} and this one's {ours}"
+    many, few = len(_numbers(stored)), len(_numbers(wanted))
+    if allocates and many != few:
+        yield f"it has states of {many} parameters and this one of {few}"
     lacking, unknown = _differing(stored, wanted, _OPTIMIZER)
     options = [key for key in lacking if key.startswith(_GROUPS)]
     if options and theirs == ours:

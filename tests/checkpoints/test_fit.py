@@ -389,3 +389,55 @@ def test_a_place_without_a_checkpoint_is_said_as_it_is(run: Path) -> None:
         assert type(caught.value).__name__ == "MissingError"
         assert str(caught.value) == f"{path} is not a complete checkpoint: {says}"
         assert verify(path).problems == (str(caught.value),)
+
+
+def frozen(*layers: int) -> tuple[nn.Sequential, FusedAdam]:
+    """Layers that were frozen before the optimizer was built over all of them."""
+    torch.manual_seed(9)
+    with qs.quantized_model_init(recipe="mxfp8"):
+        model = nn.Sequential(*[qs.Linear(32, 32, bias=False, params_dtype=torch.bfloat16) for _ in range(3)])
+    for number in layers:
+        model[number].requires_grad_(False)
+    optimizer = FusedAdam(model.named_parameters(), lr=1e-2)
+    changed_by_step(model, optimizer)
+    return model, optimizer
+
+
+def changed_by_step(model: nn.Module, optimizer: FusedAdam) -> set[str]:
+    """The weights that a step has changed."""
+    before = {name: param.detach().dequantize() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    return {name for name, param in model.named_parameters() if not same(before[name], param.detach().dequantize())}
+
+
+def test_layers_that_are_frozen_on_one_side_alone(tmp_path: Path) -> None:
+    """They are named, and what the message says is a way out."""
+    checkpoints.save(tmp_path / "trained", *frozen())
+    model, optimizer = frozen(1, 2)
+    says = r"trained has states of 2 parameters that were frozen before this optimizer was built \(first: '1.weight'\);"
+    with refused(says, model, optimizer):
+        checkpoints.load(tmp_path / "trained", model, optimizer)
+    model, optimizer = frozen()
+    checkpoints.load(tmp_path / "trained", model, optimizer)
+    model[1].requires_grad_(False)
+    assert changed_by_step(model, optimizer) == {"0.weight", "2.weight"}
+
+    checkpoints.save(tmp_path / "frozen", *frozen(0))
+    model, optimizer = frozen()
+    says = r"frozen has no states of 1 parameters that this optimizer trains \(first: '0.weight'\); .*initialize_state"
+    with refused(says, model, optimizer):
+        checkpoints.load(tmp_path / "frozen", model, optimizer)
+    model, optimizer = frozen(0)
+    checkpoints.load(tmp_path / "frozen", model, optimizer)
+    optimizer.initialize_state(model[0].requires_grad_(True).weight)
+    assert changed_by_step(model, optimizer) == {"0.weight", "1.weight", "2.weight"}
+
+
+def test_an_optimizer_over_fewer_parameters(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path / "c", *frozen())
+    model, _ = frozen(0)
+    optimizer = FusedAdam([pair for pair in model.named_parameters() if pair[1].requires_grad], lr=1e-2)
+    with refused("of another optimizer: it has states of 3 parameters and this one of 2, ", model, optimizer):
+        checkpoints.load(tmp_path / "c", model, optimizer)
