@@ -7,7 +7,7 @@ quantization of its master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,11 +97,14 @@ class MasterWeights(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._overflown: Tensor | None = None  # of each master, what the last update made wrong
         groups = self.param_groups
+        given = [dict(group) for group in groups]
         for group in groups:
             self._adopt(group)
         self._inner = self._make([self._inner_group(group) for group in groups])
         self.param_groups = self._inner.param_groups  # one list of one set of dicts
         self.defaults = self._inner.defaults
+        for group in given:
+            self._warn_of_typos(group)
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
         self._check_parameters()
@@ -116,6 +119,8 @@ class MasterWeights(torch.optim.Optimizer):
         if is_built:
             self._follow()
         group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
+        if is_built:
+            self._warn_of_typos(group)
         super().add_param_group(group)
         if is_built:
             group = self.param_groups.pop()
@@ -123,6 +128,9 @@ class MasterWeights(torch.optim.Optimizer):
             self._inner.add_param_group(self._inner_group(group))
             self._complete(self.param_groups[-1], group["params"])
             self._check_parameters()
+
+    def _warn_of_typos(self, group: Mapping[str, Any]) -> None:
+        options.warn_of_typos("MasterWeights", group, {*self.defaults, *self._own_entries}, OWN_ENTRIES)
 
     @property
     def group_entries(self) -> tuple[str, ...]:

@@ -31,8 +31,8 @@ from quantshard.errors import CheckpointError
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES
 
-MUTANTS, MORE_MUTANTS = 12, 40
-"""Of each recipe."""
+MUTANTS, MORE_MUTANTS = 30, 60
+"""Of each recipe, a multiple of the kinds of mutations."""
 
 SECONDS, HEADROOM = 10.0, 1 << 30
 

@@ -111,7 +111,8 @@ def test_a_gather_is_one_collective(recipe: str, ranks: int) -> None:
             assert sent == SENT
             in_backward, clones = number % 2 == 1, launches.count("clone")
             assert clones == 0 if in_backward else clones <= len(SHAPES["even"])  # a forward may be an `unshard`
-        assert found.reduction.count("chunk_cat") == found.reduction.count("_reduce_scatter_base_") == 2
+        packed = [name for name in found.reduction if name.startswith("chunk_cat")]  # from 2.15 on with a cast inside
+        assert len(packed) == found.reduction.count("_reduce_scatter_base_") == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

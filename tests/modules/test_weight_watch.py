@@ -221,6 +221,7 @@ def sharded_too_late() -> tuple[list[str], list[str]]:
     said = []
     for quantized in (True, False):
         gc.collect()
+        weight_watch._modules.clear()
         model = built(quantized)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for module in (*model, model):

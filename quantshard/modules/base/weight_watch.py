@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -104,8 +103,9 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
         _note(optimizer)
     if (samples := _samples.pop(optimizer, None)) is not None:
         _confirm(optimizer, samples)
-    if looks and (found := [WeightSample.of(*each) for each in islice(_unheld(), _MOST)]):
-        _samples[optimizer] = found
+    if looks and (unheld := list(_unheld())):
+        chosen = unheld[:: -(-len(unheld) // _MOST)]  # of all models that are there
+        _samples[optimizer] = [WeightSample.of(*each) for each in chosen]
 
 
 def _note(optimizer: Optimizer) -> None:
