@@ -28,6 +28,7 @@ if kernels.USABLE:
     from quantshard.kernels.quantize import matrix as quantize_kernel
     from quantshard.kernels.quantize import swizzle as swizzle_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
+    from quantshard.kernels.quantize import words as words_kernel
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 RandomWords = Tensor | RandomBits
@@ -85,6 +86,11 @@ def is_capturing() -> bool:
 def lacks_kernels(device: torch.device) -> bool:
     """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
     return device.type in KERNEL_DEVICES and not kernels.USABLE
+
+
+def random_words(bits: RandomBits, device: torch.device) -> Tensor:
+    """`numerics.random_words` of these."""
+    return words_kernel.random_words(bits, device) if kernels_on(device) else bits.tensor(device)
 
 
 def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:

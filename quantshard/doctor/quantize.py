@@ -25,7 +25,7 @@ from quantshard.gemm import producers
 from quantshard.numerics import RandomBits, quantization_error, swizzling
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, swizzle, transpose
+    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, swizzle, transpose, words
     from quantshard.kernels.quantize.targets import EpilogueRequest, QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
@@ -238,6 +238,20 @@ def values_case(x: Tensor) -> KernelCase:
     return KernelCase(launch, oracle, bytes_of(x))
 
 
+def words_case(x: Tensor, quads: bool = False, stored: bool = False) -> KernelCase:
+    """Random words of a part of a matrix, whose rows begin with whole calls of Philox or not; `stored`: the draw is in
+    memory, as in a captured step."""
+    rows, cols = x.shape
+    width = (cols + 7) // 4 * 4 + (0 if quads else 1)
+    draw = torch.tensor(70, dtype=torch.int64, device=x.device) if stored else 70
+    bits = RandomBits(0x9E3779B97F4A7C15, draw, 5, (rows + 3, width), (3, 4 if quads else 2), (rows, cols - 4 * quads))
+    return KernelCase(
+        lambda: [words.random_words(bits, x.device)],
+        lambda: [bits.tensor(x.device)],
+        8 * math.prod(bits.shape or ()),
+    )
+
+
 def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
     """Counts, extremes and squares of the error of one copy, some of whose values saturate."""
     copy, exact = fmt.copies[Copy.ROWWISE], numerics.hadamard16(x) if hadamard else x
@@ -341,6 +355,8 @@ QUANTIZE, BOTH = _quantize_cases(), _both_cases()
 AMAX: Cases = {f"amax {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 SCALES: Cases = {f"scales {f.name}": {"fmt": f} for f in QUANTIZED if f.copies[Copy.ROWWISE].amax is None}
 VALUES: Cases = {"counts and amax of values": {}}
+WORDS: Cases = {"random words": {}, "random words, whole calls": {"quads": True}}
+WORDS |= {"random words, a draw in memory": {"quads": True, "stored": True}}
 ERRORS: Cases = {f"error of {fmt.name}": {"fmt": fmt} for fmt in QUANTIZED}
 _TURNED = [fmt for fmt in QUANTIZED if encodings_of(fmt)[0].bits == 4]
 ERRORS |= {f"error of {fmt.name} + random_hadamard": {"fmt": fmt, "hadamard": True} for fmt in _TURNED}
@@ -367,6 +383,7 @@ ROWS = (
     KernelRow({"dequantize_kernel"}, dequantize_case, DEQUANTIZE | WIDE, timed_of(DEQUANTIZE), (35, 290)),
     KernelRow({"error_kernel"}, error_case, ERRORS, timed_of(ERRORS), (35, 290), TOO_FAR),
     KernelRow({"values_kernel"}, values_case, VALUES, list(VALUES), (35, 290)),
+    KernelRow({"words_kernel"}, words_case, WORDS, ["random words, whole calls"], (35, 290)),
     KernelRow({"swizzle_kernel"}, swizzle_case, SWIZZLE, timed_of(SWIZZLE), (288, 320)),
     KernelRow({"quantize_kernel"}, ready_case, READY | BESIDE, timed_of(READY | BESIDE), (288, 320)),
     KernelRow({"transpose_kernel"}, transpose_case, TRANSPOSE, ["transpose of bytes"], (35, 290)),

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import numerics, private_torch
+from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import FP16
+from quantshard.numerics import Pair, RandomBits
 from quantshard.sharding import Shard
 from quantshard.tensor import components
 
@@ -65,18 +66,19 @@ class StateDraw(NamedTuple):
 
     def _words(self, place: TensorRegion, device: torch.device) -> Tensor:
         if len(place.shape) == 2:
-            rectangle = (place.global_shape, place.origin, place.shape)
-            return numerics.random_words(self.seed, self.step, self.stream, *rectangle, device=device)  # type: ignore[arg-type]
+            return self._rectangle(place.global_shape, place.origin, place.shape, device)  # type: ignore[arg-type]
         rows, first = (place.shape[0], place.origin[0]) if place.shape else (1, 0)
         rest = place.global_shape[1:]
         whole = (place.global_shape[0] if place.shape else 1, math.prod(rest))
-        words = numerics.random_words(
-            self.seed, self.step, self.stream, whole, (first, 0), (rows, whole[1]), device=device
-        )
+        words = self._rectangle(whole, (first, 0), (rows, whole[1]), device)
         words = words.view(rows, *rest) if place.shape else words.view(())
         for dim in range(1, len(place.shape)):
             words = words.narrow(dim, place.origin[dim], place.shape[dim])
         return words
+
+    def _rectangle(self, whole: Pair, origin: Pair, shape: Pair, device: torch.device) -> Tensor:
+        bits = RandomBits(self.seed, self.step, self.stream, whole, origin, shape)
+        return kernel_dispatch.random_words(bits, device)
 
 
 def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:

@@ -36,7 +36,7 @@ BYTES = {
     "statistics_kernel": (16, 4), "sums_kernel": (16, 4), "requantize_kernel": (16, 4), "rows_kernel": (8, 16),
     "record_kernel": (8, 4), "past_kernel": (8, 4), "tensor_past_kernel": (8, 4), "tensor_record_kernel": (8, 4),
     "quantize nvfp4_1x16": (16, 8), f"quantize nvfp4_1x16, {ROUNDED}": (8, 8), "dequantize nvfp4_16x16": (4, 16),
-    f"quantize nvfp4_1x16, {ROUNDED}, decoded": (8, 16), "segments_kernel": (8, 8),
+    f"quantize nvfp4_1x16, {ROUNDED}, decoded": (8, 16), "segments_kernel": (8, 8), "words_kernel": (0, 8),
 }  # fmt: skip
 """Of the widest load and store of a thread, by case or kernel, where these are not 16: what is left of a row or a
 block is a number, half a byte a code, four columns a thread."""
