@@ -20,6 +20,14 @@ ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
 """By which a parameter is stepped, as `quantshard train`, `plan` and groups of `Muon` name it."""
 
 
+UNUSED_OPTIONS: Final = {
+    ADAMW: ("momentum_buffer_dtype",),
+    LION: ("exp_avg_sq_dtype", "momentum_buffer_dtype"),
+    MUON: (),
+}
+"""Of `StateOptions`, those that say nothing of an optimizer's states."""
+
+
 class StateBytes(NamedTuple):
     """Bytes for one element of a large matrix, scales included."""
 

@@ -18,7 +18,7 @@ from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import scaled_products
 from quantshard.observe.table import Report
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, PRESETS
+from quantshard.presets import ADAMW, ALGORITHMS, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.optimizer import muon_head
@@ -243,8 +243,15 @@ def _states(
     if asked.get("master_weights") is False and "master_dtype" in asked:
         raise ConfigurationError("--master-dtype would do nothing beside --no-master-weights; leave one of the two out")
     chosen = state_options(preset or "", asked if preset else as_settings(found.states) | asked)
-    kept = {name: value for name, value in chosen.muon_arguments.items() if name in STATE_SETTINGS.values()}
-    return {**kept, **_algorithm(found, algorithm)}
+    told = _algorithm(found, algorithm)
+    unused = UNUSED_OPTIONS[told["optimizer"]]
+    for name in asked:
+        if STATE_SETTINGS[name] in unused:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} would do nothing beside {told['optimizer']}; leave it out"
+            )
+    used = {*STATE_SETTINGS.values()}.difference(unused)
+    return {name: value for name, value in chosen.muon_arguments.items() if name in used} | told
 
 
 def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:

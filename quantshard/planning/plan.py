@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
 from quantshard.optimizers.state import check_dtype, needs_master, stored_dtype
 from quantshard.planning.peak import ParameterShare, step_memory
 from quantshard.planning.rehearsal import TrainingStep
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, StateOptions, chosen_options
+from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, chosen_options
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -118,6 +119,7 @@ def plan(
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
         "momentum_buffer_dtype": momentum_buffer_dtype,
     }
+    _check_used(optimizer, given)
     states = chosen_options("plan", preset, given)
     spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
     _check_arguments(model, place, cut_by_tp, spec)
@@ -163,6 +165,16 @@ class _OptimizerSpec:
         if self.algorithm != MUON:
             return self.states.dtypes(self.algorithm)
         return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
+
+
+def _check_used(optimizer: str, given: Mapping[str, Any]) -> None:
+    """Refuse options that say nothing of this optimizer's states."""
+    for name in UNUSED_OPTIONS.get(optimizer, ()):
+        if given[name] is not None:
+            raise ConfigurationError(
+                f"plan(optimizer={optimizer!r}, {name}={given[name]}) would do nothing, since {optimizer} has no such "
+                "state; leave it out"
+            )
 
 
 def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None) -> frozenset[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from quantshard.errors import ConfigurationError
 from quantshard.presets import PRESETS
-from quantshard.trainer.restarts import overrides
+from quantshard.trainer.restarts import edited, overrides, recorded
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings import config
 from quantshard.trainer.settings.config import TrainSettings
@@ -164,6 +164,8 @@ def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment
                 momentum_buffer_dtype=MOMENT_DTYPES[momentum]))  # fmt: skip
         (tmp_path / "config.toml").write_text("".join(lines))
         assert RunDir(tmp_path).read_config()[0] == settings
+        before = {name: value for name, value in recorded(settings).items() if name != "momentum_dtype"}
+        assert edited("it", found, [{"settings": before}]) == ()  # as it was started
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,8 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
         moment = {"muon": "momentum_buffer", "lion": "exp_avg"}[name]
         assert matrices and all(each == {moment, "master_param"} for each in matrices)
         assert ("exp_avg_sq" in states["head.weight"]) == (name == "muon")
+    code, out, err = told("plan", run, "--optimizer", "lion", "--momentum-dtype", "fp8")
+    assert code == 1 and not out and "--momentum-dtype would do nothing beside lion" in " ".join(err)
     code, out, err = told("plan", run, "--optimizer", "muno")
     assert code == 1 and not out and "--optimizer muno: did you mean 'muon'?" in " ".join(err)
 

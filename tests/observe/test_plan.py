@@ -313,6 +313,8 @@ def test_planning_leaves_the_model_as_it_is():
         ({"mesh": {"dp_shard": 4, "tp": 2}, "tensor_parallel": {"a.weight": 2}}, "dim 0 or 1"),
         ({"mesh": {"dp_shard": 4}, "exp_avg_sq_dtype": torch.float64}, "exp_avg_sq_dtype=torch.float64"),
         ({"mesh": {}, "optimizer": "mion"}, r"optimizer='mion'\): did you mean 'muon'"),
+        ({"mesh": {}, "momentum_buffer_dtype": torch.uint8}, "momentum_buffer_dtype=torch.uint8.* would do nothing"),
+        ({"mesh": {}, "optimizer": "lion", "exp_avg_sq_dtype": torch.uint8}, "lion has no such state"),
         ({"mesh": {}, "head": "last"}, "the head is told to Muon alone"),
         ({"mesh": {}, "optimizer": "muon"}, "which layer gives the logits is not known"),
         (
