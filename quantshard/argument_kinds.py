@@ -58,6 +58,8 @@ TEXT: Final = ArgumentKind("text", (str,))
 NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (str, Iterable))
 NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
 SIZES: Final = ArgumentKind("a whole number, or one of each dim", (Integral, Iterable))
+FLAG: Final = ArgumentKind("True or False", (object,))
+"""What has a truth, but no text, of which "False" is true."""
 WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
 
 

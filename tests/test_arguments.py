@@ -122,6 +122,15 @@ CALLED_OTHERWISE = {"in_features", "hidden_size", "optimizer_class", "params", "
 """By the name of a weight or a group; or there is no other argument."""
 
 
+def test_a_text_is_no_flag():
+    """As a file of settings that was read without types has it; "False" would be true."""
+    layers = {"Linear": (32, 32), "LayerNormLinear": (32, 32), "LayerNormMLP": (32, 64), "GroupedLinear": (2, 32, 32)}
+    for name, sizes in layers.items():
+        with pytest.raises(ConfigurationError, match=r"\(bias='False'\): it must be True or False"):
+            getattr(quantshard, name)(*sizes, bias="False")
+    assert quantshard.Linear(32, 32, bias=None).bias is None
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_values_of_a_wrong_type_are_named(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
