@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
-from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments, meant
+from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments, meant, shown_argument
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -119,7 +119,7 @@ def plan(
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
         "momentum_buffer_dtype": momentum_buffer_dtype,
     }
-    _check_used(optimizer, given)
+    _check_optimizer(optimizer, given)
     states = chosen_options("plan", preset, given)
     spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
     _check_arguments(model, place, cut_by_tp, spec)
@@ -167,9 +167,14 @@ class _OptimizerSpec:
         return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
 
 
-def _check_used(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Refuse options that say nothing of this optimizer's states."""
-    for name in UNUSED_OPTIONS.get(optimizer, ()):
+def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
+    """Refuse an optimizer whose states are not known, and options that say nothing of those of one that is."""
+    if optimizer not in ALGORITHMS:
+        raise ConfigurationError(
+            f"plan(optimizer={shown_argument(optimizer)}): {meant(optimizer, ALGORITHMS)}there are "
+            f"{', '.join(ALGORITHMS)}; a live one of any class is described by explain(model, optimizer)"
+        )
+    for name in UNUSED_OPTIONS[optimizer]:
         if given[name] is not None:
             raise ConfigurationError(
                 f"plan(optimizer={optimizer!r}, {name}={given[name]}) would do nothing, since {optimizer} has no such "
@@ -181,14 +186,8 @@ def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None
     """The parameters, by id, that Muon orthogonalizes the momentum of.
 
     Raises:
-        ConfigurationError: there is no such optimizer; or the head is not known, or told of another optimizer.
+        ConfigurationError: the head is not known, or told of another optimizer.
     """
-    if optimizer not in ALGORITHMS:
-        known = ", ".join(ALGORITHMS)
-        raise ConfigurationError(
-            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are {known}; of another leave the "
-            "optimizer's share out, or describe the live one with explain(model, optimizer)"
-        )
     if optimizer != MUON and head is not None:
         raise ConfigurationError(f"plan(optimizer={optimizer!r}, head={head!r}): the head is told to Muon alone")
     groups = muon_groups(model, head=head) if optimizer == MUON else []
