@@ -159,7 +159,8 @@ def plan(
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    _show(found, (*found.told, *missing, where, *refused), report, wide, json_)
+    counted = () if found.optimizer is None else ("states are counted as AdamW's; explain tells those that are there",)
+    _show(found, (*found.told, *missing, where, *refused, *counted), report, wide, json_)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:

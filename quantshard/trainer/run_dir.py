@@ -43,7 +43,6 @@ from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.terminal import inputs, outputs
 from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.optimizer_states import with_momentum
 from quantshard.trainer.settings.settings_file import (
     MOST_BYTES,
     corpus_table,
@@ -178,7 +177,7 @@ class RunDir:
             hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml{hint}")
         content, where = read_settings_file(self.config), str(self.config)
-        settings = TrainSettings(**from_mapping(with_momentum(content), where))
+        settings = TrainSettings(**from_mapping(content, where))
         settings.check(where)
         data, heldout = (tuple(map(self.here, paths)) for paths in (settings.data, settings.heldout_data))
         settings = replace(settings, data=data, heldout_data=heldout, tokenizer=self.here(settings.tokenizer))

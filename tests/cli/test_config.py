@@ -162,6 +162,8 @@ def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment
         found = RunDir(tmp_path).read_config()[0]
         assert (found.preset, found.state_options) == (preset, replace(PRESETS["lean8"],
                 momentum_buffer_dtype=MOMENT_DTYPES[momentum]))  # fmt: skip
+        again = TrainSettings(**given_values({}, tmp_path / "config.toml"))  # --config of another run
+        assert again.state_options == found.state_options
         (tmp_path / "config.toml").write_text("".join(lines))
         assert RunDir(tmp_path).read_config()[0] == settings
         before = {name: value for name, value in recorded(settings).items() if name != "momentum_dtype"}
