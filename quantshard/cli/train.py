@@ -25,7 +25,7 @@ from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import check_schedule
 from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
-from quantshard.trainer.settings.optimizer_states import above_file, below_flags, dropped_preset
+from quantshard.trainer.settings.optimizer_states import above_file, below_flags, dropped_preset, float_momentum
 from quantshard.trainer.settings.settings_file import given_processes, given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
@@ -104,6 +104,8 @@ def train(
         check_used(own, settings)  # a file may be that of another run, and says all
         check_schedule(own, settings)
         if not launch.is_worker() and (told := dropped_preset(file, in_file, own, str(config))):
+            say(told)
+        if not launch.is_worker() and (told := float_momentum(own, settings)):
             say(told)
     settings, given = settings.resolved(), tuple(values)
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)

@@ -16,6 +16,7 @@ from quantshard.trainer.settings.optimizer_states import (
     as_settings,
     below_flags,
     dropped_preset,
+    float_momentum,
 )
 from quantshard.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
 from quantshard.trainer.settings.unused_settings import check_used
@@ -150,6 +151,16 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
 
 LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
          "momentum_dtype": "bfloat16"}  # fmt: skip
+
+
+def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
+    """As it was in earlier releases; a line says so, where the momentum is not told."""
+    flags = {"optimizer": "muon", "exp_avg_dtype": "fp8"}
+    told = float_momentum(flags, TrainSettings(**flags))
+    assert told.startswith("exp_avg_dtype = 'fp8' is of AdamW's groups beside Muon, whose momentum is kept in float32")
+    assert "kept in bfloat16" in float_momentum(flags, TrainSettings(**flags, preset="lean8"))
+    for quiet in ({**flags, "momentum_dtype": "fp8"}, {**flags, "optimizer": "adamw"}, {"optimizer": "muon"}):
+        assert float_momentum(quiet, TrainSettings(**quiet)) == ""
 
 
 def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment(tmp_path):

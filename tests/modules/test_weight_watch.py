@@ -216,6 +216,20 @@ def test_a_model_that_was_given_up_is_not_told() -> None:
         gc.enable()
 
 
+def test_gradients_of_others_hide_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that stay, of models that train no more, come first here, and are more than are looked at a second time."""
+    weight_watch._modules.clear()
+    others = built()
+    for param in others.parameters():
+        param.grad = torch.ones(param.shape, dtype=param.dtype)
+    model, found = built(), weight_watch._unheld
+    own = {id(module) for module in model}
+    monkeypatch.setattr(weight_watch, "_MOST", 4)
+    monkeypatch.setattr(weight_watch, "_unheld", lambda: sorted(found(), key=lambda each: id(each[0]) in own))
+    assert told(model, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    weight_watch._modules.clear()
+
+
 def sharded_too_late() -> tuple[list[str], list[str]]:
     """The optimizer before fully_shard, of quantized weights and of plain ones; what was said."""
     said = []

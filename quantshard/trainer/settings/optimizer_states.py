@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from quantshard.errors import ConfigurationError
-from quantshard.presets import PRESETS, StateOptions, check_preset
+from quantshard.presets import MUON, PRESETS, StateOptions, check_preset
 from quantshard.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
@@ -131,6 +131,17 @@ def dropped_preset(file: Mapping[str, Any], below: Mapping[str, Any], flags: Map
     said = ", ".join(f"{name} = {flags[name]!r}" for name in STATE_SETTINGS if name in flags)
     kept = ", ".join(f"{name} = {below[name]!r}" for name in STATE_SETTINGS if name in below and name not in flags)
     return f"{where}: preset = {shown_value(file['preset'])}, but for {said}; of it stay {kept}"
+
+
+def float_momentum(flags: Mapping[str, Any], settings: Any) -> str:
+    """What to tell where a flag says how first moments are kept and nothing does of Muon's momentum; else ""."""
+    if settings.optimizer != MUON or flags.get("exp_avg_dtype", AUTO) == AUTO or settings.momentum_dtype != AUTO:
+        return ""
+    kept = word_of(settings.state_options.momentum_buffer_dtype)
+    return (
+        f"exp_avg_dtype = {flags['exp_avg_dtype']!r} is of AdamW's groups beside Muon, whose momentum is kept in "
+        f"{kept}; momentum_dtype says otherwise"
+    )
 
 
 HELP: Final = f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}"
