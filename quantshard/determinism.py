@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError
 
 CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
@@ -62,6 +63,7 @@ def _deterministic() -> Any:
     return torch.utils.deterministic  # type: ignore[attr-defined]  # a module that takes assignments
 
 
+@suggests_names
 def deterministic(mode: bool = True) -> AbstractContextManager[Any]:
     """Turn deterministic mode on or off for this process, at once; as a context manager, until its end.
 

@@ -1,4 +1,4 @@
-"""Presets of `FusedAdam` and `Muon`: names of how they keep masters and moments, and what that takes of memory."""
+"""Presets of `FusedAdam`, `Lion` and `Muon`: names of how they keep masters and moments, and the memory it takes."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class StateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How `FusedAdam` and `Muon` keep masters and moments; the names are those of their arguments, the defaults too.
+    """How `FusedAdam`, `Lion` and `Muon` keep masters and moments; the names are those of their arguments, the defaults
+    too.
 
-    `momentum_buffer_dtype` is Muon's alone.
+    `momentum_buffer_dtype` is Muon's alone; Lion has no `exp_avg_sq_dtype`.
     """
 
     master_weights: bool = True
@@ -59,6 +60,11 @@ class StateOptions:
     def arguments(self) -> dict[str, Any]:
         """As arguments of `FusedAdam`."""
         return {name: getattr(self, name) for name in OPTION_NAMES}
+
+    @property
+    def lion_arguments(self) -> dict[str, Any]:
+        """As arguments of `Lion`, which has no second moment."""
+        return {name: value for name, value in self.arguments.items() if name not in UNUSED_OPTIONS[LION]}
 
     @property
     def muon_arguments(self) -> dict[str, Any]:
@@ -86,6 +92,9 @@ OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions) if each.n
 PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
 """The arguments of `FusedAdam` that say how masters and moments are kept."""
 
+STATE_ARGUMENTS: Final = (*PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes")
+"""Those of any optimizer here: they are of all its parameters, so none of them is an entry of a group."""
+
 PRESETS: Final = {
     "lean8": StateOptions(
         master_weight_dtype=torch.float16,
@@ -106,7 +115,7 @@ lean8: masters of 16 bits, both moments of 8. lean6: a byte more, for a second m
 an exponent of its own: under a scale that 128 share, the second moment reaches as far down as the squares of gradients
 do, so it is the first of the states that a large neighbour spoils. Muon's momentum, the only moment of a matrix, is
 BF16 in both: to orthogonalize it brings its smallest singular values to the size of the largest, and with them what
-rounding to FP8 has added.
+rounding to FP8 has added. Lion, which has a first moment alone, is the same by both.
 """
 
 
@@ -148,7 +157,7 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
 def preset_of(dtypes: Mapping[str, torch.dtype]) -> str:
     """The name of the preset by which a quantized weight has exactly these states, "lean8 or lean6" where that is more
     than one; "" if there is none."""
-    return " or ".join(name for name, each in PRESETS.items() if dtypes in (each.dtypes(), each.dtypes(MUON)))
+    return " or ".join(name for name, each in PRESETS.items() if dtypes in [each.dtypes(by) for by in ALGORITHMS])
 
 
 def _state_bytes(dtype: torch.dtype) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments
+from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import loading
 from quantshard.collectives import process_groups
@@ -30,6 +30,7 @@ _CALL = "load_from_rank0: "
 _ALIGNMENT = 16  # bytes: at least the size of an element of any dtype, so that parts of a bucket can be viewed as it
 
 
+@suggests_names
 @torch.no_grad()
 def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
     """Load the whole state dict that rank 0 has into every rank's part of a model. A collective call of all processes.

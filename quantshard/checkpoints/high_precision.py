@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, STATE_DICT, check_arguments
+from quantshard.argument_kinds import MODULE, STATE_DICT, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
@@ -19,6 +19,7 @@ from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 
+@suggests_names
 @torch.no_grad()
 def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Quantize high-precision weights into a model's parameters, and copy the others. A collective call.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds, suggests_names
 from quantshard.checkpoints import fit, optimizer_states, rank_state
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
@@ -31,6 +31,7 @@ from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
 
+@suggests_names
 def load(
     path: Path_,
     model: nn.Module,

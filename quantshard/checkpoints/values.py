@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -22,6 +22,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STATES = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
 
 
+@suggests_names
 @torch.no_grad()
 def high_precision_state_dict(
     model: nn.Module,

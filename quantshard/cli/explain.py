@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from dataclasses import replace
 from typing import Annotated, Any
@@ -17,8 +18,9 @@ from quantshard.cli.models import ModelSource
 from quantshard.cli.planned_step import StepOptions, planned_step
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import scaled_products
+from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.observe.table import Report
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, PRESETS, UNUSED_OPTIONS
+from quantshard.presets import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.terminal.screen import Screen, say_whole
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.optimizer import muon_head
@@ -33,6 +35,8 @@ from quantshard.trainer.settings.optimizer_states import (
 
 _ALONE = "none"
 """A mesh without axes."""
+
+_TITLES = {ADAMW: "AdamW", LION: "Lion", MUON: "Muon"}
 
 _WORLD_SIZE = 8
 """The ranks that are planned for where nothing says how many."""
@@ -144,6 +148,7 @@ def plan(
     moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
     masters = {"master_weights": False if no_master_weights else True if master_dtype else None}
     states = {**masters, "master_dtype": master_dtype, **moments}
+    chosen = _states(found, preset, states, optimizer)
     report = planning.plan(
         found.model,
         axes,
@@ -151,7 +156,7 @@ def plan(
         rank=rank,
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
-        **_states(found, preset, states, optimizer),
+        **chosen,
         step=step,
         memory=None if memory is None else int(memory * 2**30),
         ema=found.ema if ema is None else ema,
@@ -159,8 +164,15 @@ def plan(
     )
     axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    counted = () if found.optimizer is None else ("states are counted as AdamW's; explain tells those that are there",)
-    _show(found, (*found.told, *missing, where, *refused, *counted), report, wide, json_)
+    _show(found, (*found.told, *missing, where, *refused, *_counted(found, chosen["optimizer"])), report, wide, json_)
+
+
+def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
+    """Of a checkpoint with states, whose are counted in their place."""
+    if found.optimizer is None:
+        return ()
+    split = " of the matrices whose momentum it holds, and AdamW's of the others" if optimizer == MUON else ""
+    return (f"states are counted as {_TITLES[optimizer]}'s{split}; explain tells those that are there",)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
@@ -261,11 +273,28 @@ def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
     if name == MUON and found.is_stored:
-        raise ConfigurationError(
-            "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
-        )
+        return {"optimizer": name, "head": _stored_head(found)}
     head = muon_head(found.model, found.settings) if name == MUON and found.settings is not None else None
     return {"optimizer": name, "head": head}
+
+
+def _stored_head(found: ModelSource) -> list[str]:
+    """Which matrices of a checkpoint are not Muon's, by the states that it holds: those without momentum.
+
+    Raises:
+        ConfigurationError: no state says so, or something else than a matrix has momentum too, as by SGD.
+    """
+    states = {} if found.optimizer is None else found.optimizer.state
+    named = dict(found.model.named_parameters())
+    moved = [name for name, param in named.items() if MOMENTUM_BUFFER in states.get(param, {})]
+    others = [name for name in moved if named[name].ndim != 2]
+    if not moved or others:
+        why = f"{others[0]}, which is no matrix, has momentum" if others else "it holds no momentum of Muon's"
+        raise ConfigurationError(
+            "--optimizer muon: a checkpoint does not say which layer gives the logits, nor do the states of this one: "
+            f"{why}; name its run, or a config.json"
+        )
+    return [glob.escape(name) for name, param in named.items() if param.ndim == 2 and name not in moved]
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:

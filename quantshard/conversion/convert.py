@@ -147,6 +147,7 @@ def check_modules(function: str, modules: object) -> None:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
 
+@suggests_names
 def revert(model: nn.Module) -> int:
     """Undo `convert`: plain `nn.Linear` layers of the values that the quantized weights stand for; how many.
 

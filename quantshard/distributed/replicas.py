@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard.argument_kinds import MODULE, PROCESS_GROUP, check_arguments
+from quantshard.argument_kinds import MODULE, PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives import flat_max, process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
 
+@suggests_names
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks hold the same bits: parameters, components, scales, random keys and buffers.
 
@@ -44,6 +45,7 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     )
 
 
+@suggests_names
 @torch.no_grad()
 def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
     """Give all ranks the bits of rank `src`: parameters, components, scales, random keys and buffers.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.argument_kinds import PATH, check_arguments
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.store import Path_, local, locate, why
 from quantshard.checkpoints.inspect import inspection
@@ -67,6 +67,7 @@ class _StoredWeight:
         return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
 
 
+@suggests_names
 def inspect(path: Path_, data: bool = True) -> Inspection:
     """Look into a checkpoint directory, or into safetensors files: one, or those of a directory.
 

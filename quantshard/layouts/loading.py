@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import MODULE, PATH, check_kinds
+from quantshard.argument_kinds import MODULE, PATH, check_kinds, suggests_names
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
 from quantshard.checkpoints.partial_load import covers_buffers, loading
@@ -69,6 +69,7 @@ class Import:
         return found
 
 
+@suggests_names
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],

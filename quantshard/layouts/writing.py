@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments
+from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments, suggests_names
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, open_regular
@@ -87,6 +87,7 @@ class Export:
         return found + self.notes
 
 
+@suggests_names
 def export(
     checkpoint: str | os.PathLike[str],
     layout: str,

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments
+from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 
 
+@suggests_names
 def capturable_(model: nn.Module) -> None:
     """Count the random draws of all weights on their own devices, so that a CUDA graph can hold a backward that draws.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.argument_kinds import NUMBER, check_arguments
+from quantshard.argument_kinds import NUMBER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts import unsupported
 
@@ -44,6 +44,7 @@ class RotaryPositionEmbedding(nn.Module):
             `rotary_pos_interleaved` to the attention module.
     """
 
+    @suggests_names
     def __init__(
         self,
         dim: int,

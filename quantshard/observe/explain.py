@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import recipe as recipes
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import FallbackError
 from quantshard.formats import Role
 from quantshard.gemm import backend
@@ -42,6 +42,7 @@ _REMAINDER_SUFFIX = "_low"
 """Suffix of the entry with the 16 bits that a BF16 parameter lacks of its float32 master."""
 
 
+@suggests_names
 def explain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

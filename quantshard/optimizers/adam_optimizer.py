@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam
 from quantshard.numerics.states import EMA_DECAY, StateSpec
 from quantshard.optimizers import guards, options
@@ -17,28 +16,12 @@ from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.state import floor_of
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
-from quantshard.presets import PRESET_ARGUMENTS
 
 
 class AdamOptimizer(ElementwiseOptimizer):
     """Base of `FusedAdam`, whose groups are all Adam's, and of `Muon`, which has others beside them."""
 
     states: ClassVar[tuple[StateSpec, ...]] = STATES
-    state_arguments: ClassVar[tuple[str, ...]] = PRESET_ARGUMENTS
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `MasterOptimizer.add_param_group`.
-
-        Raises:
-            ConfigurationError: it asks for masters or moments of its own, which would do nothing.
-        """
-        for name in self.state_arguments if isinstance(param_group, Mapping) else ():
-            if name in param_group:
-                raise ConfigurationError(
-                    f"{type(self).__name__}: a group has {name} = {param_group[name]!r}, which is an option of the "
-                    f"whole optimizer; give {type(self).__name__}({name}=...), or build one optimizer for each"
-                )
-        super().add_param_group(param_group)
 
     @cached_property
     def _kernels(self) -> KernelStep:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers import guards
@@ -21,6 +21,7 @@ from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import AMAX_HISTORY
 
 
+@suggests_names
 @contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give a model the averages of its weights, and put the weights back at the end, also after an exception.

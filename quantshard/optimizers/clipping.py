@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import NUMBER, check_arguments
+from quantshard.argument_kinds import NUMBER, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import guards
 
 
+@suggests_names
 @torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -14,6 +14,7 @@ from quantshard.numerics.lion import STATES, LionSettings, lion
 from quantshard.optimizers import options
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.step import Update
+from quantshard.presets import chosen_options
 
 
 class Lion(ElementwiseOptimizer):
@@ -32,7 +33,9 @@ class Lion(ElementwiseOptimizer):
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
         betas: of the mean whose sign is the update, and of the mean that is kept.
         weight_decay: decoupled.
-        exp_avg_dtype: how the moment is stored: float32, float16, bfloat16 or uint8 (FP8).
+        preset: a name of `presets.PRESETS`, "lean8" or "lean6", in place of the options that say how masters and the
+            moment are kept; as of `FusedAdam`. For Lion both are the same: an FP8 moment and FP16 masters.
+        exp_avg_dtype: how the moment is stored: float32 (the default), float16, bfloat16 or uint8 (FP8).
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
             max_skipped_in_a_row, ema_decay: as of `FusedAdam`.
 
@@ -51,24 +54,32 @@ class Lion(ElementwiseOptimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
-        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype | None = None,
         capturable: bool = False,
-        master_weights: bool = True,
-        master_weight_dtype: torch.dtype = torch.float32,
+        preset: str | None = None,
+        master_weights: bool | None = None,
+        master_weight_dtype: torch.dtype | None = None,
         use_decoupled_grad: bool = False,
-        store_param_remainders: bool = False,
+        store_param_remainders: bool | None = None,
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
     ) -> None:
+        given = {
+            "exp_avg_dtype": exp_avg_dtype,
+            "master_weights": master_weights,
+            "master_weight_dtype": master_weight_dtype,
+            "store_param_remainders": store_param_remainders,
+        }
+        kept = chosen_options(type(self).__name__, preset, given)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay},
-            state_dtypes={EXP_AVG: exp_avg_dtype},
+            state_dtypes={EXP_AVG: kept.exp_avg_dtype},
             capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
+            master_weights=kept.master_weights,
+            master_weight_dtype=kept.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders,
+            store_param_remainders=kept.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )

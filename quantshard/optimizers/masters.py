@@ -126,12 +126,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Add a group; its states are allocated at once. A collective call where parameters are sharded.
 
         Raises:
-            ConfigurationError: it has no parameters or one twice, or a number of it makes no step.
+            ConfigurationError: it has no parameters or one twice, a number of it makes no step, or it asks for masters
+                or states of its own, which would do nothing.
         """
         is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
         if is_built:
             self._follow()
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
+        options.check_no_states(type(self), group)
         options.warn_of_typos(self._name, group, self.defaults, COUNTERS)
         self.check_group(self._name, {**self.defaults, **group})
         super().add_param_group(group)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments
+from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import parameter_registry
 from quantshard.presets import ADAMW, MUON
@@ -63,6 +63,7 @@ def _check_matrices(number: int, params: Iterable[Any]) -> None:
         )
 
 
+@suggests_names
 def muon_groups(
     model: nn.Module,
     *,

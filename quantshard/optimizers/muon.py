@@ -27,7 +27,7 @@ from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, 
 from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
-from quantshard.presets import MUON, PRESET_ARGUMENTS, chosen_options
+from quantshard.presets import MUON, chosen_options
 
 BUCKET_BYTES = 1 << 27
 """Of the bfloat16 parts that a rank sends at once, and of about as much as it receives (`matrix_exchange.buckets`)."""
@@ -77,7 +77,6 @@ class Muon(AdamOptimizer):
     """
 
     states = (*muon.STATES, *adam.STATES)
-    state_arguments = (*PRESET_ARGUMENTS, "momentum_buffer_dtype")
     rate_dtype = torch.float64  # rates are multiplied before they are rounded
 
     @suggests_names
@@ -147,7 +146,7 @@ class Muon(AdamOptimizer):
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of Muon's or AdamW's; see `AdamOptimizer.add_param_group`.
+        """Add a group, of Muon's or AdamW's; see `MasterOptimizer.add_param_group`.
 
         Raises:
             ConfigurationError: besides, a parameter of Muon's is no matrix, or a group of AdamW's has no lr.

@@ -6,6 +6,7 @@ What these let through cannot make a weight infinite by itself: an update is at 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from quantshard.numerics.adam import largest_ratio
 from quantshard.numerics.muon import RATE_FACTORS
 from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers.guards import LARGEST_RATE
+from quantshard.presets import STATE_ARGUMENTS
 
 _SMALLEST_EPS = 2.0**-126
 """Of Muon, whose matrices are bfloat16: the smallest that all GPUs tell from 0."""
@@ -144,6 +146,26 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
             f"{optimizer}: a group has {EMA_DECAY} = {group[EMA_DECAY]}, and the optimizer keeps no averages; give "
             f"{optimizer}({EMA_DECAY}=...), which a group may then set to another"
         )
+
+
+def check_no_states(optimizer: type, group: Mapping[str, Any]) -> None:
+    """Check that a group does not say how its masters and states are kept, which is the same for all groups: it would
+    do nothing.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    for name in STATE_ARGUMENTS:
+        if name in group:
+            owner, known = optimizer.__name__, inspect.signature(optimizer).parameters
+            raise ConfigurationError(
+                f"{owner}: a group has {name} = {group[name]!r}, which is "
+                + (
+                    f"an option of the whole optimizer; give {owner}({name}=...), or build one optimizer for each"
+                    if name in known
+                    else f"no option of {owner}, whose groups keep masters and states alike; leave it out"
+                )
+            )
 
 
 def check_flags(where: str, **flags: Any) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
-from quantshard.argument_kinds import MAPPING, MODULE, WHOLE_NUMBER, check_arguments, meant, shown_argument
+from quantshard.argument_kinds import (
+    MAPPING,
+    MODULE,
+    WHOLE_NUMBER,
+    check_arguments,
+    meant,
+    shown_argument,
+    suggests_names,
+)
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -44,6 +52,7 @@ _ALONE = "alone"
 """The axis that stands for none."""
 
 
+@suggests_names
 def plan(
     model: nn.Module,
     mesh: Mapping[str, int],

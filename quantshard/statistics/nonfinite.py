@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import CALLABLE, MODULE, check_arguments
+from quantshard.argument_kinds import CALLABLE, MODULE, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
@@ -101,6 +101,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+@suggests_names
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Where the first infinite or NaN value of a pass is; None if there is none. A collective call of all ranks.
 

@@ -10,7 +10,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import CALLABLE, MODULE, NUMBER, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import CALLABLE, MODULE, NUMBER, OPTIMIZER, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
@@ -54,6 +54,7 @@ class Statistics:
         ConfigurationError: an argument does not fit; another Statistics samples now.
     """
 
+    @suggests_names
     def __init__(
         self,
         model: nn.Module,

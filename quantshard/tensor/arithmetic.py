@@ -280,7 +280,8 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
         raise UnsupportedOperationError(
             f"in-place arithmetic on {weight!r}, a piece of a weight that is not a parameter of a fully_shard-ed "
             "module: nothing tells which ranks hold the others; change the module's own parameter, or for an average "
-            "of weights the parameters of a second fully_shard-ed model (docs/optimizers.md)"
+            "of weights give FusedAdam, Lion, Muon or MasterWeights ema_decay=0.999, or change the parameters of a "
+            "second fully_shard-ed model (docs/optimizers.md)"
         )
     place = _places[storage]
     return private_torch.dtensor_around(weight, place.mesh, list(place.placements), place.shape)

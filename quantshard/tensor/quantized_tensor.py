@@ -38,6 +38,15 @@ RULES: dict[Any, Rule] = {}
 
 _COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
 
+_OF_AVERAGES = {
+    getattr(torch.ops.aten, of + name) for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")
+}
+_AVERAGE = (
+    ". An average of the weights, as torch.optim.swa_utils.AveragedModel computes one, is kept by ema_decay=0.999 of "
+    "FusedAdam, Lion, Muon or MasterWeights, in float32; averaged_weights evaluates with it"
+)
+"""What is told besides of the operations by which averages are computed out of place."""
+
 
 class QuantizedTensor(Tensor):
     """A 2-D tensor stored as codes and scales of a number format.
@@ -239,6 +248,7 @@ class QuantizedTensor(Tensor):
                 f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
                 "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "
                 "it, a module's init_method to initialize it, and a quantshard module to multiply with it"
+                + (_AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else "")
             )
         return rule(*args, **(kwargs or {}))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch, sharding
-from quantshard.argument_kinds import ITERABLE, check_arguments
+from quantshard.argument_kinds import ITERABLE, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import history_amax, record_amax_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups, sharding_group, united
@@ -76,6 +76,7 @@ class Requantization:
         record_amax_(history, amax.view(()))
 
 
+@suggests_names
 def requantize_(
     weights: Iterable[tuple[Tensor, Tensor]],
     *,

@@ -39,16 +39,13 @@ def _fused_adam(model: nn.Module, settings: TrainSettings) -> FusedAdam:
 
 
 def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
-    kept = settings.state_options
     return Lion(
         _groups(model),
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
-        exp_avg_dtype=kept.exp_avg_dtype,
+        **settings.state_options.lion_arguments,
         capturable=settings.cuda_graphs,
-        master_weights=kept.master_weights,
-        master_weight_dtype=kept.master_weight_dtype,
         ema_decay=settings.ema,
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
-from quantshard.argument_kinds import PATH, check_arguments
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
@@ -72,6 +72,7 @@ class Conversion:
         ]
 
 
+@suggests_names
 def convert(
     source: Path_, like: Path_, out: Path_, *, model: str = "model", optimizer: str = "optimizer", lossy: bool = False
 ) -> Conversion:

@@ -18,6 +18,7 @@ from quantshard.cli import models as sources
 from quantshard.errors import ConfigurationError
 from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import folded
+from quantshard.optimizers import Muon, muon_groups
 from quantshard.trainer.models.losses import token_losses
 from quantshard.trainer.models.model import LanguageModel
 from quantshard.trainer.settings.config import TrainSettings
@@ -205,6 +206,40 @@ def test_a_checkpoint_is_what_the_live_model_is(checkpoint: tuple[torch.nn.Modul
         }, name
     planned = json_of("plan", path, "--world-size", 2)
     assert planned["totals"]["code_bytes"] < sum(row["code_bytes"] for row in stored.values())
+
+
+def test_a_checkpoint_of_muon_is_planned_by_its_own_split(
+    checkpoint: tuple[torch.nn.Module, Any, Path], tmp_path: Path
+) -> None:
+    """Its states say which matrices are Muon's, whatever their layers are called; those of others say nothing."""
+    model = models.build("mxfp8", hidden=64, heads=2, kv_heads=1, ffn=96)
+    left_out = "layers.1.self_attention.proj"
+    groups = muon_groups(model, head=["head", left_out, "embedding"], adamw={"lr": 1e-3})
+    optimizer = Muon(groups)
+    qs.checkpoints.save(tmp_path / "muon", model, optimizer)
+    found = json_of("plan", tmp_path / "muon", "--optimizer", "muon", "--mesh", "none")
+    planned = {row["name"]: row["optimizer"] for row in found["rows"]}
+    live = {row["name"]: row["optimizer"] for row in rows(qs.explain(model, optimizer))}
+    assert planned == live
+    assert (
+        "exp_avg_sq" in live[f"{left_out}.weight"] and "momentum_buffer" in live["layers.0.self_attention.proj.weight"]
+    )
+    whose = (
+        "states are counted as Muon's of the matrices whose momentum it holds, and AdamW's of the others; explain tells"
+    )
+    assert found["source"][-1].startswith(whose)
+    for name, title in (("lion", "Lion"), ("adamw", "AdamW")):
+        told_ = json_of("plan", tmp_path / "muon", "--optimizer", name)["source"][-1]
+        assert told_ == f"states are counted as {title}'s; explain tells those that are there"
+    code, out, (line,) = told("plan", checkpoint[2], "--optimizer", "muon")
+    assert code == 1 and not out and "it holds no momentum of Muon's; name its run, or a config.json" in line
+    stock = torch.optim.SGD(model.named_parameters(), lr=0.0, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.zeros(param.shape)
+    stock.step()
+    qs.checkpoints.save(tmp_path / "sgd", model, stock)
+    code, out, (line,) = told("plan", tmp_path / "sgd", "--optimizer", "muon")
+    assert code == 1 and not out and ", which is no matrix, has momentum; name its run" in line
 
 
 def test_inspect_has_a_row_for_each_pattern(checkpoint: tuple[torch.nn.Module, Any, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Presets of FusedAdam and Muon: each is its options spelled out, and takes the bytes that it says."""
+"""Presets of FusedAdam, Lion and Muon: each is its options spelled out, and takes the bytes that it says."""
 
 import copy
 
@@ -8,8 +8,9 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import FusedAdam, Muon, muon_groups
-from quantshard.presets import OPTION_NAMES, PRESETS, StateOptions, chosen_options, preset_of
+from quantshard.numerics.states import StateSpec
+from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
+from quantshard.presets import OPTION_NAMES, PRESETS, STATE_ARGUMENTS, StateOptions, chosen_options, preset_of
 from quantshard.recipe import resolve
 from tests.optimizers.test_states import build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, same
@@ -104,18 +105,70 @@ def test_a_preset_is_known_by_its_states():
     assert preset_of(StateOptions().dtypes()) == preset_of({}) == ""
     without = StateOptions(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
     assert preset_of(without.dtypes()) == preset_of(StateOptions().dtypes("muon")) == ""
-    assert {preset_of(options.dtypes("muon")) for options in PRESETS.values()} == {"lean8 or lean6"}
+    for algorithm in ("muon", "lion"):
+        assert {preset_of(options.dtypes(algorithm)) for options in PRESETS.values()} == {"lean8 or lean6"}
 
 
-def test_a_group_has_no_preset_of_its_own():
-    """It would be kept in the group, and do nothing."""
-    param = nn.Parameter(torch.ones(2, 2))
-    for option in ({"preset": "lean8"}, {"exp_avg_dtype": FP8}):
-        with pytest.raises(ConfigurationError, match=f"a group has {next(iter(option))} = .* of the whole optimizer"):
-            FusedAdam([{"params": [param], **option}])
-    for option in ("preset", "momentum_buffer_dtype"):
-        with pytest.raises(ConfigurationError, match=rf"Muon: a group has {option} = .*; give Muon\({option}=\.\.\.\)"):
-            Muon([{"params": [param], option: BF16}])
+class Momentum(ElementwiseOptimizer):
+    """A user's own."""
+
+    states = (StateSpec("trace"),)
+
+    def update(self, param, grad, master, states, settings):
+        return master - settings["lr"] * grad, states
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, Lion, Muon, Momentum])
+@pytest.mark.parametrize("option", STATE_ARGUMENTS)
+def test_a_group_has_no_states_of_its_own(kind, option):
+    """They would be kept in the group, and do nothing; nor does a group that is added later."""
+    param, other = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    defaults = [{"lr": 0.1}] if kind is Momentum else []
+    others = {
+        FusedAdam: {"momentum_buffer_dtype", "state_dtypes"},
+        Lion: {"momentum_buffer_dtype", "exp_avg_sq_dtype", "state_dtypes"},
+        Muon: {"state_dtypes"},
+        Momentum: {"preset", "exp_avg_dtype", "exp_avg_sq_dtype", "momentum_buffer_dtype"},
+    }[kind]
+    says = "leave it out" if option in others else rf"of the whole optimizer; give {kind.__name__}\({option}=\.\.\.\)"
+    refused = rf"^{kind.__name__}: a group has {option} = torch.bfloat16, which is .*{says}"
+    with pytest.raises(ConfigurationError, match=refused):
+        kind([{"params": [param], option: BF16}], *defaults)
+    optimizer = kind([param], *defaults)
+    with pytest.raises(ConfigurationError, match=refused):
+        optimizer.add_param_group({"params": [other], option: BF16})
+    assert len(optimizer.param_groups) == 1 and other not in optimizer.state
+
+
+@every_preset
+def test_a_preset_of_lion_is_its_options_spelled_out(preset):
+    """Its only moment in FP8, and FP16 masters; a checkpoint of one goes on as the other."""
+
+    def made(**options):
+        torch.manual_seed(0)
+        with qs.quantized_model_init(recipe="current"):
+            params = dict(nn.Sequential(qs.Linear(48, 33), qs.Linear(33, 16)).named_parameters())
+        torch.manual_seed(1)
+        return params, Lion(params.values(), lr=1e-3, **options)
+
+    spelled = {name: value for name, value in SPELLED[preset].items() if name != "exp_avg_sq_dtype"}
+    named, by_hand = made(preset=preset), made(**spelled)
+    equal(stepped(*named, range(2)), stepped(*by_hand, range(2)))
+    held = named[1].state[named[0]["0.weight"]]
+    assert (held["exp_avg"].dtype, held["master_param"].dtype) == (FP8, FP16)
+    by_hand[1].load_state_dict(copy.deepcopy(named[1].state_dict()))
+    equal(stepped(*named, range(2, 4)), stepped(*by_hand, range(2, 4)))
+    made(preset=preset, **PRESETS[preset].lion_arguments)  # options that agree
+    for option, value in (
+        {"exp_avg_dtype": torch.float32, "master_weights": False, "store_param_remainders": True}
+    ).items():
+        own = getattr(PRESETS[preset], option)
+        with pytest.raises(
+            ConfigurationError, match=rf"^Lion\(preset='{preset}', {option}={value}\): .*has {option}={own}"
+        ):
+            made(preset=preset, **{option: value})
+    with pytest.raises(ConfigurationError, match=r"^Lion\(preset='lean_8'\): .*did you mean 'lean8'"):
+        made(preset="lean_8")
 
 
 @every_preset

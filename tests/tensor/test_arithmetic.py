@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import swa_utils
 
 from quantshard import Linear, quantized_model_init
 from quantshard.collectives.flat_max import FlatMax
@@ -269,6 +270,22 @@ def test_refused_targets():
         cut(weight(MXFP8), [(0, 3)])[0].mul_(0.5)
     with raises("would dequantize or change it"):
         weight(MXFP8).pow_(2)
+
+
+def test_averages_of_stock_torch_are_refused_with_what_to_do_instead():
+    """`AveragedModel` computes them out of place, but by `get_ema_multi_avg_fn`, which moves them in place."""
+    with quantized_model_init(recipe="mxfp8"):
+        model = Linear(64, 64, bias=False)
+    for options in ({}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}):
+        average = swa_utils.AveragedModel(model, **options)
+        average.update_parameters(model)
+        with raises(r"\. An average of the weights, as .*AveragedModel .* is kept by ema_decay=0\.999 of FusedAdam"):
+            average.update_parameters(model)
+    with raises("for an average of weights give FusedAdam, Lion, Muon or MasterWeights ema_decay"):
+        cut(weight(MXFP8), [(0, 3)])[0].mul_(0.5)
+    with raises("would dequantize or change it") as other:
+        weight(MXFP8).pow_(2)
+    assert "ema_decay" not in str(other.value)
 
 
 def test_autograd_guards_leaves():

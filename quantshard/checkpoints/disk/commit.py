@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.argument_kinds import PATH, check_arguments
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
@@ -75,6 +75,7 @@ class SaveTarget:
         return self.hidden("tmp") if self.store.renames else self.path
 
 
+@suggests_names
 def is_complete(path: Path_) -> bool:
     """True if the checkpoint was written to its end: DCP writes its metadata last, and a manifest comes after them.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from quantshard.argument_kinds import PATH, check_arguments
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
@@ -76,6 +76,7 @@ class Comparison:
         return self.differences[0] if self.differences else None
 
 
+@suggests_names
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """Compare two checkpoints written by `torch.distributed.checkpoint`, by quantshard or not, bit by bit.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.argument_kinds import PATH, check_arguments
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import manifest, transfer
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
@@ -38,6 +38,7 @@ class Verification:
         return not self.problems
 
 
+@suggests_names
 def verify(path: Path_) -> Verification:
     """Check one checkpoint. Not a collective call; reads every byte, and holds one chunk at a time.
 

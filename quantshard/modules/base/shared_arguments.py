@@ -21,8 +21,10 @@ _SHOWN: dict[str, list[str]] = {}
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
-def parallelism(owner: str, others: Mapping[str, Any]) -> TensorParallelConfig:
+def parallelism(owner: str, others: Mapping[str, Any], base: str = "") -> TensorParallelConfig:
     """Tensor parallelism's arguments of those that a constructor was given besides its own.
+
+    `base`: the class whose constructor it is, where `owner` inherits it.
 
     Raises:
         ConfigurationError: another one, which TransformerEngine has, asks for something that is not here.
@@ -30,7 +32,7 @@ def parallelism(owner: str, others: Mapping[str, Any]) -> TensorParallelConfig:
     """
     taken = _taken(owner)
     other = {name: value for name, value in others.items() if name not in taken}
-    unsupported.refuse(owner, other, _SHOWN.get(owner, ()))
+    unsupported.refuse(owner, other, _SHOWN.get(base or owner, ()))
     return TensorParallelConfig(**{name: value for name, value in others.items() if name in taken})
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
-from quantshard.argument_kinds import CALLABLE, MODULE, OPTIMIZER, check_arguments
+from quantshard.argument_kinds import CALLABLE, MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError, UnsupportedOperationError, warn_user
 from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts import context
@@ -71,6 +71,7 @@ class StepGraph:
         UnsupportedOperationError: DistributedDataParallel wraps the model.
     """
 
+    @suggests_names
     def __init__(
         self,
         step: Callable[..., Any],
