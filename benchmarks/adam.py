@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard.doctor.cases import Shape
-from quantshard.doctor.steps import adam_case, fused_adam, weights, with_gradients
+from quantshard.doctor.steps import step_case, stepped, weights, with_gradients
 from quantshard.doctor.timing import milliseconds
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -66,11 +66,13 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def ours(recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", replayed: bool = False) -> Case:
-    """FusedAdam with float32 masters; `replayed`: from a CUDA graph."""
-    options: dict[str, Any] = {"capturable": replayed, **(FP8_MOMENTS if moments == "fp8" else {})}
-    is_right = adam_case(recipe, SMALL, device, **options).is_right()
-    params, optimizer = fused_adam(recipe, shapes, device, **options)
+def ours(
+    recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", replayed: bool = False, by: str = "Adam"
+) -> Case:
+    """FusedAdam, or Lion, with float32 masters; `replayed`: from a CUDA graph."""
+    options: dict[str, Any] = {"capturable": replayed, "by": by, **(FP8_MOMENTS if moments == "fp8" else {})}
+    is_right = step_case(recipe, SMALL, device, **options).is_right()
+    params, optimizer = stepped(recipe, shapes, device, **options)
     states = sum(bytes_of(t) for state in optimizer.state.values() for t in state.values())
     moved = 2 * states + sum(bytes_of(p) + bytes_of(p.grad) for p in params)
     step: Callable[[], Any] = optimizer.step
@@ -81,6 +83,7 @@ def ours(recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", r
             optimizer.step()
         step = lambda held=(params, optimizer): graph.replay()  # noqa: E731  the graph reads and writes these
     name = f"ours, {recipe}, fp32 masters, {moments} moments" + (", from a CUDA graph" if replayed else "")
+    name += "" if by == "Adam" else f", {by}"
     return Case(name, step, moved, is_right)
 
 
@@ -103,6 +106,7 @@ def cases(shapes: list[Shape], device: str) -> dict[str, Callable[[], Case]]:
 
     found = {f"ours {recipe}": lambda recipe=recipe: ours(recipe, shapes, device) for recipe in OURS}
     found |= {f"ours {recipe} fp8": fp8(recipe) for recipe in ("delayed", "mxfp8")}
+    found["ours current lion"] = lambda: ours("current", shapes, device, by="Lion")
     if device == "cuda":
         found["ours delayed graph"] = lambda: ours("delayed", shapes, device, replayed=True)
     adamw = lambda params: torch.optim.AdamW(params, lr=1e-5, weight_decay=0.1, fused=True)  # noqa: E731

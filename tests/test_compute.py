@@ -88,7 +88,7 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
     recipe = resolve(RECIPES[name])
     inputs = [cell for (role, _), cell in recipe.table.items() if role is not TensorRole.WEIGHT]
     measured = any(producers.needs_amax(cell) and not cell.scaling.history for cell in inputs)
-    assert {"quantize_kernel", "dequantize_kernel", "adam_kernel"} <= set(used)
+    assert {"quantize_kernel", "dequantize_kernel", "step_kernel"} <= set(used)
     assert ("amax_kernel" in used) == measured
     assert found.keys() == expected.keys() and any(AMAX_HISTORY in key for key in found) == (name == "delayed")
     assert [key for key in found if not torch.equal(found[key], expected[key])] == []

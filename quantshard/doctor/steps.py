@@ -1,10 +1,10 @@
-"""Rows of the registry of kernels for `kernels/optimizer/`, which are over many tensors: steps of `FusedAdam`, amax
+"""Rows of the registry of kernels for `kernels/optimizer/`, which are over many tensors: steps of optimizers, amax
 histories, and gradients that are too large. All have the bits of plain PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,8 @@ from quantshard import recipe as recipes
 from quantshard.collectives import delayed_scaling
 from quantshard.doctor.cases import KernelCase, KernelRow, Shape, recipe_names
 from quantshard.doctor.timing import bytes_of
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, Lion, Muon
+from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
 
 if kernels.USABLE:
@@ -26,6 +27,9 @@ SMALL: tuple[Shape, ...] = ((16, 32), (3, 34))
 """Weights that are stepped beside one of the shape that is asked for."""
 LIMIT = 1e4
 """Gradients beyond it are too large."""
+
+
+_OPTIMIZERS: Mapping[str, Callable[..., MasterOptimizer]] = {"Adam": FusedAdam, "Lion": Lion, "Muon": Muon}
 
 
 def weights(shapes: Sequence[Shape], device: str) -> Iterator[Tensor]:
@@ -44,9 +48,9 @@ def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Pa
     return params
 
 
-def fused_adam(
-    recipe: str, shapes: Sequence[Shape], device: str, **options: Any
-) -> tuple[list[nn.Parameter], FusedAdam]:
+def stepped(
+    recipe: str, shapes: Sequence[Shape], device: str, by: str = "Adam", **options: Any
+) -> tuple[list[nn.Parameter], MasterOptimizer]:
     """Weights as a recipe stores them (bfloat16, if it stores none), with bfloat16 gradients, and their optimizer."""
     torch.manual_seed(0)  # for the keys of random words
     cell = recipes.resolve(recipe).weight
@@ -54,12 +58,13 @@ def fused_adam(
         nn.Parameter(w.bfloat16() if cell is None else quantize_weight(w, cell, dtype=torch.bfloat16))
         for w in weights(shapes, device)
     ]
-    return with_gradients(params, torch.bfloat16), FusedAdam(params, lr=1e-5, weight_decay=0.1, **options)
+    optimizer = _OPTIMIZERS[by](params, lr=1e-5, weight_decay=0.1, **options)
+    return with_gradients(params, torch.bfloat16), optimizer
 
 
-def adam_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any) -> KernelCase:
+def step_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any) -> KernelCase:
     """The second step of an optimizer: weights and states."""
-    (params, optimizer), (others, plain) = (fused_adam(recipe, shapes, device, **options) for _ in range(2))
+    (params, optimizer), (others, plain) = (stepped(recipe, shapes, device, **options) for _ in range(2))
 
     def launch() -> list[Tensor]:
         with kernel_dispatch.kernels_only_on(device):
@@ -78,7 +83,7 @@ def adam_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any)
     return KernelCase(launch, oracle, moved)
 
 
-def _held(params: Iterable[nn.Parameter], optimizer: FusedAdam) -> list[Tensor]:
+def _held(params: Iterable[nn.Parameter], optimizer: MasterOptimizer) -> list[Tensor]:
     """What weights and then states are stored in."""
     states = chain.from_iterable(state.values() for state in optimizer.state.values())
     return [part for tensor in (*params, *states) for part in _stored(tensor)]
@@ -89,8 +94,8 @@ def _stored(tensor: Tensor) -> list[Tensor]:
     return list(held.quantized_storage.components.values()) if isinstance(held, QuantizedTensor) else [held]
 
 
-def _adam_of(x: Tensor, recipe: str, options: dict[str, Any]) -> KernelCase:
-    return adam_case(recipe, [(x.shape[0], x.shape[1]), *SMALL], x.device.type, **options)
+def _step_of(x: Tensor, recipe: str, options: dict[str, Any]) -> KernelCase:
+    return step_case(recipe, [(x.shape[0], x.shape[1]), *SMALL], x.device.type, **options)
 
 
 def histories_case(x: Tensor) -> KernelCase:
@@ -148,6 +153,9 @@ MOMENTS: dict[str, dict[str, Any]] = {
 STEPS: dict[str, dict[str, Any]] = {
     "Adam, current, capturable": {"recipe": "current", "options": {"capturable": True}},
     "Adam, bf16, remainders": {"recipe": "bf16", "options": {"store_param_remainders": True}},
+    "Lion, current": {"recipe": "current", "options": {"by": "Lion"}},
+    "Muon, current": {"recipe": "current", "options": {"by": "Muon"}},
+    "Muon, current, lean8": {"recipe": "current", "options": {"by": "Muon", "preset": "lean8"}},
 }
 STEPS |= {
     f"Adam, {name}{words}": {"recipe": name, "options": options}
@@ -155,9 +163,9 @@ STEPS |= {
     for words, options in MOMENTS.items()
 }
 
-ADAM_KERNELS = (
-    "adam_kernel", "requantize_kernel", "tensor_scales_kernel", "tensor_past_kernel", "tensor_record_kernel",
-    "corrections_kernel",
+STEP_KERNELS = (
+    "step_kernel", "momentum_kernel", "requantize_kernel", "tensor_scales_kernel", "tensor_past_kernel",
+    "tensor_record_kernel", "corrections_kernel",
 )  # fmt: skip
 
 ROWS = (
@@ -168,5 +176,7 @@ ROWS = (
     KernelRow(
         {"record_kernel", "past_kernel"}, histories_case, {"amax histories": {}}, ["amax histories"], (5, 3)
     ),
-    KernelRow(ADAM_KERNELS, _adam_of, STEPS, [f"Adam, {name}" for name in recipe_names()], (5, 34)),
+    KernelRow(
+        STEP_KERNELS, _step_of, STEPS, [*(f"Adam, {name}" for name in recipe_names()), "Muon, current"], (5, 34)
+    ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantshard.numerics.adam import float32
 from quantshard.numerics.states import StateSpec
 
 MOMENTUM_BUFFER = "momentum_buffer"
@@ -44,6 +45,11 @@ class MuonSettings:
     eps: float
     adjust_lr_fn: str
 
+    @property
+    def kept(self) -> float | Tensor:
+        """What weight decay leaves of a master, as a factor."""
+        return 1 - self.lr * self.weight_decay
+
     def adjusted_lr(self, shape: tuple[int, ...]) -> float | Tensor:
         """The learning rate of a matrix of this (global) shape [rows, columns]."""
         return self.lr * RATE_FACTORS[self.adjust_lr_fn](*shape)
@@ -71,7 +77,7 @@ def momentum(grad: Tensor, buffer: Tensor, settings: MuonSettings) -> MuonMoment
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
     """Between two tensors, in whichever form of PyTorch's lerp has the smaller error."""
-    if weight < 0.5:
+    if float32(weight) < 0.5:  # as kernels have it
         return start + weight * (end - start)
     return end - (1 - weight) * (end - start)
 
@@ -103,8 +109,7 @@ def muon(master: Tensor, direction: Tensor, shape: tuple[int, ...], settings: Mu
 
     `direction`: the elements that `orthogonalized` has where those of `master` are. `shape`: of the whole matrix.
     """
-    kept = 1 - settings.lr * settings.weight_decay
-    return master * _rounded(kept) - _rounded(settings.adjusted_lr(shape)) * direction.float()
+    return master * _rounded(settings.kept) - _rounded(settings.adjusted_lr(shape)) * direction.float()
 
 
 def _rounded(number: float | Tensor) -> float | Tensor:

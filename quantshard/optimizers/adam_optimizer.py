@@ -1,4 +1,4 @@
-"""What optimizers have that step some or all of their parameters by Adam's formula: the formula, and its kernels."""
+"""What optimizers have that step some or all of their parameters by Adam's formula: the formula."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam
 from quantshard.numerics.states import EMA_DECAY, StateSpec
-from quantshard.optimizers import guards, options
-from quantshard.optimizers.elementwise import ElementwiseOptimizer
-from quantshard.optimizers.kernel_step import KernelStep
+from quantshard.optimizers import options
+from quantshard.optimizers.kernel_optimizer import KernelOptimizer
 from quantshard.optimizers.state import floor_of
-from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
+from quantshard.optimizers.step import Update
 
 
-class AdamOptimizer(ElementwiseOptimizer):
+class AdamOptimizer(KernelOptimizer):
     """Base of `FusedAdam`, whose groups are all Adam's, and of `Muon`, which has others beside them."""
 
     states: ClassVar[tuple[StateSpec, ...]] = STATES
-
-    @cached_property
-    def _kernels(self) -> KernelStep:
-        return KernelStep()
 
     # The formula -----------------------------------------------------------------------------------------------------
 
@@ -35,6 +29,8 @@ class AdamOptimizer(ElementwiseOptimizer):
         """See `numerics.adam.adam`."""
         new = adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
+
+    kernel_formula = update
 
     def settings(self, group: dict[str, Any]) -> Hyperparameters:
         """The numbers of a group in this step."""
@@ -66,16 +62,3 @@ class AdamOptimizer(ElementwiseOptimizer):
 
     def _is_bounded(self, param: Tensor) -> bool:
         return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None
-
-    # Kernels ---------------------------------------------------------------------------------------------------------
-
-    def _measured(
-        self, work: list[ParameterStep], groups: list[GroupSettings]
-    ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        if not self._kernels.take(work, [group.settings for group in groups], self._seed, self._is_bounded):
-            return super()._measured(work, groups)
-        flags = self._flags(work, FlatMax(), self._kernels.exceeding())
-        return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
-
-    def _finished(self, is_made: bool) -> None:
-        self._kernels.finished(is_made)

@@ -1,4 +1,4 @@
-"""A step of FusedAdam in the kernels over many tensors, for parameters where kernels run.
+"""A step of Adam, Lion or Muon in the kernels over many tensors, for parameters where kernels run.
 
 A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
 holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,50 +22,56 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernels.optimizer.stored import AdamParameter, MatrixRegion
+from quantshard.kernels.optimizer.settings import SettingsRow, adam_row, lion_row, muon_row
+from quantshard.kernels.optimizer.stored import Algorithm, MatrixRegion, StepParameter
 from quantshard.numerics.adam import Hyperparameters
+from quantshard.numerics.lion import LionSettings
+from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import WEIGHT
 from quantshard.optimizers.guards import LARGEST_GRADIENT
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import ParameterStep
+from quantshard.optimizers.step import GroupSettings, ParameterStep
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
-    from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, AdamLaunchPlan
+    from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
 
 
 @dataclass
 class _DevicePlan:
     """What is planned on one device: for each parameter its place in the work, and by place the amaxes that ranks
-    share, each with these ranks."""
+    share, each with these ranks. `sizes`: of the parameters whose updates are orthogonalized, elements, by place."""
 
-    plan: AdamLaunchPlan
+    plan: StepLaunchPlan
     places: list[int]
     shared: dict[int, list[tuple[Tensor, Groups]]]
+    sizes: dict[int, tuple[int, int]]
 
 
 class KernelStep:
-    """The parameters of an optimizer that kernels take, step by step: `take`, `exceeding`, `update`, `finished`."""
+    """The parameters of an optimizer that kernels take, step by step: `take`, `exceeding`, `update`, `finished`; of
+    matrices of Muon's `made_directions` and `give_directions` before `update`."""
 
     def __init__(self) -> None:
         self._planned: list[_DevicePlan] = []
         self._signature: list[int] = []
-        self._captured: list[AdamLaunchPlan] = []  # CUDA graphs hold the addresses of their tables
+        self._captured: list[StepLaunchPlan] = []  # CUDA graphs hold the addresses of their tables
         self._work: Sequence[ParameterStep] = ()
         self._left: set[int] = set()
+        self._directions: dict[int, Tensor] = {}
+
+    @property
+    def is_captured(self) -> bool:
+        """True if a CUDA graph holds tables of it, so that it must live on."""
+        return bool(self._captured) or any(planned.plan.is_captured for planned in self._planned)
 
     def take(
-        self,
-        work: Sequence[ParameterStep],
-        hyperparameters: Sequence[Hyperparameters],
-        seed: int | None,
-        is_bounded: Callable[[Tensor], bool],
+        self, work: Sequence[ParameterStep], seed: int | None, is_bounded: Callable[[Tensor], bool] | None = None
     ) -> bool:
         """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
 
-        `hyperparameters`: of each group. `seed`: of the optimizer's random words. `is_bounded`: of a parameter, as for
-        `numerics.adam.adam`.
+        `seed`: of the optimizer's random words. `is_bounded`: of a parameter, as for `numerics.adam.adam`.
 
         Raises:
             UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
@@ -72,12 +79,13 @@ class KernelStep:
         self._work = ()
         if not any(kernel_dispatch.has_kernels(private_torch.local_tensor(item.param)) for item in work):
             return False
-        signature = _signature(work)
+        rows, numbers = _rows(work)
+        signature = _signature(work, numbers)
         if signature != self._signature:
             self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
-            self._planned = self._plans(work, len(hyperparameters), is_bounded)
+            self._planned = self._plans(work, numbers, len(rows), is_bounded)
             self._signature = signature
-        self._work, self._left = work, set(range(len(work)))
+        self._work, self._left, self._directions = work, set(range(len(work))), {}
         for planned in self._planned:
             items = [work[place] for place in planned.places]
             grads = [item.grad if _fits(item.grad, planned.plan.device) else None for item in items]
@@ -87,26 +95,36 @@ class KernelStep:
                 if grad is not None or item.grad is None
             )
             draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
-            planned.plan.take(grads, hyperparameters, seed, draws)
+            held = dict(zip(planned.places, grads, strict=True))
+            self._directions |= _directions(planned, [place for place in planned.sizes if held[place] is not None])
+            planned.plan.take(grads, rows, seed, draws, [self._directions.get(place) for place in planned.places])
         return True
 
     @staticmethod
-    def _plans(work: Sequence[ParameterStep], groups: int, is_bounded: Callable[[Tensor], bool]) -> list[_DevicePlan]:
-        found: dict[torch.device, list[tuple[int, AdamParameter]]] = {}
+    def _plans(
+        work: Sequence[ParameterStep],
+        numbers: Sequence[int],
+        rows: int,
+        is_bounded: Callable[[Tensor], bool] | None,
+    ) -> list[_DevicePlan]:
+        found: dict[torch.device, list[tuple[int, StepParameter]]] = {}
         for place, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
-            parameter = _parameter(item, is_bounded(item.param)) if kernel_dispatch.has_kernels(local) else None
+            bounded = is_bounded is not None and is_bounded(item.param)
+            parameter = _parameter(item, numbers[place], bounded) if kernel_dispatch.has_kernels(local) else None
             if parameter is not None:
                 found.setdefault(local.device, []).append((place, parameter))
         planned = []
         for device, pairs in found.items():
             plan, places = (
-                AdamLaunchPlan([parameter for _, parameter in pairs], groups, device),
+                StepLaunchPlan([parameter for _, parameter in pairs], rows, device),
                 [place for place, _ in pairs],
             )
             grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
             shared = {place: list(_shared(work[place], number, grids)) for number, place in enumerate(places)}
-            planned.append(_DevicePlan(plan, places, {place: amaxes for place, amaxes in shared.items() if amaxes}))
+            shared = {place: amaxes for place, amaxes in shared.items() if amaxes}
+            sizes = {place: each.rectangle.shape for place, each in pairs if each.algorithm is Algorithm.MUON}
+            planned.append(_DevicePlan(plan, places, shared, sizes))
         return planned
 
     def exceeding(self) -> Tensor:
@@ -119,11 +137,21 @@ class KernelStep:
         for planned, found in zip(self._planned, flags, strict=True):
             for place, flag in zip(planned.places, found.to(device).unbind(), strict=True):
                 columns[place] = flag
-        for place in self._left:
-            grad = self._work[place].grad
-            if grad is not None:
-                columns[place] = numerics.exceeds(grad, LARGEST_GRADIENT).to(device)
+        left = sorted(self._left)
+        for place, flag in zip(left, exceeding([self._work[at].grad for at in left], device).unbind(), strict=True):
+            columns[place] = flag
         return torch.stack(columns)
+
+    def made_directions(self) -> dict[int, Tensor]:
+        """By place in the work: what is to be orthogonalized of matrices of Muon's, bfloat16, this rank's part."""
+        for planned in self._planned:
+            planned.plan.make_directions()
+        return self._directions
+
+    def give_directions(self, parts: Sequence[Tensor]) -> None:
+        """What became of it, of each of the work."""
+        for place, direction in self._directions.items():
+            direction.copy_(parts[place])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
         """Make the step where `skip`, a bool scalar, is false; a collective call where ranks share blocks.
@@ -152,14 +180,63 @@ class KernelStep:
         for place, item in enumerate(self._work if is_made else ()):
             if place not in self._left and item.grad is not None:
                 item.weight.written(drawn=item.source is item.weight)
-        self._work = ()
+        self._work, self._directions = (), {}
 
 
-def _signature(work: Sequence[ParameterStep]) -> list[int]:
+def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """`numerics.exceeds` of gradients that no kernel takes, float32; 0 where there is none."""
+    none = torch.zeros((), dtype=torch.float32, device=device)
+    found = [none if grad is None else numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in gradients]
+    return torch.stack(found) if found else none.new_empty(0)
+
+
+def _rows(work: Sequence[ParameterStep]) -> tuple[list[SettingsRow], list[int]]:
+    """The settings of a step, and of each of the work the number of its row."""
+    rows: dict[tuple[int, tuple[int, ...]], SettingsRow] = {}
+    numbers: list[int] = []
+    places: dict[tuple[int, tuple[int, ...]], int] = {}
+    for item in work:
+        of, settings = item.group, item.group.settings
+        shape = tuple(item.param.shape) if isinstance(settings, MuonSettings) else ()
+        key = of.number, shape
+        if key not in places:
+            places[key] = len(places)
+            rows[key] = _row(settings, of, shape)
+        numbers.append(places[key])
+    return list(rows.values()), numbers
+
+
+def _row(settings: Any, of: GroupSettings, shape: tuple[int, ...]) -> SettingsRow:
+    if isinstance(settings, MuonSettings):
+        return muon_row(settings, of.step, of.ema_decay, shape)
+    if isinstance(settings, LionSettings):
+        return lion_row(settings, of.step, of.ema_decay)
+    assert isinstance(settings, Hyperparameters)
+    return adam_row(settings)
+
+
+def _algorithm(settings: Any) -> Algorithm:
+    if isinstance(settings, MuonSettings):
+        return Algorithm.MUON
+    return Algorithm.LION if isinstance(settings, LionSettings) else Algorithm.ADAM
+
+
+def _directions(planned: _DevicePlan, places: Sequence[int]) -> dict[int, Tensor]:
+    """Room for the directions of these, each at a multiple of 16 elements."""
+    counts = [math.prod(planned.sizes[place]) for place in places]
+    rooms = [-(count // -16) * 16 for count in counts]
+    flat = torch.empty(sum(rooms), dtype=torch.bfloat16, device=planned.plan.device)
+    return {
+        place: room[:count].view(planned.sizes[place])
+        for place, room, count in zip(places, flat.split(rooms), counts, strict=True)
+    }
+
+
+def _signature(work: Sequence[ParameterStep], numbers: Sequence[int]) -> list[int]:
     """What plans depend on, but for what is fixed when a state is made."""
     found: list[int] = []
-    for item in work:
-        found.append(item.group.number)
+    for item, number in zip(work, numbers, strict=True):
+        found.append(number)
         for state in item.targets.values():
             found += state.signature()
     return found
@@ -190,7 +267,7 @@ def _shared(
 # ------------------------------------------------------------------------------------------------ what a plan is told
 
 
-def _parameter(item: ParameterStep, bounded: bool) -> AdamParameter | None:
+def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | None:
     """What a plan is told of a parameter; None if kernels do not take it."""
     states = {**item.targets, WEIGHT: item.weight}
     stored = {role: found for role, state in states.items() if (found := state.for_kernels()) is not None}
@@ -198,7 +275,8 @@ def _parameter(item: ParameterStep, bounded: bool) -> AdamParameter | None:
     if rectangle is None or len(stored) < len(states):
         return None
     key = 0 if storage is None else int(storage.state[KEY])
-    return AdamParameter(stored, rectangle, item.group.number, item.stream, key, WEIGHT_STREAM, bounded)
+    algorithm = _algorithm(item.group.settings)
+    return StepParameter(stored, rectangle, row, item.stream, key, WEIGHT_STREAM, bounded, algorithm)
 
 
 def _rectangle(param: Tensor) -> MatrixRegion | None:

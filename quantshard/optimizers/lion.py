@@ -12,12 +12,12 @@ from quantshard.argument_kinds import suggests_names
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
 from quantshard.optimizers import options
-from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.optimizers.kernel_optimizer import KernelOptimizer
 from quantshard.optimizers.step import Update
 from quantshard.presets import chosen_options
 
 
-class Lion(ElementwiseOptimizer):
+class Lion(KernelOptimizer):
     """Lion (Chen et al., 2023) for models with quantized weights; on any number of ranks its state is as the parameters
     are, and a step has the same bits.
 
@@ -25,8 +25,8 @@ class Lion(ElementwiseOptimizer):
     learning rate, up or down, so lr is 3 to 10 times smaller than AdamW's, and weight decay as much larger (section 5
     of the paper).
 
-    Masters, states of fewer bits, stochastic rounding, skipped steps and state dicts are those of `FusedAdam`. A step
-    runs in PyTorch, parameter by parameter: there are no kernels of its own.
+    Masters, states of fewer bits, stochastic rounding, skipped steps, state dicts and kernels on GPUs are those of
+    `FusedAdam`.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as of `FusedAdam`.
@@ -90,6 +90,8 @@ class Lion(ElementwiseOptimizer):
         """See `numerics.lion.lion`."""
         new = lion(grad, master, states[EXP_AVG], settings)
         return new.master, {EXP_AVG: new.exp_avg}
+
+    kernel_formula = update
 
     def settings(self, group: dict[str, Any]) -> LionSettings:
         """The numbers of a group in this step."""

@@ -9,7 +9,7 @@ rank holds for it at a time is bounded by `BUCKET_BYTES`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from quantshard import private_torch
 from quantshard.argument_kinds import suggests_names
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam, muon
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, Hyperparameters
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER, MuonSettings
 from quantshard.numerics.states import StateSpec
-from quantshard.optimizers import guards, matrix_groups, options
+from quantshard.optimizers import guards, kernel_step, matrix_groups, options
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
+from quantshard.optimizers.kernel_step import KernelStep
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
 from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
@@ -49,7 +50,7 @@ class Muon(AdamOptimizer):
     `weight_decay` as of `FusedAdam` (`ADAMW_SETTINGS`) and an lr of its own. It is one optimizer: a step is taken or
     skipped for all groups, and one state dict has all states: for matrices master and momentum, 8 bytes a parameter in
     float32. Masters, states of fewer bits, stochastic rounding, skipped steps and loading are those of `FusedAdam`, and
-    so are the kernels that step groups of AdamW's on GPUs.
+    so are the kernels on GPUs; only the orthogonalization is PyTorch's products.
 
     Orthogonalized matrices have the same bits on the same hardware, software and number of CPU threads.
 
@@ -114,8 +115,9 @@ class Muon(AdamOptimizer):
         }
         kept = chosen_options(type(self).__name__, preset, given)
         self._directions: dict[Tensor, Tensor] = {}
-        self._exchanges: list[tuple[list[int], MatrixExchange]] = []
-        self._exchanged: list[Tensor] = []
+        self._buckets: list[MatrixBucket] = []
+        self._bucketed: list[Tensor] = []
+        self._captured: list[KernelStep] = []  # CUDA graphs hold the addresses of their tables
         super().__init__(
             params,
             {
@@ -203,65 +205,110 @@ class Muon(AdamOptimizer):
     def _measured(
         self, work: list[ParameterStep], groups: list[GroupSettings]
     ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        flags = self._flags(work, FlatMax())
-        bad = flags.bad()
-        if not self._capturable and bad:
+        moved, others, still = _parted(work)
+        buckets = self._buckets_of([work[place].param for place in moved])
+        matrices = [[moved[number] for number in bucket.numbers] for bucket in buckets]
+        parts = [
+            (places, bucket.kernels, bucket.kernels.take([work[at] for at in places], self._seed))
+            for places, bucket in zip(matrices, buckets, strict=True)
+        ]
+        left = [work[at] for at in others]
+        parts.append((others, self._kernels, self._kernels.take(left, self._seed, self._is_bounded)))
+        on_kernels = any(taken for _, _, taken in parts)
+        flags = self._flags(work, FlatMax(), _exceeding(work, parts) if on_kernels else None)
+        if not on_kernels and not self._capturable and flags.bad():
             return flags, []  # which the caller finds too, and says
-        matrices = [item for item in work if isinstance(item.group.settings, MuonSettings)]
-        self._step_matrices([item for item in matrices if item.grad is not None], bad if self._capturable else None)
-        others = [item for item in work if not isinstance(item.group.settings, MuonSettings)]
-        left = self._measured_by_adam(others, groups, bad)
-        return flags, [*left, *(item for item in matrices if item.grad is None)]
+        skip = flags.bad() if self._capturable else flags.send() if on_kernels else None
+        for (places, _, taken), bucket in zip(parts, buckets, strict=False):
+            self._step_matrices([work[at] for at in places], bucket, skip, taken)
+        if parts[-1][2]:
+            assert skip is not None
+            left = self._kernels.update(skip)
+        else:
+            _measure(left)
+        return flags, [*left, *(work[at] for at in still)]
 
-    def _measured_by_adam(
-        self, work: list[ParameterStep], groups: list[GroupSettings], bad: Tensor
-    ) -> list[ParameterStep]:
-        """What is left to be finished of groups of AdamW's: it is measured."""
-        told = [_no_adam(of) if isinstance(of.settings, MuonSettings) else of.settings for of in groups]
-        if self._kernels.take(work, told, self._seed, self._is_bounded):
-            return self._kernels.update(bad)
-        _measure(work)
-        return work
-
-    def _step_matrices(self, work: list[ParameterStep], skip: Tensor | None) -> None:
-        """Orthogonalize and write, bucket by bucket, or, where `skip` is true, write what was there. A collective call
-        where they are sharded."""
-        for numbers, exchange in self._exchanges_of([item.param for item in work]):
-            bucket = [work[number] for number in numbers]
-            directions = self._orthogonalized(bucket, exchange)
-            self._directions = dict(zip((item.param for item in bucket), directions, strict=True))
-            _measure(bucket)
-            for item in bucket:
-                item.finish(skip)
+    def _step_matrices(
+        self, work: list[ParameterStep], bucket: MatrixBucket, skip: Tensor | None, on_kernels: bool
+    ) -> None:
+        """Orthogonalize and write, or, where `skip` is true, write what was there. A collective call where they are
+        sharded."""
+        made = bucket.kernels.made_directions() if on_kernels else {}
+        directions = self._orthogonalized(work, bucket.exchange, made)
+        self._directions = dict(zip((item.param for item in work), directions, strict=True))
+        left = work
+        if on_kernels:
+            assert skip is not None
+            bucket.kernels.give_directions(directions)
+            left = bucket.kernels.update(skip)
+        else:
+            _measure(work)
+        for item in left:
+            item.finish(skip)
         self._directions = {}
 
     @staticmethod
-    def _orthogonalized(bucket: list[ParameterStep], exchange: MatrixExchange) -> list[Tensor]:
-        """Of each parameter this rank's part of its orthogonalized momentum, bfloat16. A collective call."""
-        whole = exchange.gather(_to_orthogonalize(item) for item in bucket)
-        owned = {number: muon.orthogonalized(matrix, bucket[number].group.settings) for number, matrix in whole}
+    def _orthogonalized(
+        work: list[ParameterStep], exchange: MatrixExchange, made: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Of each parameter this rank's part of its orthogonalized momentum, bfloat16; `made`: by place, what kernels
+        have made of it. A collective call."""
+        parts = (made[at] if at in made else _to_orthogonalize(item) for at, item in enumerate(work))
+        whole = exchange.gather(parts)
+        owned = {number: muon.orthogonalized(matrix, work[number].group.settings) for number, matrix in whole}
         return [
             part.to(private_torch.local_tensor(item.param).device)
-            for item, part in zip(bucket, exchange.scatter(owned), strict=True)
+            for item, part in zip(work, exchange.scatter(owned), strict=True)
         ]
 
-    def _exchanges_of(self, params: list[Tensor]) -> Sequence[tuple[list[int], MatrixExchange]]:
+    def _finished(self, is_made: bool) -> None:
+        super()._finished(is_made)
+        for bucket in self._buckets:
+            bucket.kernels.finished(is_made)
+
+    def _buckets_of(self, params: list[Tensor]) -> Sequence[MatrixBucket]:
         """The buckets of some parameters, by their numbers; those of the step before, where they are the same."""
-        if [*map(id, params)] != [*map(id, self._exchanged)]:
+        if [*map(id, params)] != [*map(id, self._bucketed)]:
+            self._captured += [bucket.kernels for bucket in self._buckets if bucket.kernels.is_captured]
             layouts = [MatrixLayout.of(param) for param in params]
             found = [(numbers, [layouts[number] for number in numbers]) for numbers in buckets(layouts, BUCKET_BYTES)]
-            self._exchanges = [(numbers, MatrixExchange(chosen)) for numbers, chosen in found]
-            for numbers, exchange in self._exchanges:
-                for place, number in enumerate(numbers):
-                    exchange.check_part(place, TensorRegion.of_local(params[number]))
-            self._exchanged = params
-        return self._exchanges
+            self._buckets = [MatrixBucket(numbers, MatrixExchange(chosen), KernelStep()) for numbers, chosen in found]
+            for bucket in self._buckets:
+                for place, number in enumerate(bucket.numbers):
+                    bucket.exchange.check_part(place, TensorRegion.of_local(params[number]))
+            self._bucketed = params
+        return self._buckets
 
 
-def _no_adam(group: GroupSettings) -> Hyperparameters:
-    """What kernels are told of a group that is not Adam's, of which they have no parameter: as all others, it has
-    numbers or tensors."""
-    return Hyperparameters(group.step, group.settings.lr, 0.0, 0.0, 1.0, 0.0, decoupled=True, bias_correction=False)
+class MatrixBucket(NamedTuple):
+    """Matrices that are orthogonalized together, by their numbers among those of a step, what brings them together, and
+    what steps them."""
+
+    numbers: list[int]
+    exchange: MatrixExchange
+    kernels: KernelStep
+
+
+def _parted(work: Sequence[ParameterStep]) -> tuple[list[int], list[int], list[int]]:
+    """Places of the matrices that move, of what is stepped by AdamW, and of the matrices without a gradient."""
+    moved: list[int] = []
+    others: list[int] = []
+    still: list[int] = []
+    for place, item in enumerate(work):
+        is_matrix = isinstance(item.group.settings, MuonSettings)
+        (others if not is_matrix else still if item.grad is None else moved).append(place)
+    return moved, others, still
+
+
+def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], KernelStep, bool]]) -> Tensor:
+    """`numerics.exceeds` of each gradient, float32 [parameters]; of each part whether kernels take it."""
+    device = private_torch.local_tensor(work[0].param).device
+    columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(work)
+    for places, kernels, is_taken in parts:
+        found = kernels.exceeding() if is_taken else kernel_step.exceeding([work[at].grad for at in places], device)
+        for place, flag in zip(places, found.to(device).unbind(), strict=True):
+            columns[place] = flag
+    return torch.stack(columns)
 
 
 def _measure(work: Iterable[ParameterStep]) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard.collectives import flags
 from quantshard.errors import RankMismatchError
-from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, clip_grad_norm_, muon_groups
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_recompute import Recomputing
@@ -82,7 +82,7 @@ class Way:
     shard: bool = False
     micro_batches: int = 1
     recompute: bool = False
-    masters: bool = False
+    optimizer: str = "FusedAdam"
     quantized: bool = True
 
 
@@ -91,10 +91,20 @@ WAYS = {
     "plain weights": Way(quantized=False),
     "accumulated": Way(micro_batches=2),
     "recomputed": Way(recompute=True),
-    "MasterWeights": Way(masters=True),
+    "MasterWeights": Way(optimizer="MasterWeights"),
+    "Lion": Way(optimizer="Lion"),
+    "Muon": Way(optimizer="Muon"),
     "sharded": Way(shard=True),
     "sharded, all": Way(shard=True, micro_batches=2, recompute=True),
-    "sharded, MasterWeights": Way(shard=True, masters=True),
+    "sharded, MasterWeights": Way(shard=True, optimizer="MasterWeights"),
+    "sharded, Muon": Way(shard=True, optimizer="Muon"),
+}
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda model: FusedAdam(list(model.named_parameters()), lr=1e-2),
+    "MasterWeights": lambda model: MasterWeights(torch.optim.AdamW, list(model.named_parameters()), lr=1e-2),
+    "Lion": lambda model: Lion(list(model.named_parameters()), lr=1e-3),
+    "Muon": lambda model: Muon(muon_groups(model, head=[], adamw={"lr": 1e-2}), lr=1e-2),
 }
 
 
@@ -139,8 +149,7 @@ def step(model: nn.Module, optimizer: Any, recipe: str, batches: list[Tensor]) -
 def steps(recipe: str, way: Way, device: str) -> list[float]:
     """Losses of steps, of which all but the first do not wait."""
     model = built(recipe, way, device)
-    named = list(model.named_parameters())
-    optimizer = MasterWeights(torch.optim.AdamW, named, lr=1e-2) if way.masters else FusedAdam(named, lr=1e-2)
+    optimizer = OPTIMIZERS[way.optimizer](model)
     batches = [torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(way.micro_batches)]
     losses = [step(model, optimizer, recipe, batches) for _ in range(WARM)]
     with no_waiting(device):

@@ -1,4 +1,4 @@
-"""FusedAdam in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
+"""FusedAdam and Muon in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
 
 Experts at once, spread over ranks: the bits of one process.
 
@@ -21,6 +21,7 @@ from quantshard.errors import RankMismatchError
 from quantshard.modules.gemms import grouped
 from quantshard.optimizers import FusedAdam
 from tests.distributed import experts as experts_case
+from tests.distributed import test_muon as muon_case
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import Case, build, cut_like, message_of
@@ -84,6 +85,27 @@ def test_the_bits_of_one_rank_without_kernels() -> None:
     for ranks, cases in ((1, CASES[:2]), (3, CASES)):
         for found in run_ranks(ranks, run, cases, True):
             assert [case for case, a, b in zip(cases, found, expected, strict=False) if a != b] == []
+
+
+def by_muon(axes: dict[str, int], kernels: bool) -> list[dict[str, str]]:
+    """Bits after two steps of some cases of Muon's, with parts of matrices that are orthogonalized whole."""
+    found = []
+    for case in ("block", "FP8 momentum", "NVFP4, an average"):
+        model, optimizer = muon_case.build(case, axes, seed=3)
+        with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
+            for number in range(2):
+                muon_case.step(model, optimizer, number)
+        steps = [optimizer._kernels, *(bucket.kernels for bucket in optimizer._buckets)]
+        assert all(bool(each._planned) == kernels and not each._left for each in steps)
+        found.append(bits(model, optimizer))
+    return found
+
+
+def test_muon_has_the_bits_of_one_rank_without_kernels() -> None:
+    """FSDP2 and tensor parallelism: a scale of a state is shared by ranks where they cut columns."""
+    [expected] = run_ranks(1, by_muon, {"dp": 1}, False)
+    for ranks, axes in ((3, {"dp": 3}), (2, {"tp": 2})):
+        assert run_ranks(ranks, by_muon, axes, True) == [expected] * ranks
 
 
 def experts(cases: list[experts_case.Case]) -> tuple[list[dict[str, str]], int]:

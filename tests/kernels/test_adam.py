@@ -18,10 +18,11 @@ from quantshard import formats, numerics, recipe, sharding
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import Scaling
 from quantshard.kernels.optimizer import multi_tensor
-from quantshard.kernels.optimizer.adam import quotient_by_root
-from quantshard.kernels.optimizer.parameters import AdamPasses, passes_of
-from quantshard.kernels.optimizer.plan import AdamLaunchPlan
-from quantshard.kernels.optimizer.stored import AdamParameter, MatrixRegion, PlainTensor, ScaledTensor
+from quantshard.kernels.optimizer.formulas import quotient_by_root
+from quantshard.kernels.optimizer.parameters import StepPasses, passes_of
+from quantshard.kernels.optimizer.plan import StepLaunchPlan
+from quantshard.kernels.optimizer.settings import adam_row
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
@@ -161,7 +162,7 @@ class Case:
 
     def parameter(self):
         stored = {role: thing.for_plan() for role, thing in self.things().items()}
-        return AdamParameter(stored, self.rectangle, self.group, self.stream, KEY, WEIGHT_STREAM, self.bounded)
+        return StepParameter(stored, self.rectangle, self.group, self.stream, KEY, WEIGHT_STREAM, self.bounded)
 
     def things(self):
         held = zip(ROLES, (self.exp_avg, self.exp_avg_sq, self.master, self.weight), strict=True)
@@ -244,7 +245,7 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
 
 
 def step(plan, cases, groups, skip=None, others=None):
-    plan.take([c.grad for c in cases], groups, SEED, [DRAW] * len(cases))
+    plan.take([c.grad for c in cases], [adam_row(group) for group in groups], SEED, [DRAW] * len(cases))
     plan.update(skip)
     for amax in plan.amaxes:
         found = (others or {}).get((amax.parameter, amax.role), {}).get(amax.component)
@@ -268,7 +269,7 @@ def assert_equal(found, expected):
 def check(*cases, groups=(HYPER,), others=None, steps=1):
     torch.manual_seed(0)
     expected = [c.clone() for c in cases]
-    plan = AdamLaunchPlan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
+    plan = StepLaunchPlan([c.parameter() for c in cases], len(groups), torch.device(DEVICE))
     for number in range(steps):
         now = [replace(h, step=h.step + number) for h in groups]
         for n, c in enumerate(expected):
@@ -380,12 +381,12 @@ def test_blocks_of_a_rectangle_that_nobody_shares():
 
 def test_ways():
     ways = {weight: passes_of(case(weight).parameter()) for weight in CELLS}
-    assert {weight for weight, way in ways.items() if way is AdamPasses.ONCE} == {
+    assert {weight for weight, way in ways.items() if way is StepPasses.ONCE} == {
         "delayed", "newest", "block", "mxfp8", "mxfp8_both", "mxfp4",
     }  # fmt: skip
-    assert AdamPasses.TWICE not in ways.values()
-    assert passes_of(case("current", master="bfloat16").parameter()) is AdamPasses.TWICE
-    assert passes_of(case("delayed", master=None).parameter()) is AdamPasses.TWICE
+    assert StepPasses.TWICE not in ways.values()
+    assert passes_of(case("current", master="bfloat16").parameter()) is StepPasses.TWICE
+    assert passes_of(case("delayed", master=None).parameter()) is StepPasses.TWICE
 
 
 def test_groups_and_gradients_of_several_dtypes_and_none():
@@ -404,7 +405,7 @@ def test_groups_and_gradients_of_several_dtypes_and_none():
 def test_a_skipped_step_changes_nothing():
     cases = [case(weight, "fp8", shape=(2, 3)) for weight in ("delayed", "current", "bfloat16")]
     before = [c.clone() for c in cases]
-    plan = AdamLaunchPlan([c.parameter() for c in cases], 1, torch.device(DEVICE))
+    plan = StepLaunchPlan([c.parameter() for c in cases], 1, torch.device(DEVICE))
     step(plan, cases, [HYPER], skip=torch.tensor(True, device=DEVICE))
     assert_equal(cases, before)
     step(plan, cases, [HYPER], skip=torch.tensor(False, device=DEVICE))
@@ -457,7 +458,7 @@ def test_step_and_rate_on_the_device():
     cases = [case("bfloat16", "bfloat16", shape=(2, 3), group=group) for group in range(3)]
     again = [c.clone() for c in cases]
     for chosen, groups in ((cases, host), (again, device)):
-        step(AdamLaunchPlan([c.parameter() for c in chosen], 3, torch.device(DEVICE)), chosen, groups)
+        step(StepLaunchPlan([c.parameter() for c in chosen], 3, torch.device(DEVICE)), chosen, groups)
     assert_equal(cases, again)
 
 
@@ -465,7 +466,7 @@ def test_a_graph_that_was_replayed_leaves_its_own_table():
     """The next step brings all that it works with, also what it brought before."""
     device = settings(step=torch.tensor(1, device=DEVICE), lr=torch.tensor(0.5, device=DEVICE))
     c = case("bfloat16", shape=(2, 3))
-    plan, expected = AdamLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), c.clone()
+    plan, expected = StepLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), c.clone()
     for _ in range(2):
         step(plan, [c], [device])
         expected.oracle(device, {})
@@ -479,7 +480,7 @@ def test_gradients_in_any_layout():
     expected = c.clone()
     expected.oracle(HYPER, {})
     c.grad = torch.cat([c.grad.t().flatten(), c.grad.new_zeros(9)])[:512].view(32, 16).t()
-    step(AdamLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
+    step(StepLaunchPlan([c.parameter()], 1, torch.device(DEVICE)), [c], [HYPER])
     assert_equal([c], [expected])
 
 

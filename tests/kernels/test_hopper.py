@@ -26,7 +26,7 @@ CHOSEN = [
     "dequantize mxfp8_32x32", "dequantize nvfp4_16x16", "activation + quantize mxfp8_1x32",
     f"quantize mxfp8_1x32, {BOTH}, decoded", f"quantize nvfp4_1x16, {ROUNDED}, decoded",
     "activation + quantize mxfp8_1x32, decoded", "gradient + quantize nvfp4_1x16, decoded",
-    "Adam, delayed, FP8 moments",
+    "Adam, delayed, FP8 moments", "Muon, current",
 ]  # fmt: skip
 """A case of each row, and more of those that could spill; the program without arguments compiles all that are timed."""
 
@@ -37,6 +37,7 @@ BYTES = {
     "record_kernel": (8, 4), "past_kernel": (8, 4), "tensor_past_kernel": (8, 4), "tensor_record_kernel": (8, 4),
     "quantize nvfp4_1x16": (16, 8), f"quantize nvfp4_1x16, {ROUNDED}": (8, 8), "dequantize nvfp4_16x16": (4, 16),
     f"quantize nvfp4_1x16, {ROUNDED}, decoded": (8, 16), "segments_kernel": (8, 8), "words_kernel": (0, 8),
+    "momentum_kernel": (16, 8),
 }  # fmt: skip
 """Of the widest load and store of a thread, by case or kernel, where these are not 16: what is left of a row or a
 block is a number, half a byte a code, four columns a thread."""

@@ -94,7 +94,7 @@ def test_bounds_of_other_dtypes(row, name, dtype):
     check(case_of(row, name, row.uneven, dtype))
 
 
-SLOW = {"adam_kernel", "rotate_kernel"}
+SLOW = {"step_kernel", "rotate_kernel"}
 
 
 def tiles():

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
-from quantshard.kernels.optimizer import plan as adam_plan
+from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
@@ -259,11 +259,11 @@ def test_what_kernels_do_not_take_goes_to_the_oracle() -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[adam_plan.AdamLaunchPlan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[step_plan.StepLaunchPlan]:
     """All plans that are made from now on."""
-    made: list[adam_plan.AdamLaunchPlan] = []
-    real = kernel_step.AdamLaunchPlan
-    monkeypatch.setattr(kernel_step, "AdamLaunchPlan", lambda *args: made.append(real(*args)) or made[-1])
+    made: list[step_plan.StepLaunchPlan] = []
+    real = kernel_step.StepLaunchPlan
+    monkeypatch.setattr(kernel_step, "StepLaunchPlan", lambda *args: made.append(real(*args)) or made[-1])
     return made
 
 
@@ -305,7 +305,7 @@ def loaded(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> None:
 @pytest.mark.parametrize(
     "change", [replaced, components_replaced, state_replaced, unfrozen, group_added, key_loaded, loaded]
 )
-def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_plan.AdamLaunchPlan]) -> None:
+def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[step_plan.StepLaunchPlan]) -> None:
     results = []
     for devices in ((), (DEVICE,)):
         params, optimizer = build("mxfp8", master_weights=False)
@@ -320,7 +320,7 @@ def test_a_plan_lasts_until_something_is_replaced(change: Any, plans: list[adam_
     assert not differing(*results)
 
 
-def test_a_plan_that_a_graph_holds_is_kept(plans: list[adam_plan.AdamLaunchPlan]) -> None:
+def test_a_plan_that_a_graph_holds_is_kept(plans: list[step_plan.StepLaunchPlan]) -> None:
     params, optimizer = build("current")
     with kernels_on(DEVICE):
         for step in range(3):
@@ -370,6 +370,6 @@ def test_changes_are_noticed_as_they_are_without_kernels() -> None:
 def test_a_plan_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     params, optimizer = build("current", capturable=True)
     set_grads(params, 0)
-    monkeypatch.setattr(adam_plan.AdamLaunchPlan, "_is_capturing", property(lambda self: True))
+    monkeypatch.setattr(step_plan.StepLaunchPlan, "_is_capturing", property(lambda self: True))
     with kernels_on(DEVICE), pytest.raises(UnsupportedOperationError, match="run a step before"):
         optimizer.step()

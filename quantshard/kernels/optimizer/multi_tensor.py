@@ -225,18 +225,19 @@ def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECE
 @triton.jit
 def corrections_kernel(
     steps, rates, decays, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
-    CORRECTION: tl.constexpr, SHARE: tl.constexpr,
+    CORRECTION: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of each group: its step, lr, 1 / (1 - beta**step), as `Hyperparameters.corrections`, and `averages.share`, into a
-    step's table.
+    """Of each group: its step, lr, what weight decay keeps, 1 / (1 - beta**step), as `Hyperparameters.corrections`, and
+    `averages.share`, into a step's table.
 
-    `steps`: int64 [groups]. `rates`: float32 [groups]. `decays`: float64 [groups, 3], the betas and that of averages.
-    `corrected`: int64 [groups].
+    `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and what is kept. `decays`: float64 [groups, 3], the betas
+    and that of averages. `corrected`: int64 [groups].
     """
     group = tl.program_id(0)
     step = tl.load(steps + group)
     tl.store(groups + group * GROUP + 1, step)
-    tl.store(settings + group * SETTINGS, tl.load(rates + group))
+    tl.store(settings + group * SETTINGS, tl.load(rates + group * 2))
+    tl.store(settings + group * SETTINGS + KEPT, tl.load(rates + group * 2 + 1))
     for which in tl.static_range(3):
         decay = tl.load(decays + group * 3 + which)
         base = decay

@@ -1,10 +1,10 @@
-"""Which way a parameter goes through Adam's kernels, and which constants of these follow from how it is stored.
+"""Which way a parameter goes through the kernels of a step, and which constants of these follow from how it is stored.
 
 A parameter goes one of three ways, by where the scales of what is written come from:
 
-    ONCE    from the tile, or from past amaxes (delayed scaling): `AdamLaunchPlan.update` does all
+    ONCE    from the tile, or from past amaxes (delayed scaling): `StepLaunchPlan.update` does all
     AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
-            states and measures, `AdamLaunchPlan.finish` quantizes the master
+            states and measures, `StepLaunchPlan.finish` quantizes the master
     TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes
 """
 
@@ -18,14 +18,13 @@ from quantshard.formats import ALL, FP16_1X128, Copy, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer.stored import AdamParameter, PlainTensor, ScaledTensor, StoredTensor
-from quantshard.numerics import adam
+from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StepParameter, StoredTensor
 from quantshard.numerics.states import AVERAGE, WEIGHT, StateKind
 
 COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
 
 
-class AdamPasses(Enum):
+class StepPasses(Enum):
     """See the head of this file."""
 
     ONCE = 1
@@ -33,16 +32,16 @@ class AdamPasses(Enum):
     TWICE = 3
 
 
-def passes_of(parameter: AdamParameter) -> AdamPasses:
+def passes_of(parameter: StepParameter) -> StepPasses:
     """Which way a parameter goes."""
     if any(thing.is_late for role, thing in parameter.scaled.items() if role != WEIGHT):
-        return AdamPasses.TWICE
+        return StepPasses.TWICE
     weight = parameter.weight
     if not isinstance(weight, ScaledTensor) or not weight.is_late:
-        return AdamPasses.ONCE
+        return StepPasses.ONCE
     if not _is_float32(parameter.master):
-        return AdamPasses.TWICE
-    return AdamPasses.AFTER if weight.history is None else AdamPasses.ONCE
+        return StepPasses.TWICE
+    return StepPasses.AFTER if weight.history is None else StepPasses.ONCE
 
 
 def _is_float32(state: StoredTensor | None) -> bool:
@@ -87,9 +86,9 @@ def _stored(
     )  # fmt: skip
 
 
-def adam_kernel_config(
-    p: AdamParameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool
-) -> ks.AdamKernelConfig:
+def step_kernel_config(
+    p: StepParameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool
+) -> ks.StepKernelConfig:
     """Constants of the kernel for one pass over a parameter."""
     tile = (1, LINE) if p.rectangle.shape[0] == 1 and not p.scaled else (_rows(p), COLS)
     master = p.master
@@ -104,14 +103,15 @@ def adam_kernel_config(
             p.weight, which, tile, measures, written, stochastic=master is None, own_words=of_own, keep_positive=False
         )
 
-    exp_avg, exp_avg_sq = (state(p.stored[spec.role], spec.keep_positive) for spec in adam.STATES)
+    specs = p.algorithm.states
+    state1, *others = (state(p.stored[spec.role], spec.keep_positive) for spec in specs)
     rowwise = weight(Copy.ROWWISE)
     high = rowwise.kind == StateKind.SCALED and written and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
-    return ks.AdamKernelConfig(
+    return ks.StepKernelConfig(
         *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high, _is_float32(master), p.bounded,
-        exp_avg, exp_avg_sq,
+        p.algorithm.value, len(specs), state1, others[0] if others else ks.StateConfig(StateKind.ABSENT.value),
         state(master),
         rowwise,
         weight(Copy.COLUMNWISE) if isinstance(p.weight, ScaledTensor) else ks.StateConfig(StateKind.ABSENT.value),
@@ -119,13 +119,13 @@ def adam_kernel_config(
     )  # fmt: skip
 
 
-def _rows(p: AdamParameter) -> int:
+def _rows(p: StepParameter) -> int:
     """Of a tile: few, for fewer registers, but whole blocks, where these are not much higher."""
     heights = [copy.block[0] for thing in p.scaled.values() for copy in thing.fmt.copies.values()]
     return 32 if any(16 < height <= 32 for height in heights) else 16
 
 
-def is_aligned(p: AdamParameter) -> bool:
+def is_aligned(p: StepParameter) -> bool:
     """True if kernels may read and write 16 bytes of values at once, whatever the dtype."""
     tensors = []
     for thing in p.stored.values():

@@ -1,9 +1,10 @@
-"""Adam over many tensors: planned once, cheap to launch.
+"""A step of Adam, Lion or Muon over many tensors: planned once, cheap to launch.
 
     plan = Plan(parameters, groups, device)
 
-    plan.take(gradients, hyperparameters, seed)      every step
+    plan.take(gradients, rows, seed)                 every step
     plan.exceeding(limit)                            which gradients are too large or not finite, if that is asked
+    plan.make_directions()                           of Muon's matrices alone: what is orthogonalized, in place
     plan.update(skip)
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
@@ -13,7 +14,6 @@ Which launches these are, `parameters` says.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,14 +28,13 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Component, Copy
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.optimizer import adam as ka
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
-from quantshard.kernels.optimizer.parameters import AdamPasses, adam_kernel_config, is_aligned, passes_of
-from quantshard.kernels.optimizer.stored import AdamParameter, ScaledTensor, StoredTensor
+from quantshard.kernels.optimizer import step as kp
+from quantshard.kernels.optimizer.parameters import StepPasses, is_aligned, passes_of, step_kernel_config
+from quantshard.kernels.optimizer.settings import SETTINGS, SettingsRow, table_of
+from quantshard.kernels.optimizer.stored import Algorithm, ScaledTensor, StepParameter, StoredTensor
 from quantshard.kernels.tables import device_table
-from quantshard.numerics import averages
-from quantshard.numerics.adam import ROLES, Hyperparameters
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
@@ -59,7 +58,7 @@ class _KernelLaunch:
     """One kernel launch: which kernel, its table, and which parameters it is for."""
 
     kernel: Any
-    how: ks.AdamKernelConfig
+    how: ks.StepKernelConfig
     members: list[int]
     table: Tensor
     entries: Tensor
@@ -97,23 +96,23 @@ class _AmaxWorkspace:
 _USED, _REDO = "used", "redo"  # of delayed scaling: the amax that the scale derives from; whether to quantize again
 
 
-class AdamLaunchPlan:
+class StepLaunchPlan:
     """See the head of this file. It holds the addresses of the tensors given: make another when one was replaced.
 
     Args:
         parameters: all on `device`; whether they have gradients may differ from step to step.
-        groups: how many groups of hyperparameters there are.
+        groups: how many rows of settings there are.
 
     Attributes:
         amaxes: what must be reduced between `update` and `finish` where ranks share it, in the order of parameters.
     """
 
-    def __init__(self, parameters: Sequence[AdamParameter], groups: int, device: torch.device) -> None:
+    def __init__(self, parameters: Sequence[StepParameter], groups: int, device: torch.device) -> None:
         self.parameters, self.groups, self.device = list(parameters), groups, device
         if self._is_capturing:
             raise UnsupportedOperationError(
-                "FusedAdam.step in a CUDA graph: its tables cannot be made while it is captured; run a step before, "
-                "and none of its tensors may be replaced between the two"
+                "an optimizer's step in a CUDA graph: its tables cannot be made while it is captured; run a step "
+                "before, and none of its tensors may be replaced between the two"
             )
         self._ways = [passes_of(p) for p in self.parameters]
         self._workspace = self._reserved()
@@ -128,7 +127,7 @@ class AdamLaunchPlan:
         numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
         self._reading = km.TensorReader(numels, len(ks.GRADIENT), device)
         count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 4)
-        count += -(groups * len(ks.SETTINGS) // -2)
+        count += -(groups * len(SETTINGS) // -2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
         self._spare = self._pinned()
@@ -155,27 +154,27 @@ class AdamLaunchPlan:
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
         """Those of `update` and of `finish`: parameters with equal constants go together."""
-        first: dict[tuple[Any, ks.AdamKernelConfig, bool], list[int]] = {}
-        last: dict[tuple[Any, ks.AdamKernelConfig, bool], list[int]] = {}
+        first: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
+        last: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
         for number, (p, way, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
-            once, twice = way is AdamPasses.ONCE, way is AdamPasses.TWICE
+            once, twice = way is StepPasses.ONCE, way is StepPasses.TWICE
             delayed = isinstance(p.weight, ScaledTensor) and p.weight.history is not None
             measures = not once or delayed
-            before = adam_kernel_config(p, aligned, measures, not twice, once)
-            first.setdefault((ka.adam_kernel, before, False), []).append(number)
+            before = step_kernel_config(p, aligned, measures, not twice, once)
+            first.setdefault((kp.step_kernel, before, False), []).append(number)
             if twice:
-                last.setdefault((ka.adam_kernel, adam_kernel_config(p, aligned, False, True, True), False), []).append(
+                last.setdefault((kp.step_kernel, step_kernel_config(p, aligned, False, True, True), False), []).append(
                     number
                 )
             elif not once or delayed:
-                how = adam_kernel_config(p, aligned, False, False, True)
-                last.setdefault((ka.requantize_kernel, how, once), []).append(number)
+                how = step_kernel_config(p, aligned, False, False, True)
+                last.setdefault((kp.requantize_kernel, how, once), []).append(number)
         return tuple(
             [self._launch(kernel, how, members, redo) for (kernel, how, redo), members in found.items()]
             for found in (first, last)
         )  # type: ignore[return-value]
 
-    def _launch(self, kernel: Any, how: ks.AdamKernelConfig, members: list[int], redo: bool) -> _KernelLaunch:
+    def _launch(self, kernel: Any, how: ks.StepKernelConfig, members: list[int], redo: bool) -> _KernelLaunch:
         programs, across = [], []
         for number in members:
             _, origin, shape = self.parameters[number].rectangle
@@ -195,7 +194,7 @@ class AdamLaunchPlan:
             number, p.group, *p.rectangle.shape, *p.rectangle.origin, p.rectangle.global_shape[1], across, first,
             p.stream, p.key, p.key_stream, redo,
         ]  # fmt: skip
-        for role in ROLES:
+        for role in p.roles:
             row += self._slot(number, role, p.stored.get(role), Copy.ROWWISE)
         row += self._slot(number, WEIGHT, p.weight, Copy.COLUMNWISE)
         return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Copy.ROWWISE)
@@ -264,17 +263,20 @@ class AdamLaunchPlan:
     def take(
         self,
         gradients: Sequence[Tensor | None],
-        hyperparameters: Sequence[Hyperparameters],
+        rows: Sequence[SettingsRow],
         seed: int | None,
         draws: Sequence[int] | None = None,
+        directions: Sequence[Tensor | None] | None = None,
     ) -> None:
         """Bring what a step works with to the device.
 
         Args:
             gradients: of each parameter's rectangle; None leaves the parameter as it is.
-            hyperparameters: of each group. If step and lr are tensors, nothing is read back from them.
+            rows: of settings. If step and lr are tensors, nothing is read back from them.
             seed: of the optimizer's random words; None if nothing is rounded with them.
             draws: of each parameter, the number of the draw of its own words.
+            directions: of each of Muon's, bfloat16 of its shape, contiguous: `make_directions` writes what is
+                orthogonalized, and `update` reads what became of it.
 
         Raises:
             UnsupportedOperationError: it is captured in a CUDA graph, and no step has run since the last was.
@@ -282,14 +284,29 @@ class AdamLaunchPlan:
         given = self._gradients(gradients)
         codes = [0 if grad is None else GRADIENT_DTYPES.index(grad.dtype) + 1 for grad in given]
         addresses = [0 if grad is None else grad.data_ptr() for grad in given]
-        triples = zip(codes, addresses, draws or [0] * len(codes), strict=True)
-        self._upload([value for triple in triples for value in triple] + _settings(hyperparameters, seed))
+        none = [0] * len(codes)
+        directed = none if directions is None else [0 if each is None else each.data_ptr() for each in directions]
+        told = zip(codes, addresses, draws or none, directed, strict=True)
+        self._upload([value for parameter in told for value in parameter] + table_of(rows, seed))
         self._present = codes
-        self._correct(hyperparameters)
+        self._correct(rows)
 
     def exceeding(self, largest: float) -> Tensor:
         """`numerics.exceeds` of each gradient, float32 [parameters]; 0 where there is none."""
         return self._reading.exceeding(self._parts[0], self._present, largest)
+
+    def make_directions(self) -> None:
+        """Write what is orthogonalized of Muon's matrices into the `directions` that were taken. No state changes."""
+        present, _, _, _, settings = self._parts
+        for launch in self._first:
+            if launch.how.algorithm != Algorithm.MUON or launch.programs == 0:
+                continue
+            for code in self._codes_of(launch):
+                launch_kernel(
+                    kp.momentum_kernel, (launch.programs,), self.device,
+                    launch.table, launch.entries, present, settings, km.TYPES[GRADIENT_DTYPES[code - 1]], code,
+                    launch.how, num_warps=WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
 
     def update(self, skip: Tensor | None = None) -> None:
         """The first part of a step: everything that needs no reduced amaxes.
@@ -343,33 +360,42 @@ class AdamLaunchPlan:
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
-    def _correct(self, hyperparameters: Sequence[Hyperparameters]) -> None:
+    def _correct(self, rows: Sequence[SettingsRow]) -> None:
         """Where step and lr are on the device, fill in what follows from them there."""
-        steps = [h.step for h in hyperparameters if isinstance(h.step, Tensor)]
+        steps = [row.step for row in rows if isinstance(row.step, Tensor)]
         if not steps:
             return
         _, groups, decays, corrected, settings = self._parts
-        rates = [torch.as_tensor(h.lr, dtype=torch.float32, device=self.device) for h in hyperparameters]
+        rates = [self._float32(number) for row in rows for number in (row.lr, row.kept)]
         launch_kernel(
             km.corrections_kernel, (self.groups,), self.device,
             torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
-            len(ks.GROUP), len(ks.SETTINGS), ks.SETTINGS.index("correction1"), ks.SETTINGS.index("share"),
+            len(ks.GROUP), len(SETTINGS), *map(SETTINGS.index, ("correction1", "share", "kept")),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
+
+    def _float32(self, number: float | Tensor) -> Tensor:
+        if isinstance(number, Tensor):
+            return number.to(self.device, torch.float32)
+        return torch.full((), number, dtype=torch.float32, device=self.device)  # a copy from the host would wait
+
+    def _codes_of(self, launch: _KernelLaunch) -> list[int]:
+        """Of the dtypes of the gradients that there are."""
+        return sorted({self._present[number] for number in launch.members} - {0})
 
     def _run(self, launch: _KernelLaunch) -> None:
         if launch.programs == 0:
             return
         present, groups, _, _, settings = self._parts
         options = launch_options(launch.how)
-        if launch.kernel is ka.requantize_kernel:
+        if launch.kernel is kp.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch_kernel(
                 launch.kernel, grid, self.device,
                 launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options,
             )  # fmt: skip
             return
-        for code in sorted({self._present[number] for number in launch.members} - {0}):
+        for code in self._codes_of(launch):
             launch_kernel(
                 launch.kernel, (launch.programs,), self.device,
                 launch.table, launch.entries, present, groups, settings, self._skip,
@@ -404,7 +430,7 @@ class AdamLaunchPlan:
         host = torch.tensor(values, dtype=torch.int64, device="cpu")
         if capturing:  # what a graph copies from must live as long as it does, and cannot be allocated now
             if self._spare is None:
-                raise UnsupportedOperationError("FusedAdam.step in a CUDA graph: run a step between two captures")
+                raise UnsupportedOperationError("an optimizer's step in a CUDA graph: run a step between two captures")
             host, self._spare = self._spare.copy_(host), None
             self._captured.append(host)
         elif self._is_cuda:
@@ -414,7 +440,7 @@ class AdamLaunchPlan:
         self._sent = None if capturing else values
 
 
-def launch_options(how: ks.AdamKernelConfig) -> dict[str, Any]:
+def launch_options(how: ks.StepKernelConfig) -> dict[str, Any]:
     """Warps, and the most registers that a thread may use, so that several programs share a multiprocessor and one
     computes while another waits; there is no such bound where it would be too few.
 
@@ -428,26 +454,3 @@ def launch_options(how: ks.AdamKernelConfig) -> dict[str, Any]:
         return options
     options["maxnreg"] = 128 if words or how.rows > 16 or not how.aligned else 80
     return options
-
-
-def _settings(hyperparameters: Sequence[Hyperparameters], seed: int | None) -> list[int]:
-    """What stands of the groups in the table of a step; what lies on the device is filled in there."""
-    groups: list[int] = []
-    decays: list[float] = []
-    corrected: list[int] = []
-    floats: list[float] = []
-    for h in hyperparameters:
-        on_device = isinstance(h.step, Tensor)
-        groups += [seed or 0, 0 if on_device else int(h.step)]
-        beta1, beta2 = (struct.unpack("f", struct.pack("f", beta))[0] for beta in (h.beta1, h.beta2))
-        decays += [beta1, beta2, h.ema_decay]
-        corrected.append(int(h.bias_correction))
-        corrections = (0.0, 0.0) if on_device else tuple(float(c) for c in h.corrections)
-        l2, decay = (0.0, h.weight_decay) if h.decoupled else (h.weight_decay, 0.0)
-        lr = 0.0 if on_device else float(h.lr)
-        share = 0.0 if on_device else float(averages.share(h.ema_decay, h.step))
-        floats += [lr, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections, h.eps, l2, decay, h.largest_ratio, share]
-    floats += [0.0] * (len(floats) % 2)
-    as_int64 = struct.unpack(f"<{len(decays)}q", struct.pack(f"<{len(decays)}d", *decays))
-    pairs = struct.unpack(f"<{len(floats) // 2}q", struct.pack(f"<{len(floats)}f", *floats))
-    return [*groups, *as_int64, *corrected, *pairs]

@@ -4,7 +4,7 @@
 
 What differs between the tensors of a launch (addresses, shapes, the part of the global tensor) stands in a table on the
 device, what differs between steps in a second one, and what must be known when a kernel is compiled in
-`AdamKernelConfig`. The oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
+`StepKernelConfig`. The oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer.settings import SETTINGS
+from quantshard.kernels.optimizer.stored import Algorithm
 from quantshard.kernels.quantize import random_words as rw
-from quantshard.numerics.adam import ROLES
 from quantshard.numerics.states import StateKind
 
 ABSENT, PLAIN, REMAINDER, SCALED = (tl.constexpr(kind.value) for kind in StateKind)
+ADAM, LION, MUON = (tl.constexpr(algorithm.value) for algorithm in Algorithm)
 
 
 class StateConfig(NamedTuple):
@@ -50,13 +52,14 @@ class StateConfig(NamedTuple):
     writes: bool = False
 
 
-class AdamKernelConfig(NamedTuple):
+class StepKernelConfig(NamedTuple):
     """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
 
     `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
     `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
     their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
-    program beside this one; else they are kept. `bounded`: as for `numerics.adam.adam`.
+    program beside this one; else they are kept. `bounded`: as for `numerics.adam.adam`. `algorithm`: an `Algorithm`,
+    which keeps so many `states`.
     """
 
     rows: int
@@ -67,8 +70,10 @@ class AdamKernelConfig(NamedTuple):
     high: bool
     rereads: bool
     bounded: bool
-    exp_avg: StateConfig
-    exp_avg_sq: StateConfig
+    algorithm: int
+    states: int
+    state1: StateConfig
+    state2: StateConfig
     master: StateConfig
     weight: StateConfig
     columnwise: StateConfig
@@ -79,19 +84,16 @@ class AdamKernelConfig(NamedTuple):
 ENTRY: Final = ("parameter", "group", "rows", "cols", "row_origin", "col_origin", "width", "across", "first", "stream",
                 "key", "key_stream", "redo")  # fmt: skip
 SLOT: Final = ("codes", "scale", "stride", "second", "measured", "given", "new_second")
-EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT = (tl.constexpr(slot) for slot in range(len(ROLES)))
-COLUMNWISE: Final = tl.constexpr(len(ROLES))
-AVERAGE: Final = tl.constexpr(len(ROLES) + 1)
+STATE1, STATE2, MASTER, WEIGHT, COLUMNWISE, AVERAGE = (tl.constexpr(slot) for slot in range(6))
 COLUMNS: Final = tl.constexpr(len(ENTRY) + 6 * len(SLOT))
 _ENTRIES: Final = tl.constexpr(len(ENTRY))
 _SLOTS: Final = tl.constexpr(len(SLOT))
 
-# The table of a step: int64, for each parameter whether it has a gradient (and of which dtype), where, and the draw of
-# its own words; for each group the optimizer's seed and the step; and float32 for each group.
-GRADIENT: Final = ("dtype", "address", "draw")
+# The table of a step: int64, for each parameter whether it has a gradient (and of which dtype), where, the draw of its
+# own words and, of Muon's, where the orthogonalized momentum is; for each group the optimizer's seed and the step; and
+# float32 for each group.
+GRADIENT: Final = ("dtype", "address", "draw", "direction")
 GROUP: Final = ("seed", "step")
-SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
-                   "ratio", "share")  # fmt: skip
 GRADIENT_COLUMNS: Final = tl.constexpr(len(GRADIENT))
 GROUP_COLUMNS: Final = tl.constexpr(len(GROUP))
 SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))

@@ -1,4 +1,5 @@
-"""What kernels over many tensors are told of a parameter: where it and its states are, and how each is stored.
+"""What kernels over many tensors are told of a parameter: where it and its states are, how each is stored, by which
+formula it is stepped.
 
 No Triton is needed to say it.
 """
@@ -7,13 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from torch import Tensor
 
 from quantshard.formats import ALL, Copy, Format, QuantizedCopy, Scaling
-from quantshard.numerics.states import MASTER, WEIGHT, StateKind
+from quantshard.numerics import adam, lion, muon
+from quantshard.numerics.states import MASTER, WEIGHT, StateKind, StateSpec
 from quantshard.sharding import Shard
+
+
+class Algorithm(IntEnum):
+    """The formulas of `kernels.optimizer.formulas`."""
+
+    ADAM = 0
+    LION = 1
+    MUON = 2
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """What it keeps of a parameter beside the master."""
+        return (adam.STATES, lion.STATES, muon.STATES)[self]
 
 
 class MatrixRegion(NamedTuple):
@@ -72,13 +88,13 @@ StoredTensor = PlainTensor | ScaledTensor
 
 
 @dataclass(frozen=True)
-class AdamParameter:
+class StepParameter:
     """What a step reads and writes of a parameter.
 
-    `stored`: by role; without a master, the weight is read. `group`: number of the group of hyperparameters. `stream`:
-    number of the first of the four streams of random words (one for each role) under the optimizer's seed. A scaled
-    weight without a master is rounded with words of its own `key`, under the stream `key_stream`. `bounded`: as for
-    `numerics.adam.adam`.
+    `stored`: by role; without a master, the weight is read. `group`: number of its row of settings. `stream`: number of
+    the first of the streams of random words (one for each state, the master and the weight) under the optimizer's seed.
+    A scaled weight without a master is rounded with words of its own `key`, under the stream `key_stream`. `bounded`:
+    as for `numerics.adam.adam`.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -88,6 +104,13 @@ class AdamParameter:
     key: int = 0
     key_stream: int = 0
     bounded: bool = False
+    algorithm: Algorithm = Algorithm.ADAM
+
+    @property
+    def roles(self) -> list[str]:
+        """Of its two states, "" where it has but one, master and weight."""
+        first, second, *_ = *(spec.role for spec in self.algorithm.states), ""
+        return [first, second, MASTER, WEIGHT]
 
     @property
     def weight(self) -> StoredTensor:

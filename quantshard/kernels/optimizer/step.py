@@ -1,10 +1,8 @@
-"""Adam over many tensors: one launch reads and writes the states and weights of all parameters that are stored alike.
+"""Adam, Lion and Muon over many tensors: one launch reads and writes the states and weights of all parameters that are
+stored alike and stepped by one formula (`formulas`); then, where an average of the weights is kept, that of
+`numerics.averages.moved`. The tables that it works from: `states`.
 
-    m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
-    w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
-
-with the operations of `numerics.adam.adam`, in its order, and its bound on m where it has one; then, where an average
-of the weights is kept, that of `numerics.averages.moved`. The tables that it works from: `states`.
+Of Muon's matrices `momentum_kernel` first makes what is orthogonalized, and the step reads what became of it.
 
 A program takes a tile of whole scale blocks by the global block grid, so the new weight is quantized in the same pass.
 Where a scale derives from more than the tile (of a whole tensor or row, or of a block that ranks share), a pass
@@ -18,17 +16,20 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
+from quantshard.kernels.optimizer import formulas
 from quantshard.kernels.optimizer.states import (
     ABSENT,
     AVERAGE,
     COLUMNS,
     COLUMNWISE,
-    EXP_AVG,
-    EXP_AVG_SQ,
     GRADIENT_COLUMNS,
     GROUP_COLUMNS,
+    LION,
     MASTER,
+    MUON,
     SETTINGS_COLUMNS,
+    STATE1,
+    STATE2,
     WEIGHT,
     area_of,
     give_amaxes,
@@ -46,73 +47,9 @@ from quantshard.kernels.optimizer.states import (
 )
 
 
-def _quotient_by_root() -> str:
-    """PTX of a / (sqrt(b) + c) for four elements, each step rounded to nearest even.
-
-    The steps are those that the compiler takes for square roots and divisions: an approximation, and Newton's on
-    remainders that a fused multiply-add has exactly. They are right where none leaves the normal numbers, as for b in
-    [2**-101, 2**128), c in [0, 2**60] and |a| in [2**-60, 2**60]. The compiler asks that twice for each element, this
-    once for four; if it is not so, all four take the instructions for any numbers.
-    """
-    low_a, low_b, high_c = (127 - 60) << 24, (127 - 101) << 23, (127 + 60) << 23
-    lines = ["{.reg .pred p; .reg .b32 s, t, u, v; .reg .f32 d, e, h, q, r; mov.b32 u, 0; mov.b32 v, 0;"]
-    for a, b in zip(range(4, 8), range(8, 12), strict=True):
-        lines.append(f"mov.b32 s, ${a}; add.u32 s, s, s; sub.u32 s, s, {low_a}; max.u32 u, u, s;")
-        lines.append(f"mov.b32 t, ${b}; sub.u32 t, t, {low_b}; max.u32 v, v, t;")
-    lines.append(f"setp.gt.u32 p, u, {120 << 24}; setp.gt.or.u32 p, v, {(254 << 23) - low_b + 0x7FFFFF}, p;")
-    lines.append(f"mov.b32 s, $12; setp.gt.or.u32 p, s, {high_c}, p; @p bra ANY;")
-    for out, a, b, c in zip(range(4), range(4, 8), range(8, 12), range(12, 16), strict=True):
-        lines.append(f"rsqrt.approx.ftz.f32 r, ${b}; mul.ftz.f32 q, ${b}, r; mul.ftz.f32 r, r, 0f3F000000;")
-        lines.append(f"neg.f32 e, q; fma.rn.f32 e, e, q, ${b}; fma.rn.f32 d, e, r, q; add.rn.f32 d, d, ${c};")
-        lines.append("rcp.approx.ftz.f32 r, d; neg.f32 e, d; fma.rn.f32 h, e, r, 0f3F800000; fma.rn.f32 r, r, h, r;")
-        lines.append(f"mul.rn.f32 q, ${a}, r; fma.rn.f32 h, e, q, ${a}; fma.rn.f32 ${out}, r, h, q;")
-    lines.append("bra DONE; ANY:")
-    for out, a, b, c in zip(range(4), range(4, 8), range(8, 12), range(12, 16), strict=True):
-        lines.append(f"sqrt.rn.f32 d, ${b}; add.rn.f32 d, d, ${c}; div.rn.f32 ${out}, ${a}, d;")
-    return "".join([*lines, "DONE:}"])
-
-
-QUOTIENT_BY_ROOT = tl.constexpr(_quotient_by_root())
-
-
 @triton.jit
-def quotient_by_root(a, b, c):
-    """a / (sqrt(b) + c), each step rounded to nearest even; float32 tiles a and b, a scalar c."""
-    if ql.INTERPRETED:
-        return tl.div_rn(a, tl.sqrt_rn(b) + c)
-    else:
-        return tl.inline_asm_elementwise(
-            QUOTIENT_BY_ROOT, "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f", [a, b, c], tl.float32, is_pure=True, pack=4
-        )
-
-
-@triton.jit
-def updated(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
-    """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
-    lr, beta1, rest1 = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
-    beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
-    correction1, correction2 = tl.load(settings + 5), tl.load(settings + 6)
-    eps, l2, decay = tl.load(settings + 7), tl.load(settings + 8), tl.load(settings + 9)
-    if l2 != 0:
-        grad = grad + l2 * master
-    if BOUNDED:
-        limit = tl.load(settings + 10) * tl.sqrt_rn(exp_avg_sq)
-        exp_avg = tl.where(exp_avg > limit, limit, exp_avg)
-        exp_avg = tl.where(exp_avg < -limit, -limit, exp_avg)
-    exp_avg = beta1 * exp_avg + rest1 * grad
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
-    update = quotient_by_root(exp_avg * correction1, exp_avg_sq * correction2, eps)
-    if eps < 2.0**-60:
-        update = tl.where(exp_avg_sq == 0, 0.0, update)
-    if decay != 0:
-        update = update + decay * master
-    master = master - lr * update
-    return master, exp_avg, exp_avg_sq
-
-
-@triton.jit
-def key_of(entry, gradients, groups, role, OWN: tl.constexpr):
-    """Names the words of a role: the optimizer's, or a draw of the weight's own key."""
+def key_of(entry, gradients, groups, number, OWN: tl.constexpr):
+    """Names the words of what is stored: of the optimizer's by its number, or a draw of the weight's own key."""
     if OWN:
         key = tl.load(entry + 10)
         draw = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 2)
@@ -120,49 +57,47 @@ def key_of(entry, gradients, groups, role, OWN: tl.constexpr):
     else:
         group = groups + tl.load(entry + 1) * GROUP_COLUMNS
         key, draw = tl.load(group), tl.load(group + 1)
-        stream = tl.load(entry + 9) + role
+        stream = tl.load(entry + 9) + number
     return key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF, stream, tl.load(entry + 6)
 
 
 @triton.jit
 def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, H: tl.constexpr):
     """Read, update and write the states of a tile; its new weights, float32."""
-    M: tl.constexpr = H.exp_avg
-    V: tl.constexpr = H.exp_avg_sq
+    ONE: tl.constexpr = H.state1
+    TWO: tl.constexpr = H.state2
     W: tl.constexpr = H.master
     A: tl.constexpr = H.average
     C: tl.constexpr = H.weight
-    grad_address = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 1)
-    grad = load_plain(grad_address, tile, GRAD, H)
-    exp_avg = read_state(entry, EXP_AVG, tile, area, M, H)
-    exp_avg_sq = read_state(entry, EXP_AVG_SQ, tile, area, V, H)
+    own = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+    given = gradients + tl.load(entry) * GRADIENT_COLUMNS
+    grad = load_plain(tl.load(given + 1), tile, GRAD, H)
+    state1 = read_state(entry, STATE1, tile, area, ONE, H)
+    if TWO.kind != ABSENT:
+        state2 = read_state(entry, STATE2, tile, area, TWO, H)
     master = (
         read_state(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read_state(entry, WEIGHT, tile, area, C, H)
     )
-    master, exp_avg, exp_avg_sq = updated(
-        grad, master, exp_avg, exp_avg_sq, settings + tl.load(entry + 1) * SETTINGS_COLUMNS, H.bounded
-    )
-    key = key_of(entry, gradients, groups, EXP_AVG, False)  # of both moments
-    words = state_words(key, tile, M if M.stochastic else V, H)
-    measure(exp_avg, entry, EXP_AVG, tile, area, M, H)
-    write_state(exp_avg, entry, EXP_AVG, tile, area, words, M, H)
-    measure(exp_avg_sq, entry, EXP_AVG_SQ, tile, area, V, H)
-    write_state(exp_avg_sq, entry, EXP_AVG_SQ, tile, area, swap_halves(words) if V.stochastic else 0, V, H)
+    if H.algorithm == LION:
+        master, state1 = formulas.lion(grad, master, state1, own)
+    elif H.algorithm == MUON:
+        state1 = formulas.momentum(grad, state1, own)
+        master = formulas.muon(master, load_plain(tl.load(given + 3), tile, tl.bfloat16, H), own)
+    else:
+        master, state1, state2 = formulas.adam(grad, master, state1, state2, own, H.bounded)
+    key = key_of(entry, gradients, groups, 0, False)  # of both states
+    words = state_words(key, tile, ONE if ONE.stochastic else TWO, H)
+    measure(state1, entry, STATE1, tile, area, ONE, H)
+    write_state(state1, entry, STATE1, tile, area, words, ONE, H)
+    if TWO.kind != ABSENT:
+        measure(state2, entry, STATE2, tile, area, TWO, H)
+        write_state(state2, entry, STATE2, tile, area, swap_halves(words) if TWO.stochastic else 0, TWO, H)
     measure(master, entry, MASTER, tile, area, W, H)
-    write_state(
-        master,
-        entry,
-        MASTER,
-        tile,
-        area,
-        state_words(key_of(entry, gradients, groups, MASTER, False), tile, W, H),
-        W,
-        H,
-    )
+    key = key_of(entry, gradients, groups, H.states, False)
+    write_state(master, entry, MASTER, tile, area, state_words(key, tile, W, H), W, H)
     if A.kind != ABSENT:
         average = read_state(entry, AVERAGE, tile, area, A, H)
-        share = tl.load(settings + tl.load(entry + 1) * SETTINGS_COLUMNS + 11)
-        write_state(average + (master - average) * share, entry, AVERAGE, tile, area, 0, A, H)
+        write_state(average + (master - average) * tl.load(own + 11), entry, AVERAGE, tile, area, 0, A, H)
     return master
 
 
@@ -179,7 +114,20 @@ def swap_halves(words):
 
 
 @triton.jit
-def adam_kernel(
+def tiles_of(entry, H: tl.constexpr):
+    """The rectangle of an entry; of this program's tiles, which lie below each other: the first row, the end, the
+    column."""
+    area = area_of(entry, H.aligned)
+    across = tl.load(entry + 7).to(tl.int32)
+    number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
+    HEIGHT: tl.constexpr = H.rows * H.chunks
+    row = (area.row_origin // HEIGHT + number // across) * HEIGHT
+    col = (area.col_origin // H.cols + number % across) * H.cols
+    return area, row, tl.minimum(row + HEIGHT, area.row_origin + area.rows), col
+
+
+@triton.jit
+def step_kernel(
     entries, entry_of_program, gradients, groups, settings, skip, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
@@ -189,18 +137,42 @@ def adam_kernel(
     entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
     if tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS) != GRAD_CODE:
         return
-    area = area_of(entry, H.aligned)
-    across = tl.load(entry + 7).to(tl.int32)
-    number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
-    HEIGHT: tl.constexpr = H.rows * H.chunks
-    row = (area.row_origin // HEIGHT + number // across) * HEIGHT
-    col = (area.col_origin // H.cols + number % across) * H.cols
+    area, row, end, col = tiles_of(entry, H)
     told = (entry, gradients, groups, settings)
-    end = tl.minimum(row + HEIGHT, area.row_origin + area.rows)
     if H.high:
         update_high(row, end, col, area, told, GRAD, H)
     else:
         update_low(row, end, col, area, told, GRAD, H)
+
+
+@triton.jit
+def momentum_kernel(
+    entries, entry_of_program, gradients, settings, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr, H: tl.constexpr
+):
+    """Write what is orthogonalized of matrices, bfloat16, rounded to nearest even, where their steps will read what
+    became of it. No state changes."""
+    ONE: tl.constexpr = H.state1
+    ROWS: tl.constexpr = H.rows
+    entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
+    given = gradients + tl.load(entry) * GRADIENT_COLUMNS
+    if tl.load(given) != GRAD_CODE:
+        return
+    area, row, end, col = tiles_of(entry, H)
+    own = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+    while row < end:
+        tile = tile_at(row, col, area, H.rows, H.cols)
+        grad = load_plain(tl.load(given + 1), tile, GRAD, H)
+        buffer = formulas.momentum(grad, read_state(entry, STATE1, tile, area, ONE, H), own)
+        bits = even_bfloat16(formulas.nesterov(grad, buffer, own))
+        tl.store(pointer(tl.load(given + 3), tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid)
+        row += ROWS
+
+
+@triton.jit
+def even_bfloat16(x):
+    """Bits, int16; ties to even, as PyTorch casts. By bits, as the interpreter loses subnormal bfloat16s."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
@@ -210,7 +182,7 @@ def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     D: tl.constexpr = H.columnwise
     ROWS: tl.constexpr = H.rows
     entry, gradients, groups, settings = told
-    key = key_of(entry, gradients, groups, WEIGHT, C.own_words)
+    key = key_of(entry, gradients, groups, H.states + 1, C.own_words)
     top = no_amaxes(H)
     while row < end:
         tile = tile_at(row, col, area, H.rows, H.cols)
@@ -232,7 +204,7 @@ def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     CHUNKS: tl.constexpr = H.chunks
     ACROSS: tl.constexpr = H.cols // C.cols
     entry, gradients, groups, settings = told
-    key = key_of(entry, gradients, groups, WEIGHT, C.own_words)
+    key = key_of(entry, gradients, groups, H.states + 1, C.own_words)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
     kept = ()
     if H.rereads:

@@ -1,0 +1,114 @@
+"""The formulas of optimizers on float32 tiles, with the operations of `numerics`, in their order.
+
+What they read of `settings` are the columns of `states.SETTINGS`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantshard.kernels import language as ql
+
+
+def _quotient_by_root() -> str:
+    """PTX of a / (sqrt(b) + c) for four elements, each step rounded to nearest even.
+
+    The steps are those that the compiler takes for square roots and divisions: an approximation, and Newton's on
+    remainders that a fused multiply-add has exactly. They are right where none leaves the normal numbers, as for b in
+    [2**-101, 2**128), c in [0, 2**60] and |a| in [2**-60, 2**60]. The compiler asks that twice for each element, this
+    once for four; if it is not so, all four take the instructions for any numbers.
+    """
+    low_a, low_b, high_c = (127 - 60) << 24, (127 - 101) << 23, (127 + 60) << 23
+    lines = ["{.reg .pred p; .reg .b32 s, t, u, v; .reg .f32 d, e, h, q, r; mov.b32 u, 0; mov.b32 v, 0;"]
+    for a, b in zip(range(4, 8), range(8, 12), strict=True):
+        lines.append(f"mov.b32 s, ${a}; add.u32 s, s, s; sub.u32 s, s, {low_a}; max.u32 u, u, s;")
+        lines.append(f"mov.b32 t, ${b}; sub.u32 t, t, {low_b}; max.u32 v, v, t;")
+    lines.append(f"setp.gt.u32 p, u, {120 << 24}; setp.gt.or.u32 p, v, {(254 << 23) - low_b + 0x7FFFFF}, p;")
+    lines.append(f"mov.b32 s, $12; setp.gt.or.u32 p, s, {high_c}, p; @p bra ANY;")
+    for out, a, b, c in zip(range(4), range(4, 8), range(8, 12), range(12, 16), strict=True):
+        lines.append(f"rsqrt.approx.ftz.f32 r, ${b}; mul.ftz.f32 q, ${b}, r; mul.ftz.f32 r, r, 0f3F000000;")
+        lines.append(f"neg.f32 e, q; fma.rn.f32 e, e, q, ${b}; fma.rn.f32 d, e, r, q; add.rn.f32 d, d, ${c};")
+        lines.append("rcp.approx.ftz.f32 r, d; neg.f32 e, d; fma.rn.f32 h, e, r, 0f3F800000; fma.rn.f32 r, r, h, r;")
+        lines.append(f"mul.rn.f32 q, ${a}, r; fma.rn.f32 h, e, q, ${a}; fma.rn.f32 ${out}, r, h, q;")
+    lines.append("bra DONE; ANY:")
+    for out, a, b, c in zip(range(4), range(4, 8), range(8, 12), range(12, 16), strict=True):
+        lines.append(f"sqrt.rn.f32 d, ${b}; add.rn.f32 d, d, ${c}; div.rn.f32 ${out}, ${a}, d;")
+    return "".join([*lines, "DONE:}"])
+
+
+QUOTIENT_BY_ROOT = tl.constexpr(_quotient_by_root())
+
+
+@triton.jit
+def quotient_by_root(a, b, c):
+    """a / (sqrt(b) + c), each step rounded to nearest even; float32 tiles a and b, a scalar c."""
+    if ql.INTERPRETED:
+        return tl.div_rn(a, tl.sqrt_rn(b) + c)
+    else:
+        return tl.inline_asm_elementwise(
+            QUOTIENT_BY_ROOT, "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f", [a, b, c], tl.float32, is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def adam(grad, master, exp_avg, exp_avg_sq, settings, BOUNDED: tl.constexpr):
+    """One step of `numerics.adam.adam` on float32 tiles: new master, exp_avg and exp_avg_sq; zero outside."""
+    lr, beta1, rest1 = tl.load(settings), tl.load(settings + 1), tl.load(settings + 2)
+    beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
+    correction1, correction2 = tl.load(settings + 5), tl.load(settings + 6)
+    eps, l2, decay = tl.load(settings + 7), tl.load(settings + 8), tl.load(settings + 9)
+    if l2 != 0:
+        grad = grad + l2 * master
+    if BOUNDED:
+        limit = tl.load(settings + 10) * tl.sqrt_rn(exp_avg_sq)
+        exp_avg = tl.where(exp_avg > limit, limit, exp_avg)
+        exp_avg = tl.where(exp_avg < -limit, -limit, exp_avg)
+    exp_avg = beta1 * exp_avg + rest1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * grad * grad
+    update = quotient_by_root(exp_avg * correction1, exp_avg_sq * correction2, eps)
+    if eps < 2.0**-60:
+        update = tl.where(exp_avg_sq == 0, 0.0, update)
+    if decay != 0:
+        update = update + decay * master
+    master = master - lr * update
+    return master, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def lion(grad, master, exp_avg, settings):
+    """One step of `numerics.lion.lion`: new master and exp_avg; zero outside."""
+    lr, decay = tl.load(settings), tl.load(settings + 9)
+    beta1, rest1 = tl.load(settings + 1), tl.load(settings + 2)
+    beta2, rest2 = tl.load(settings + 3), tl.load(settings + 4)
+    mean = beta1 * exp_avg + rest1 * grad
+    update = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, 0.0))
+    if decay != 0:
+        update = update + decay * master
+    return master - lr * update, beta2 * exp_avg + rest2 * grad
+
+
+@triton.jit
+def momentum(grad, buffer, settings):
+    """The new buffer of `numerics.muon.momentum`."""
+    return between(buffer, grad, tl.load(settings + 1), tl.load(settings + 2))
+
+
+@triton.jit
+def nesterov(grad, buffer, settings):
+    """The update of `numerics.muon.momentum` from its new buffer: what is orthogonalized."""
+    update = between(grad, buffer, tl.load(settings + 3), tl.load(settings + 4))
+    return tl.where(tl.load(settings + 13) != 0, update, buffer)
+
+
+@triton.jit
+def between(start, end, weight, rest):
+    """`numerics.muon` between two tiles; `rest`: 1 less the weight."""
+    way = end - start
+    return tl.where(weight < 0.5, start + weight * way, end - rest * way)
+
+
+@triton.jit
+def muon(master, direction, settings):
+    """`numerics.muon.muon`, of a rate that is adjusted to the matrix."""
+    return master * tl.load(settings + 12) - tl.load(settings) * direction

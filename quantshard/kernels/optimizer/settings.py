@@ -1,0 +1,97 @@
+"""The numbers of a step as kernels over many tensors read them: one row for each group or, where they depend on shapes
+too, as Muon's, for each shape in it. No Triton is needed to say them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from quantshard.numerics import averages
+from quantshard.numerics.adam import Hyperparameters, float32
+from quantshard.numerics.lion import LionSettings
+from quantshard.numerics.muon import MuonSettings
+
+SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
+                   "ratio", "share", "kept", "nesterov")  # fmt: skip
+"""The columns, float32; of Muon's, the betas are the weights of its two interpolations."""
+
+
+@dataclass(frozen=True)
+class SettingsRow:
+    """Of one row: what the host knows by column, and what may lie on the device (`step`, int64 there, `lr`, `kept`).
+
+    `kept`: what Muon's weight decay leaves of a master. `betas`: whose powers correct Adam's moments, if `corrects`.
+    `ema_decay`: of averages of the weights.
+    """
+
+    step: int | Tensor
+    lr: float | Tensor
+    columns: Mapping[str, float]
+    kept: float | Tensor = 1.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    corrects: bool = False
+    ema_decay: float = 0.0
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device fills in what follows from step and lr."""
+        return isinstance(self.step, Tensor)
+
+
+def adam_row(h: Hyperparameters) -> SettingsRow:
+    """Of a group of Adam's."""
+    betas = float32(h.beta1), float32(h.beta2)
+    l2, decay = (0.0, h.weight_decay) if h.decoupled else (h.weight_decay, 0.0)
+    columns = {**_shares(*betas), "eps": h.eps, "l2": l2, "decay": decay, "ratio": h.largest_ratio}
+    if not isinstance(h.step, Tensor):
+        columns |= dict(zip(("correction1", "correction2"), map(float, h.corrections), strict=True))
+    return SettingsRow(h.step, h.lr, columns, betas=betas, corrects=h.bias_correction, ema_decay=h.ema_decay)
+
+
+def lion_row(settings: LionSettings, step: int | Tensor, ema_decay: float) -> SettingsRow:
+    """Of a group of Lion's."""
+    columns = {**_shares(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
+    return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
+
+
+def muon_row(settings: MuonSettings, step: int | Tensor, ema_decay: float, shape: tuple[int, ...]) -> SettingsRow:
+    """Of the matrices of this (global) shape in a group of Muon's."""
+    columns = {**_shares(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
+    return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
+
+
+def _shares(beta1: float, beta2: float) -> dict[str, float]:
+    return {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2}
+
+
+def table_of(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
+    """What stands of them in the table of a step, int64: seeds and steps, decays, whether moments are corrected, and
+    the columns, two in one; what lies on the device is filled in there."""
+    steps = [0 if isinstance(row.step, Tensor) else int(row.step) for row in rows]
+    decays = [decay for row in rows for decay in (*row.betas, row.ema_decay)]
+    floats = [value for row in rows for value in _floats(row)]
+    floats += [0.0] * (len(floats) % 2)
+    return [
+        *(value for step in steps for value in (seed or 0, step)),
+        *_as_int64("d", decays),
+        *(int(row.corrects) for row in rows),
+        *_as_int64("f", floats),
+    ]
+
+
+def _floats(row: SettingsRow) -> Iterable[float]:
+    told = dict(row.columns)
+    if not isinstance(row.step, Tensor):
+        assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
+        told |= {"lr": float(row.lr), "kept": float(row.kept), "share": float(averages.share(row.ema_decay, row.step))}
+    return (told.get(name, 0.0) for name in SETTINGS)
+
+
+def _as_int64(kind: str, values: Sequence[float]) -> tuple[int, ...]:
+    data = struct.pack(f"<{len(values)}{kind}", *values)
+    return struct.unpack(f"<{len(data) // 8}q", data)

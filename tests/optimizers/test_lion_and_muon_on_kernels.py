@@ -1,0 +1,172 @@
+"""Lion and Muon whose steps run in kernels have the bits, counts and errors of those in plain PyTorch.
+
+On a machine without a GPU Triton's interpreter runs the kernels. What is alike for all optimizers with kernels (plans,
+what they do not take, steps in a row that are skipped) is in `test_on_kernels.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from quantshard.numerics.lion import LionSettings
+from quantshard.optimizers import Lion, Muon, step
+from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from tests.covering import in_turns
+from tests.distributed.models import RECIPES
+from tests.distributed.test_fused_adam import MASTERS, MOMENTS
+from tests.interpreter import kernels_on
+from tests.optimizers import test_on_kernels as of_adam
+from tests.optimizers.test_on_kernels import DEVICE, _count_writes, _fast, differing, everything, random, set_grads
+
+__all__ = ["_count_writes", "_fast"]  # fixtures
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
+
+Params = dict[str, nn.Parameter]
+MATRICES, OTHERS = ["quantized", "bf16", "fp16", "fp32", "again"], ["vector", "cube", "scalar"]
+
+
+def lion(params: Params, moment: torch.dtype, **options: Any) -> Lion:
+    named = list(params.items())
+    groups = [{"params": named[:5], "weight_decay": 0.1}, {"params": named[5:], "lr": 0.05, "betas": (0.5, 0.9)}]
+    return Lion(groups, lr=0.01, exp_avg_dtype=moment, **options)
+
+
+def muon(params: Params, moment: torch.dtype, **options: Any) -> Muon:
+    """Three groups: matrices of several shapes under one rate, and with other numbers; the rest is AdamW's."""
+    first = [(name, params[name]) for name in MATRICES[:3]]
+    second = [(name, params[name]) for name in MATRICES[3:]]
+    groups = [
+        {"params": first},
+        {"params": [(name, params[name]) for name in OTHERS], "algorithm": "adamw", "lr": 0.01},
+        {"params": second, "lr": 0.05, "momentum": 0.3, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+    ]
+    return Muon(groups, lr=0.02, momentum_buffer_dtype=moment, **options)
+
+
+BUILDERS: Mapping[str, Callable[..., KernelOptimizer]] = {"lion": lion, "muon": muon}
+
+
+def planned(optimizer: KernelOptimizer) -> int:
+    """How many parameters kernels take; nothing of them is left to PyTorch."""
+    kernels = [optimizer._kernels]
+    kernels += [bucket.kernels for bucket in optimizer._buckets] if isinstance(optimizer, Muon) else []
+    assert all(each._left == set() and not each._work and not each._directions for each in kernels)
+    return sum(len(plan.places) for each in kernels for plan in each._planned)
+
+
+def train(name: str, recipe: str, *devices: str, **options: Any) -> tuple[dict[str, Any], int]:
+    """Four steps: the second is skipped, the third lacks gradients of a matrix and a vector."""
+    params, _ = of_adam.build(recipe)
+    optimizer = BUILDERS[name](params, **options)
+    with kernels_on(*devices):
+        for number in range(4):
+            set_grads(params, number)
+            if number == 1:
+                params["fp32"].grad[1, 1] = float("nan")  # type: ignore[index]
+            if number == 2:
+                params["fp16"].grad = params["vector"].grad = None
+            optimizer.step()
+    assert optimizer.skipped_steps == 1
+    return everything(params, optimizer), planned(optimizer)
+
+
+def check(name: str, recipe: str, masters: str, moments: str, **options: Any) -> None:
+    options = {**MASTERS[masters], "moment": MOMENTS[moments], **options}
+    expected, none = train(name, recipe, **options)
+    found, taken = train(name, recipe, DEVICE, **options)
+    assert (none, taken) == (0, 8)
+    assert not differing(found, expected)
+
+
+CELLS = in_turns(RECIPES, MASTERS, [*MOMENTS])
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    ("recipe", "masters", "moments"),
+    [
+        pytest.param(*cell, marks=() if at % 5 == at // 5 % 5 else pytest.mark.exhaustive)
+        for at, cell in enumerate(CELLS)
+    ],
+)
+def test_a_step_has_the_bits_of_pytorch(name: str, recipe: str, masters: str, moments: str) -> None:
+    check(name, recipe, masters, moments)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lion", {"capturable": True, "ema_decay": 0.9}),
+        ("muon", {"capturable": True, "ema_decay": 0.9, "nesterov": False}),
+        ("muon", {"nesterov": False, "momentum": 0.0}),
+    ],
+)
+def test_numbers_on_the_device_and_averages(name: str, options: dict[str, Any]) -> None:
+    check(name, "block", "fp32", "bf16", **options)
+
+
+def test_rates_change_from_step_to_step() -> None:
+    """As tensors too, which a captured step reads."""
+    for name, build in BUILDERS.items():
+        results = []
+        for capturable, devices in ((False, ()), (False, (DEVICE,)), (True, (DEVICE,))):
+            params, _ = of_adam.build("current")
+            optimizer = build(params, torch.float32, capturable=capturable)
+            with kernels_on(*devices):
+                for number in range(3):
+                    for group in optimizer.param_groups:
+                        rate = 0.1 / (number + 3)
+                        group["lr"] = torch.full_like(group["lr"], rate) if capturable else rate
+                    set_grads(params, number)
+                    optimizer.step()
+            states = {key: value for key, value in everything(params, optimizer).items() if key[0] not in "012"}
+            results.append(states)
+        assert not differing(*results[:2]), name
+        assert not differing(*results[1:]), name
+
+
+def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
+    """A subclass of Lion with another update is stepped by that."""
+
+    class Halved(Lion):
+        def update(
+            self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
+        ) -> step.Update:
+            new, kept = super().update(param, grad, master, states, settings)
+            return (master + new) / 2, kept
+
+    moved = []
+    for of in (Lion, Halved):
+        param = nn.Parameter(random(4, 16, seed=1).to(DEVICE))
+        before = param.detach().clone()
+        optimizer = of([param], lr=0.5)
+        param.grad = random(4, 16, seed=2).to(DEVICE)
+        with kernels_on(DEVICE):
+            optimizer.step()
+        assert bool(optimizer._kernels._planned) == (of is Lion)
+        moved.append((before - param.detach()).abs().amax().item())
+    assert moved == pytest.approx([0.5, 0.25])
+
+
+def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
+    """Other matrices have gradients in another step, so other buckets are made; a graph holds tables of the former."""
+    params, _ = of_adam.build("current")
+    optimizer = muon(params, torch.float32)
+    with kernels_on(DEVICE):
+        set_grads(params, 0)
+        optimizer.step()
+        [former] = [bucket.kernels for bucket in optimizer._buckets]
+        former._planned[0].plan._captured.append(torch.zeros(1))
+        for number, still in ((1, "fp32"), (2, "bf16")):
+            set_grads(params, number)
+            params[still].grad = None
+            optimizer.step()
+    assert optimizer._captured == [former]
