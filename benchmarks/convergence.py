@@ -38,7 +38,7 @@ from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
 from quantshard.presets import PRESETS, StateOptions
-from quantshard.recipe import Gemm, Recipe, TensorRole
+from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.trainer import data
 from quantshard.trainer.loop import learning_rate
@@ -106,27 +106,15 @@ def muon(model: nn.Module, settings: TrainSettings) -> torch.optim.Optimizer:
     return make_optimizer(model, replace(settings, optimizer="muon"))
 
 
-def mixed(label: str, forward: Recipe, backward: Recipe) -> Recipe:
-    """The weights and inputs of one recipe, and in backward the inputs and gradients of another."""
-    kept = {key: cell for key, cell in forward.table.items() if key[1] is Gemm.FPROP or key[0] is TensorRole.WEIGHT}
-    return recipes.TableRecipe(label, {**backward.table, **kept})
-
-
-def without(name: str, gemm: Gemm) -> Recipe:
-    """A recipe whose inputs and gradients of one GEMM are not quantized."""
-    table = recipes.resolve(name).table.items()
-    kept = {key: cell for key, cell in table if key[1] is not gemm or key[0] is TensorRole.WEIGHT}
-    return recipes.TableRecipe(f"{name} bf16-{gemm.value}", kept)
-
-
 NVFP4 = recipes.NVFP4BlockScaling
 NVFP4_VARIANTS = {
     "no-transform": NVFP4(disable_rht=True),
     "to-nearest": NVFP4(disable_stochastic_rounding=True),
     "weights-by-rows": NVFP4(disable_2d_quantization=True),
-    "mxfp8-backward": mixed("nvfp4 mxfp8-backward", NVFP4(), recipes.resolve("mxfp8")),
-    "mxfp8-forward": mixed("nvfp4 mxfp8-forward", recipes.resolve("mxfp8"), NVFP4()),
-    **{f"bf16-{gemm.value}": without("nvfp4", gemm) for gemm in (Gemm.DGRAD, Gemm.WGRAD)},
+    "mxfp8-backward": recipes.resolve("nvfp4/dgrad:mxfp8/wgrad:mxfp8"),
+    "mxfp8-forward": recipes.resolve("mxfp8/dgrad:nvfp4/wgrad:nvfp4"),
+    "bf16-dgrad": recipes.resolve("nvfp4/dgrad:bf16"),
+    "bf16-wgrad": recipes.resolve("nvfp4/wgrad:bf16"),
 }
 """NVFP4 less one of its parts: which of them costs what it loses."""
 

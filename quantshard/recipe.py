@@ -11,13 +11,13 @@ the table above with the summed dim last, so the wgrad operands are quantized fr
 stored once, so its two entries are one row: one with square blocks, which is its own transpose, one with two copies, or
 one with blocks along its rows, whose values dgrad reads (the fallback "turned").
 
-The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `TableRecipe` is another.
+The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `MixedRecipe` takes
+operands of some GEMMs from another one, and `TableRecipe` is any table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 
@@ -27,23 +27,15 @@ from quantshard import formats
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
-from quantshard.recipe_arguments import RecipePredicates, check_fixed, check_scalings, fixed
-
-
-class Gemm(str, Enum):
-    """The three matrix products of a linear layer."""
-
-    FPROP = "fprop"
-    DGRAD = "dgrad"
-    WGRAD = "wgrad"
-
-
-class TensorRole(str, Enum):
-    """What a quantized operand is."""
-
-    WEIGHT = "weight"
-    INPUT = "input"
-    GRAD_OUTPUT = "grad_output"
+from quantshard.recipe_arguments import check_fixed, check_scalings, fixed
+from quantshard.recipe_table import Cell as Cell
+from quantshard.recipe_table import CellPair as CellPair
+from quantshard.recipe_table import Gemm as Gemm
+from quantshard.recipe_table import Recipe as Recipe
+from quantshard.recipe_table import Table as Table
+from quantshard.recipe_table import TableRecipe as TableRecipe
+from quantshard.recipe_table import TensorRole as TensorRole
+from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
 class ElementFormats(str, Enum):
@@ -89,46 +81,6 @@ def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
     return frozenset(gemm for gemm, how in zip(Gemm, params, strict=True) if not how.use_split_accumulator)
 
 
-_HISTORY_MARK = "+hist"
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One entry of a recipe's table: the format row, and how scales are chosen and values rounded."""
-
-    format: formats.Format
-    scaling: Scaling = field(default_factory=Scaling)
-
-    def __hash__(self) -> int:
-        """That of what tells most cells apart: caches ask for it in each call."""
-        return hash((self.format.name, self.scaling.history))
-
-    @property
-    def tag(self) -> str:
-        """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""
-        return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
-
-    def __str__(self) -> str:
-        given = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
-        options = [f"{name}={value}" for name, value, plain in given if value != plain]
-        return self.tag + (f" ({', '.join(options)})" if options else "")
-
-
-class CellPair(tuple[Cell | None, Cell | None]):
-    """The cells of an input's or gradient's two GEMMs; hashed by identity: each call asks caches for it."""
-
-    __hash__ = object.__hash__
-
-
-def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
-    """The format that a `Cell.tag` names, None if it names none; and whether past amaxes are kept with it."""
-    name = tag.removesuffix(_HISTORY_MARK)
-    return formats.FORMATS.get(name), name != tag
-
-
-Table = Mapping[tuple[TensorRole, Gemm], Cell]
-
-
 def _table(weight: Cell, input_fprop: Cell, input_wgrad: Cell, grad_dgrad: Cell, grad_wgrad: Cell) -> Table:
     return {
         (TensorRole.WEIGHT, Gemm.FPROP): weight,
@@ -138,75 +90,6 @@ def _table(weight: Cell, input_fprop: Cell, input_wgrad: Cell, grad_dgrad: Cell,
         (TensorRole.GRAD_OUTPUT, Gemm.DGRAD): grad_dgrad,
         (TensorRole.GRAD_OUTPUT, Gemm.WGRAD): grad_wgrad,
     }
-
-
-@dataclass(frozen=True)
-class Recipe(RecipePredicates):
-    """Base of all recipes. Subclasses are frozen dataclasses that derive `table` from their fields."""
-
-    @property
-    def name(self) -> str:
-        """The short name by which the recipe is asked for and printed."""
-        raise NotImplementedError
-
-    @cached_property
-    def table(self) -> Table:
-        """(role, GEMM) -> cell; entries that are missing stay in high precision."""
-        raise NotImplementedError
-
-    @cached_property
-    def fast_gemms(self) -> frozenset[Gemm]:
-        """GEMMs that need not sum in float32; see `MMParams`."""
-        return frozenset()
-
-    @cached_property
-    def weight(self) -> Cell | None:
-        """How weights are stored, or None if they stay in high precision."""
-        cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
-        if len(cells) != 1:
-            raise ConfigurationError(
-                f"recipe {self.name!r} names two formats for weights ({cells}), but a weight is stored once; give both "
-                "entries one row: with square blocks, or with a rowwise and a columnwise copy"
-            )
-        cell = cells.pop()
-        if cell is not None:
-            self._check_weight(cell)
-        return cell
-
-    def _check_weight(self, cell: Cell) -> None:
-        scaling = cell.scaling
-        if scaling.stochastic_rounding or scaling.random_hadamard:
-            raise ConfigurationError(
-                f"recipe {self.name!r}: weights are rounded to nearest and not transformed; leave stochastic_rounding "
-                "and random_hadamard to activations and gradients"
-            )
-        if scaling.history and any(copy.block != (formats.ALL, formats.ALL) for copy in cell.format.copies.values()):
-            raise ConfigurationError(
-                f"recipe {self.name!r}: an amax history gives one scale for the whole tensor, but {cell.format.name} "
-                "has blocks; use a per-tensor format with it"
-            )
-
-    @cached_property
-    def activations(self) -> Mapping[TensorRole, CellPair]:
-        """How an input and an output gradient are quantized: as it stands, and for wgrad."""
-        first, find = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}, self.table.get
-        return {role: CellPair((find((role, gemm)), find((role, Gemm.WGRAD)))) for role, gemm in first.items()}
-
-    @cached_property
-    def histories(self) -> Mapping[TensorRole, int]:
-        """The lengths of the amax histories that it needs of inputs and output gradients."""
-        read = {role: [cell.scaling.history for cell in pair if cell] for role, pair in self.activations.items()}
-        return {role: max(lengths) for role, lengths in read.items() if any(lengths)}
-
-    @cached_property
-    def is_delayed(self) -> bool:
-        """True if it scales anything by past amaxes."""
-        return any(cell.scaling.history for cell in self.table.values())
-
-    @cached_property
-    def input_draws(self) -> bool:
-        """True if quantizing an input draws random words, so that a second time gives other codes."""
-        return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
 
 
 @dataclass(frozen=True)
@@ -221,30 +104,66 @@ class _NamedRecipe(Recipe):
         check_fixed(self)
 
 
-@dataclass(frozen=True)
-class TableRecipe(Recipe):
-    """A recipe written as its table. `fast`: GEMMs that need not sum in float32; see `MMParams`."""
+_GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 
-    label: str
-    cells: Table = field(hash=False)
-    fast: frozenset[Gemm] = frozenset()
+
+@dataclass(frozen=True)
+class MixedRecipe(Recipe):
+    """A recipe that quantizes inputs and gradients of some GEMMs as others do: `MixedRecipe("nvfp4", wgrad="current")`.
+
+    By name it is "nvfp4/wgrad:current". Weights stay those of the first. "bf16" leaves a GEMM's operands in high
+    precision: torchao's "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
+
+    Args:
+        recipe: by which weights are stored, and what the others do not say.
+        fprop, dgrad, wgrad: by which the operands of these are quantized that are no weights.
+
+    Raises:
+        ConfigurationError: a recipe is unknown, the first stores no quantized weights, or only some operands of one
+            role would be scaled by past amaxes, as in "delayed/wgrad:current".
+    """
+
+    recipe: str | Recipe
+    fprop: str | Recipe | None = None
+    dgrad: str | Recipe | None = None
+    wgrad: str | Recipe | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cells", dict(self.cells))  # the caller's may change
-        scalings = {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
-        check_scalings(self.label, scalings)
+        for name in ("recipe", *_GEMM_NAMES):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None and name != "recipe" else resolve(given))
+        if self._first.weight is None:
+            raise ConfigurationError(
+                f"recipe {self.name!r}: {self._first.name!r} stores weights in high precision, and then no GEMM is "
+                "quantized; begin with a recipe that quantizes them"
+            )
+        check_scalings(self.name, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.table.items()})
+
+    @property
+    def _first(self) -> Recipe:
+        return resolve(self.recipe)
+
+    @property
+    def _others(self) -> dict[Gemm, Recipe]:
+        return {gemm: resolve(given) for gemm in Gemm if (given := getattr(self, gemm.value)) is not None}
 
     @property
     def name(self) -> str:
-        return self.label
+        return "/".join([self._first.name, *(f"{gemm.value}:{other.name}" for gemm, other in self._others.items())])
 
     @cached_property
     def table(self) -> Table:
-        return self.cells
+        others, first = self._others, self._first.table
+        kept = {key: cell for key, cell in first.items() if key[0] is TensorRole.WEIGHT or key[1] not in others}
+        taken = {
+            key: cell for gemm, other in others.items() for key, cell in other.table.items()
+            if key[1] is gemm and key[0] is not TensorRole.WEIGHT
+        }  # fmt: skip
+        return {**kept, **taken}
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
-        return self.fast
+        return frozenset(gemm for gemm in Gemm if gemm in self._others.get(gemm, self._first).fast_gemms)
 
 
 @dataclass(frozen=True)
@@ -462,24 +381,43 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
     """A recipe from its name, itself, or None for the default (current scaling).
 
     Raises:
-        ConfigurationError: the name is not one of `NAMES`.
+        ConfigurationError: the name is not one of `NAMES`, nor that of a `MixedRecipe` of these.
     """
     if isinstance(recipe, Recipe):
         return recipe
-    name = "current" if recipe is None else recipe.lower() if isinstance(recipe, str) else ""
-    if name not in NAMES:
-        raise ConfigurationError(f"unknown recipe {recipe!r}; {meant(recipe, NAMES)}choose one of: {', '.join(NAMES)}")
-    return _stock(name)
+    return _stock("current" if recipe is None else recipe)
 
 
 @cache
-def _stock(name: str) -> Recipe:
+def _stock(given: str) -> Recipe:
     """One object for each name, which so is known again without a comparison."""
-    return NAMES[name]()
+    name = given.lower() if isinstance(given, str) else ""
+    first, *others = name.split("/")
+    if first not in NAMES:
+        raise ConfigurationError(
+            f"unknown recipe {given!r}; {meant(first or given, NAMES)}choose one of: {', '.join(NAMES)}"
+        )
+    if given != name:
+        return _stock(name)
+    return MixedRecipe(first, **_recipes_of_gemms(given, others)) if others else NAMES[first]()
+
+
+def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
+    """Of GEMM:NAME, which follow the first name of a `MixedRecipe`."""
+    found: dict[str, str] = {}
+    for part in parts:
+        gemm, colon, name = part.partition(":")
+        if gemm in found or gemm not in _GEMM_NAMES or not colon:
+            why = "is there twice" if gemm in found else "is none of fprop:NAME, dgrad:NAME and wgrad:NAME"
+            raise ConfigurationError(f"unknown recipe {given!r}: {part!r} {why}; write it as in current/wgrad:bf16")
+        found[gemm] = name
+    return found
 
 
 def stock_name(recipe: Recipe) -> str | None:
     """The name that `resolve` makes this very recipe of; None if it has arguments of its own."""
+    if isinstance(recipe, MixedRecipe):
+        return recipe.name if resolve(recipe.name) == recipe else None
     return next((name for name, kind in NAMES.items() if kind() == recipe), None)
 
 

@@ -23,7 +23,11 @@ _LARGEST_OVER_SIX: Final = "a block is scaled by its largest value over 6; leave
 _FIXED: Final[dict[str, tuple[Any, str]]] = {
     "fp8_dpa": (False, _HIGH_PRECISION_ATTENTION),
     "fp8_mha": (False, _HIGH_PRECISION_ATTENTION),
-    "backward_override": (None, "the recipe's table says how gradients are computed; write a recipe.TableRecipe"),
+    "backward_override": (
+        None,
+        "the recipe's table says how gradients are computed; write a recipe.MixedRecipe, as "
+        'MixedRecipe("mxfp8", dgrad="bf16", wgrad="bf16")',
+    ),
     "reduce_amax": (
         True,
         "amax histories would differ between ranks, and a checkpoint holds one; leave it out (the reduction is one "
@@ -116,8 +120,8 @@ class RecipePredicates:
         return self._is("NVFP4BlockScaling")
 
     def custom(self) -> bool:
-        """True for `TableRecipe`."""
-        return self._is("TableRecipe")
+        """True for `TableRecipe` and `MixedRecipe`."""
+        return self._is("TableRecipe", "MixedRecipe")
 
 
 def check_scalings(label: str, scalings: Mapping[tuple[str, str], Scaling]) -> None:

@@ -30,6 +30,7 @@ FLOORS = (
     "errors version",
     "argument_kinds formats",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
+    "recipe_table",
     "recipe kernels",
     "kernel_dispatch presets",
     "collectives",

@@ -1,13 +1,29 @@
-"""Tables that a `TableRecipe` refuses, and that it does not follow."""
+"""Tables that a `TableRecipe` refuses, and that it does not follow; recipes of which GEMMs go by others."""
 
 import pickle
 from dataclasses import replace
 from functools import cached_property
 
 import pytest
+import torch
+from torch import Tensor
 
+from quantshard import Linear, autocast, quantized_model_init
 from quantshard.errors import ConfigurationError
-from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, Gemm, Recipe, Table, TableRecipe, TensorRole
+from quantshard.recipe import (
+    Cell,
+    DelayedScaling,
+    Float8CurrentScaling,
+    Gemm,
+    MixedRecipe,
+    MMParams,
+    Recipe,
+    Table,
+    TableRecipe,
+    TensorRole,
+    resolve,
+    stock_name,
+)
 
 DELAYED, CURRENT = DelayedScaling().table, Float8CurrentScaling().table
 INPUT, GRADIENT = TensorRole.INPUT, TensorRole.GRAD_OUTPUT
@@ -61,3 +77,71 @@ class NotedRecipe(Recipe):
 def test_a_pickle_holds_what_a_recipe_of_a_users_was_made_with():
     recipe = NotedRecipe("mine")
     assert recipe.table and vars(pickle.loads(pickle.dumps(recipe))) == {"note": "mine"}
+
+
+# Recipes that take operands of some GEMMs from others ----------------------------------------------------------------
+
+MIXTURES = ["nvfp4/wgrad:current", "rowwise/wgrad:bf16", "block/dgrad:bf16/wgrad:mxfp8", "current/fprop:bf16"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_made_of_its_names(name):
+    first, *others = name.split("/")
+    recipe, of_gemm = resolve(name), dict(each.split(":") for each in others)
+    assert recipe == MixedRecipe(first, **of_gemm) and recipe.custom()
+    assert (recipe.name, stock_name(recipe)) == (name, name) and resolve(name.upper()) is recipe
+    for (role, gemm), cell in resolve(first).table.items():
+        by = first if role is TensorRole.WEIGHT else of_gemm.get(gemm.value, first)
+        assert recipe.table.get((role, gemm)) == resolve(by).table.get((role, gemm)), (role, gemm, cell)
+    assert recipe.weight == resolve(first).weight
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+def test_a_mixture_of_recipes_with_arguments_has_no_name():
+    recipe = MixedRecipe(Float8CurrentScaling(use_power_2_scales=True), wgrad="bf16")
+    assert stock_name(recipe) is None and recipe.weight.scaling.power_of_two
+
+
+def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
+    fast = Float8CurrentScaling(fp8_gemm_fprop=MMParams(False), fp8_gemm_wgrad=MMParams(False))
+    assert MixedRecipe(fast, wgrad="current").fast_gemms == {Gemm.FPROP}
+    assert MixedRecipe("current", wgrad=fast).fast_gemms == {Gemm.WGRAD}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nvpf4/wgrad:bf16", "unknown recipe 'nvpf4/wgrad:bf16'; did you mean 'nvfp4'"),
+        ("nvfp4/wgrad:curent", "unknown recipe 'curent'; did you mean 'current'"),
+        ("nvfp4/wgrad", "'wgrad' is none of fprop:NAME, dgrad:NAME and wgrad:NAME"),
+        ("nvfp4/backward:bf16", "'backward:bf16' is none of fprop:NAME"),
+        ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16' is there twice"),
+        ("bf16/wgrad:current", "'bf16' stores weights in high precision, and then no GEMM is quantized"),
+        ("delayed/wgrad:current", r"recipe 'delayed/wgrad:current': .* one amax history"),
+    ],
+)
+def test_mixtures_that_are_refused(name, says):
+    with pytest.raises(ConfigurationError, match=says):
+        resolve(name)
+
+
+def gradients_of(recipe: str) -> tuple[Tensor, ...]:
+    """Output, and gradients of input and weight, of a layer whose weight is exact in every format."""
+    torch.manual_seed(0)
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(64, 32, bias=False, params_dtype=torch.bfloat16)
+    layer.weight.data.quantize_(torch.ones(32, 64))
+    x = torch.randn(48, 64, dtype=torch.bfloat16, requires_grad=True)
+    with autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).bfloat16())
+    return y.detach(), x.grad, layer.weight.grad, x.detach()
+
+
+def test_only_the_named_gemm_of_a_mixture_is_computed_otherwise():
+    """The weight's gradient is then that of a plain layer, and all else as it was."""
+    y, dx, dw, x = gradients_of("current/wgrad:bf16")
+    plain_y, plain_dx, plain_dw, _ = gradients_of("current")
+    dy = torch.randn(48, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(y, plain_y) and torch.equal(dx, plain_dx)
+    assert torch.equal(dw, (dy.float().t() @ x.float()).bfloat16()) and not torch.equal(dw, plain_dw)

@@ -298,10 +298,12 @@ def test_explain_goes_by_the_layers_own_recipes() -> None:
     assert "quantized for each forward" not in rows["head.weight"].gemm_reason
 
 
-def test_the_example_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/choosing.md."""
-    (snippet,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    exec(snippet, {})
+def test_the_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/choosing.md: recipes by GEMM, then by name."""
+    by_gemm, by_name = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    exec(by_gemm, {})
+    assert capsys.readouterr().out == "nvfp4/dgrad:current/wgrad:current\n"
+    exec(by_name, {})
     shown = capsys.readouterr().out
     assert re.search(r"0\.weight .*bfloat16 ", shown) and re.search(r"3\.weight .*mxfp8_32x32 ", shown)
 

@@ -155,7 +155,11 @@ class TrainSettings:
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
     recipe: str = _setting(
-        "mxfp8", "Precision", f"{', '.join(recipe.NAMES)}; or by layer: layers.0=bf16,*=mxfp8", 1, 4096
+        "mxfp8",
+        "Precision",
+        f"{', '.join(recipe.NAMES)}; by GEMM: nvfp4/wgrad:bf16; or by layer: layers.0=bf16,*=mxfp8",
+        1,
+        4096,
     )
     params_dtype: str = _setting("bfloat16", "Precision", "dtype of activations and of weights that stay unquantized")
     preset: str = _setting("", "Precision", optimizer_states.HELP, 0, 200)
