@@ -6,7 +6,6 @@ another model or recipe, or a damaged one, ends in one sentence on every rank be
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from quantshard.checkpoints.requantize import ParameterConversion
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.reader import read_into
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
 
 
@@ -88,11 +87,11 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         fit.check_places(request.model)
         plan = _agreed_plan(request)
         if plan.manifest is None:
-            checksums.warn_of_none(path, plan.metadata, stacklevel=3)
+            checksums.warn_of_none(path, plan.metadata)
         guard.writes = True
         extra, left_out = _apply(plan)
     if left_out and agreement.rank() == 0:
-        warnings.warn(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}", stacklevel=3)
+        warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
     return LoadResult(extra, plan.left, requantization.tell(path, plan.conversions))
 
 

@@ -8,7 +8,6 @@ where masters are to be of another kind than the stored ones, those of all of th
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, warn_user
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
@@ -269,7 +268,7 @@ def tell(path: Path_, found: list[ParameterConversion]) -> str:
         return ""
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
     said = f"{path}: weights were quantized anew: {lines}"
-    warnings.warn(said, RequantizedWarning, stacklevel=4)
+    warn_user(said, RequantizedWarning)
     return said
 
 

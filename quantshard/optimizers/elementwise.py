@@ -121,9 +121,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 loss = closure()
         groups = [self._told(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(groups))
-        flags, left = self._measured(work, groups)
+        flags, left = self._measured(work)
         flags.warn_of_no_gradient()
-        is_made = self._capturable or not flags.skips(self.param_groups, self._max_skipped_in_a_row)
+        is_made = self._capturable or not self._skips(flags)
         if self._capturable:
             self._remembered.finish(left, flags, self.param_groups)
         elif is_made:
@@ -141,9 +141,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             self._versions[item.param] = guards.weight_version(item.param)
         return loss
 
-    def _measured(
-        self, work: list[ParameterStep], groups: list[GroupSettings]
-    ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+    def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
         """What all ranks know of the gradients, and what is left to be finished: it is measured.
 
         A subclass with kernels of its own makes its part of the step here, where nothing is wrong with a gradient.
@@ -156,6 +154,13 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _finished(self, is_made: bool) -> None:
         """The step is over, made or skipped."""
         return
+
+    def _skips(self, flags: guards.GradientFlags) -> bool:
+        try:
+            return flags.skips(self.param_groups, self._max_skipped_in_a_row)
+        except Exception:
+            self._finished(is_made=False)
+            raise
 
     def _flags(
         self, work: list[ParameterStep], reduction: FlatMax, exceeding: Tensor | None = None

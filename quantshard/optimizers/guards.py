@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -18,7 +17,7 @@ from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.collectives.flags import PendingFlag
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError, warn_user
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
 
@@ -261,13 +260,12 @@ class GradientFlags:
         if not self._has_none or capturing or self.table[0].any():  # which is read in this case alone
             return
         if not self._names:
-            warnings.warn("this optimizer has no parameter that is trained, so the step changes nothing", stacklevel=5)
+            warn_user("this optimizer has no parameter that is trained, so the step changes nothing")
             return
-        warnings.warn(
+        warn_user(
             f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
             "step changes nothing; if they were replaced in the model after the optimizer was built, as by "
-            "fully_shard, build it after",
-            stacklevel=5,
+            "fully_shard, build it after"
         )
 
     def bad(self) -> Tensor:
@@ -297,7 +295,7 @@ class GradientFlags:
         if bad:
             self.check_skipped(groups, most_in_a_row)
             if name := self.large_gradient():
-                warnings.warn(f"{too_large(name)}; this step is skipped", stacklevel=4)
+                warn_user(f"{too_large(name)}; this step is skipped")
         return bad
 
     def large_gradient(self) -> str:

@@ -11,13 +11,13 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.optimizers import guards
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.kernel_step import KernelStep
-from quantshard.optimizers.step import GroupSettings, ParameterStep
+from quantshard.optimizers.step import ParameterStep
 
 
 class KernelOptimizer(ElementwiseOptimizer):
     """Base of `FusedAdam`, `Lion` and `Muon`: a step runs in kernels where they run, with the bits of `update`."""
 
-    kernel_formula: ClassVar[Any]
+    kernel_formula: ClassVar[Any] = None
     """The `update` that kernels do; a subclass with another one is stepped by that, in PyTorch."""
 
     @cached_property
@@ -32,11 +32,9 @@ class KernelOptimizer(ElementwiseOptimizer):
         """As for `numerics.adam.adam`."""
         return False
 
-    def _measured(
-        self, work: list[ParameterStep], groups: list[GroupSettings]
-    ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+    def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
         if not self._has_kernels or not self._kernels.take(work, self._seed, self._is_bounded):
-            return super()._measured(work, groups)
+            return super()._measured(work)
         flags = self._flags(work, FlatMax(), self._kernels.exceeding())
         return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
 

@@ -12,7 +12,7 @@ blocks that is one collective more than in `step`, and a pass over states and we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,33 @@ from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
+
+
+class MatrixWorkspace:
+    """Where what is orthogonalized of some matrices lies, and then of others: as large as for the most at once.
+
+    `works`: those that are there at once, each with the local parts of its parameters.
+    """
+
+    def __init__(self, works: Iterable[Sequence[ParameterStep]]) -> None:
+        locals_of = ([private_torch.local_tensor(item.param) for item in work] for work in works)
+        self._most = max((sum(_rounded_up(local.numel()) for local in found) for found in locals_of), default=0)
+        self._flat: dict[torch.device, Tensor] = {}
+
+    def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
+        """A matrix of each size, bfloat16, at a multiple of 16 elements."""
+        if device not in self._flat:
+            self._flat[device] = torch.empty(self._most, dtype=torch.bfloat16, device=device)
+        found, first = {}, 0
+        for place, size in sizes.items():
+            count = math.prod(size)
+            found[place] = self._flat[device][first : first + count].view(size)
+            first += _rounded_up(count)
+        return found
+
+
+def _rounded_up(count: int) -> int:
+    return -(count // -16) * 16
 
 
 @dataclass
@@ -67,11 +94,16 @@ class KernelStep:
         return bool(self._captured) or any(planned.plan.is_captured for planned in self._planned)
 
     def take(
-        self, work: Sequence[ParameterStep], seed: int | None, is_bounded: Callable[[Tensor], bool] | None = None
+        self,
+        work: Sequence[ParameterStep],
+        seed: int | None,
+        is_bounded: Callable[[Tensor], bool] | None = None,
+        workspace: MatrixWorkspace | None = None,
     ) -> bool:
         """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
 
         `seed`: of the optimizer's random words. `is_bounded`: of a parameter, as for `numerics.adam.adam`.
+        `workspace`: for the directions of matrices of Muon's.
 
         Raises:
             UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
@@ -96,7 +128,12 @@ class KernelStep:
             )
             draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
             held = dict(zip(planned.places, grads, strict=True))
-            self._directions |= _directions(planned, [place for place in planned.sizes if held[place] is not None])
+            moved = [place for place in planned.sizes if held[place] is not None]
+            if moved:
+                assert workspace is not None
+                self._directions |= workspace.views(
+                    planned.plan.device, {place: planned.sizes[place] for place in moved}
+                )
             planned.plan.take(grads, rows, seed, draws, [self._directions.get(place) for place in planned.places])
         return True
 
@@ -182,6 +219,11 @@ class KernelStep:
                 item.weight.written(drawn=item.source is item.weight)
         self._work, self._directions = (), {}
 
+    @property
+    def leaves_some(self) -> bool:
+        """Whether PyTorch has to finish any of the work."""
+        return bool(self._left)
+
 
 def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """`numerics.exceeds` of gradients that no kernel takes, float32; 0 where there is none."""
@@ -219,17 +261,6 @@ def _algorithm(settings: Any) -> Algorithm:
     if isinstance(settings, MuonSettings):
         return Algorithm.MUON
     return Algorithm.LION if isinstance(settings, LionSettings) else Algorithm.ADAM
-
-
-def _directions(planned: _DevicePlan, places: Sequence[int]) -> dict[int, Tensor]:
-    """Room for the directions of these, each at a multiple of 16 elements."""
-    counts = [math.prod(planned.sizes[place]) for place in places]
-    rooms = [-(count // -16) * 16 for count in counts]
-    flat = torch.empty(sum(rooms), dtype=torch.bfloat16, device=planned.plan.device)
-    return {
-        place: room[:count].view(planned.sizes[place])
-        for place, room, count in zip(places, flat.split(rooms), counts, strict=True)
-    }
 
 
 def _signature(work: Sequence[ParameterStep], numbers: Sequence[int]) -> list[int]:

@@ -2,13 +2,14 @@
 
 A step agrees on the gradients first, in one collective. Then, bucket by bucket: every rank brings the momentum of its
 parts up to date and sends what is to be orthogonalized, in bfloat16, to the owners of the matrices; owners do so and
-send the parts back (`matrix_exchange`); and each rank updates its parts, as in any step (`step.ParameterStep`). What a
+send the parts back (`matrix_exchange`); and each rank updates its parts, by kernels or as in any step. What a
 rank holds for it at a time is bounded by `BUCKET_BYTES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,11 @@ from quantshard.numerics.muon import MOMENTUM_BUFFER, MuonSettings
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import guards, kernel_step, matrix_groups, options
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.optimizers.kernel_step import KernelStep
+from quantshard.optimizers.kernel_step import KernelStep, MatrixWorkspace
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
 from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
+from quantshard.optimizers.step import ParameterStep, Update, UpdateFormula
 from quantshard.presets import MUON, chosen_options
 
 BUCKET_BYTES = 1 << 27
@@ -43,7 +44,7 @@ class Muon(AdamOptimizer):
     momentum of a whole matrix is orthogonalized, so the bits are the same under FSDP2, HSDP and tensor parallelism, on
     any number of ranks, for uneven and empty shards too. Each rank does so for its share of the matrices of a step:
     parts go to their owner and back in one all-to-all per mesh axis and bucket, bfloat16 both ways. For that a rank
-    holds, at some time in a step, up to about 7 times 128 MiB more, or 7 times its largest whole matrix in bfloat16 if
+    holds, at some time in a step, up to about 8 times 128 MiB more, or 8 times its largest whole matrix in bfloat16 if
     that is larger. Replicas (HSDP, DDP) each do it for themselves.
 
     A group says by its entry `algorithm` how it is stepped: "muon", the default, or "adamw", with `betas`, `eps` and
@@ -202,49 +203,54 @@ class Muon(AdamOptimizer):
         new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
-    def _measured(
-        self, work: list[ParameterStep], groups: list[GroupSettings]
-    ) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        moved, others, still = _parted(work)
-        buckets = self._buckets_of([work[place].param for place in moved])
-        matrices = [[moved[number] for number in bucket.numbers] for bucket in buckets]
-        parts = [
-            (places, bucket.kernels, bucket.kernels.take([work[at] for at in places], self._seed))
-            for places, bucket in zip(matrices, buckets, strict=True)
+    def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+        matrices = [place for place, item in enumerate(work) if isinstance(item.group.settings, MuonSettings)]
+        others = [place for place in range(len(work)) if place not in set(matrices)]
+        buckets = self._buckets_of([work[place].param for place in matrices])
+        bucketed = [[work[matrices[number]] for number in bucket.numbers] for bucket in buckets]
+        workspace = MatrixWorkspace(bucketed)
+        taken = [
+            bucket.kernels.take(held, self._seed, workspace=workspace)
+            for held, bucket in zip(bucketed, buckets, strict=True)
         ]
-        left = [work[at] for at in others]
-        parts.append((others, self._kernels, self._kernels.take(left, self._seed, self._is_bounded)))
-        on_kernels = any(taken for _, _, taken in parts)
+        left = [work[place] for place in others]
+        takes_others = self._has_kernels and self._kernels.take(left, self._seed, self._is_bounded)
+        parts = [
+            *(
+                ([matrices[number] for number in bucket.numbers], bucket.kernels, is_taken)
+                for bucket, is_taken in zip(buckets, taken, strict=True)
+            ),
+            (others, self._kernels, takes_others),
+        ]
+        on_kernels = any(is_taken for _, _, is_taken in parts)
         flags = self._flags(work, FlatMax(), _exceeding(work, parts) if on_kernels else None)
-        if not on_kernels and not self._capturable and flags.bad():
+        skips = _StepSkip(flags, on_kernels, self._capturable)
+        if not on_kernels and not self._capturable and skips.on_host:
             return flags, []  # which the caller finds too, and says
-        skip = flags.bad() if self._capturable else flags.send() if on_kernels else None
-        for (places, _, taken), bucket in zip(parts, buckets, strict=False):
-            self._step_matrices([work[at] for at in places], bucket, skip, taken)
-        if parts[-1][2]:
-            assert skip is not None
-            left = self._kernels.update(skip)
-        else:
-            _measure(left)
-        return flags, [*left, *(work[at] for at in still)]
+        for held, bucket, is_taken in zip(bucketed, buckets, taken, strict=True):
+            self._step_matrices(held, bucket, skips, is_taken)
+        if takes_others:
+            return flags, self._kernels.update(skips.on_device)
+        _measure(left)
+        return flags, left
 
     def _step_matrices(
-        self, work: list[ParameterStep], bucket: MatrixBucket, skip: Tensor | None, on_kernels: bool
+        self, work: list[ParameterStep], bucket: MatrixBucket, skips: _StepSkip, on_kernels: bool
     ) -> None:
-        """Orthogonalize and write, or, where `skip` is true, write what was there. A collective call where they are
-        sharded."""
+        """Orthogonalize and write, or, where the step is skipped, leave or write what was there. A collective call
+        where they are sharded."""
         made = bucket.kernels.made_directions() if on_kernels else {}
         directions = self._orthogonalized(work, bucket.exchange, made)
         self._directions = dict(zip((item.param for item in work), directions, strict=True))
         left = work
         if on_kernels:
-            assert skip is not None
             bucket.kernels.give_directions(directions)
-            left = bucket.kernels.update(skip)
+            left = bucket.kernels.update(skips.on_device)
         else:
             _measure(work)
-        for item in left:
-            item.finish(skip)
+        if left and (self._capturable or not skips.on_host):
+            for item in left:
+                item.finish(skips.on_device if self._capturable else None)
         self._directions = {}
 
     @staticmethod
@@ -255,7 +261,10 @@ class Muon(AdamOptimizer):
         have made of it. A collective call."""
         parts = (made[at] if at in made else _to_orthogonalize(item) for at, item in enumerate(work))
         whole = exchange.gather(parts)
-        owned = {number: muon.orthogonalized(matrix, work[number].group.settings) for number, matrix in whole}
+        owned = {
+            number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
+            for number, matrix in whole
+        }
         return [
             part.to(private_torch.local_tensor(item.param).device)
             for item, part in zip(work, exchange.scatter(owned), strict=True)
@@ -281,7 +290,7 @@ class Muon(AdamOptimizer):
 
 
 class MatrixBucket(NamedTuple):
-    """Matrices that are orthogonalized together, by their numbers among those of a step, what brings them together, and
+    """Matrices that are orthogonalized together, by their numbers among all of them, what brings them together, and
     what steps them."""
 
     numbers: list[int]
@@ -289,15 +298,26 @@ class MatrixBucket(NamedTuple):
     kernels: KernelStep
 
 
-def _parted(work: Sequence[ParameterStep]) -> tuple[list[int], list[int], list[int]]:
-    """Places of the matrices that move, of what is stepped by AdamW, and of the matrices without a gradient."""
-    moved: list[int] = []
-    others: list[int] = []
-    still: list[int] = []
-    for place, item in enumerate(work):
-        is_matrix = isinstance(item.group.settings, MuonSettings)
-        (others if not is_matrix else still if item.grad is None else moved).append(place)
-    return moved, others, still
+class _StepSkip:
+    """Whether a step is skipped: a bool scalar on the device; and for the host, which waits for it, where it is asked.
+
+    Kernels are told by the device. What PyTorch writes beside them is not written at all where the host may know, since
+    a write that is undone still counts as one.
+    """
+
+    def __init__(self, flags: guards.GradientFlags, is_sent: bool, capturable: bool) -> None:
+        self._flags = flags
+        self._sent = flags.send() if is_sent and not capturable else None
+
+    @cached_property
+    def on_device(self) -> Tensor:
+        """As kernels are given it."""
+        return self._flags.bad() if self._sent is None else self._sent
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Of a step that is not captured."""
+        return bool(self.on_device)
 
 
 def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], KernelStep, bool]]) -> Tensor:
@@ -320,7 +340,9 @@ def _measure(work: Iterable[ParameterStep]) -> None:
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:
-    """This rank's part of what is orthogonalized, bfloat16: rounded before it is sent, as it would be after."""
-    assert item.grad is not None
+    """This rank's part of what is orthogonalized, bfloat16: rounded before it is sent, as it would be after; zeros
+    without a gradient, as ranks may differ in which they have, and learn of it in this step."""
     buffer = item.targets[MOMENTUM_BUFFER].read()
+    if item.grad is None:
+        return torch.zeros_like(buffer, dtype=torch.bfloat16)
     return muon.momentum(item.grad, buffer, item.group.settings).update.to(torch.bfloat16)

@@ -150,7 +150,7 @@ class ParameterStep:
             state.write(values[role], self.begun[role], draws.get(role))
         if skip is not None:
             for tensor, old in zip(live, before, strict=True):
-                tensor.copy_(torch.where(skip, old, tensor))
+                tensor.copy_(torch.where(skip.to(old.device), old, tensor))
 
     def _move_average(self, skip: Tensor | None) -> None:
         """Without a gradient the weight stays, and its average comes nearer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,10 @@ def build(case: str, axes: dict[str, int], seed: int) -> tuple[nn.Module, Muon]:
     return model, Muon(groups, lr=0.02, **options)
 
 
-def step(model: nn.Module, optimizer: Muon, number: int) -> None:
-    """With the same global gradients on every mesh."""
+def step(
+    model: nn.Module, optimizer: Muon, number: int, lacks: Callable[[nn.Parameter], bool] = lambda param: False
+) -> None:
+    """With the same global gradients on every mesh; none of a parameter that `lacks` one."""
     generator = torch.Generator().manual_seed(100 + number)
     for param in model.parameters():
         whole = torch.randn(param.shape, generator=generator).to(param.dtype)
@@ -75,7 +78,7 @@ def step(model: nn.Module, optimizer: Muon, number: int) -> None:
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         if isinstance(param, DTensor):
             whole = components.as_dtensor(whole, param, list(param.placements), tuple(param.shape))
-        param.grad = whole
+        param.grad = None if lacks(param) else whole
     optimizer.step()
 
 

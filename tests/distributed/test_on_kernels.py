@@ -168,6 +168,28 @@ def test_a_gradient_on_some_ranks_only_is_an_error_and_changes_nothing() -> None
         assert "0.bias has a gradient on some ranks only" in told and stayed
 
 
+def refused_by_muon(capturable: bool) -> tuple[str, bool]:
+    """The same of a matrix of Muon's, of which ranks exchange parts; of a captured step it is told later."""
+    muon_case.CASES["captured"] = ("block", {"capturable": capturable})
+    model, optimizer = muon_case.build("captured", {"dp": dist.get_world_size()}, seed=3)
+    before = bits(model, optimizer)
+    lacks = dist.get_rank() == 1
+
+    def stepped() -> None:
+        muon_case.step(model, optimizer, 0, lambda param: lacks and param is model.layers[0].weight)
+        optimizer.state_dict()
+
+    with prepared_once(), kernels_on("cpu"):
+        told = message_of(stepped, RankMismatchError)
+    return told, bits(model, optimizer) == before
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_gradient_of_muons_on_some_ranks_only(capturable: bool) -> None:
+    for told, stayed in run_ranks(3, refused_by_muon, capturable):
+        assert "layers.0.weight has a gradient on some ranks only" in told and stayed
+
+
 def mixed() -> dict[str, str]:
     """A rank where the oracle takes the first gradient, beside ranks where kernels take them all."""
     model, optimizer = build(("current", "fp32", "fp32", False), sizes=SIZES)

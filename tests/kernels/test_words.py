@@ -1,4 +1,4 @@
-"""Random words that a kernel puts into memory: what optimizers round by that no kernel steps, as Muon and Lion."""
+"""Random words that a kernel puts into memory: what optimizers round by that no kernel steps, as a user's own."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from quantshard import kernel_dispatch
-from quantshard.optimizers import FusedAdam, Lion, Muon
+from quantshard.numerics.states import StateSpec
+from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from tests.tensor.test_tensor import same
 
@@ -37,15 +38,26 @@ def test_words_of_a_state_are_the_oracles(place, step, swapped):
     assert found.shape == place.shape and found.dtype == expected.dtype and same(found, expected)
 
 
-@pytest.mark.parametrize("kind", [Lion, Muon])
-def test_states_of_16_bits_take_one_launch_for_their_words(kind, launches):
+class Momentum(ElementwiseOptimizer):
+    """A user's formula, which no kernel knows."""
+
+    states = (StateSpec("momentum_buffer"),)
+
+    def update(self, param, grad, master, states, settings):
+        momentum = settings["momentum"] * states["momentum_buffer"] + grad
+        return master - settings["lr"] * momentum, {"momentum_buffer": momentum}
+
+
+def test_states_of_16_bits_take_one_launch_for_their_words(launches):
     """Instead of the oracle's hundred operations for each; a master of float16 and a moment of bfloat16."""
-    moment = {"exp_avg_dtype" if kind is Lion else "momentum_buffer_dtype": torch.bfloat16}
 
     def stepped():
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(9, 12, device=DEVICE).bfloat16()) for _ in range(2)]
-        optimizer = kind(params, lr=0.01, master_weight_dtype=torch.float16, **moment)
+        dtypes = {"momentum_buffer": torch.bfloat16}
+        optimizer = Momentum(
+            params, {"lr": 0.01, "momentum": 0.9}, state_dtypes=dtypes, master_weight_dtype=torch.float16
+        )
         for param in params:
             param.grad = torch.randn_like(param)
         optimizer.step()
@@ -60,9 +72,11 @@ def test_states_of_16_bits_take_one_launch_for_their_words(kind, launches):
     assert [kernel for kernel, _ in launches].count("words_kernel") == 2 * 2
 
 
-def test_adam_rounds_in_its_own_kernels(launches):
+@pytest.mark.parametrize("kind", [FusedAdam, Lion, Muon])
+def test_optimizers_with_kernels_round_in_these(kind, launches):
     param = torch.nn.Parameter(torch.randn(9, 12, device=DEVICE).bfloat16())
     param.grad = torch.randn_like(param)
     with kernel_dispatch.kernels_only_on(DEVICE.type):
-        FusedAdam([param], preset="lean8").step()
-    assert "words_kernel" not in [kernel for kernel, _ in launches]
+        kind([param], preset="lean8").step()
+    names = [kernel for kernel, _ in launches]
+    assert "words_kernel" not in names and "step_kernel" in names

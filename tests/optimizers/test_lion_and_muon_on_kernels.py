@@ -15,17 +15,28 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
-from quantshard.optimizers import Lion, Muon, step
+from quantshard.optimizers import Lion, Muon, kernel_step, step
+from quantshard.optimizers import muon as muon_module
 from quantshard.optimizers.kernel_optimizer import KernelOptimizer
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on
 from tests.optimizers import test_on_kernels as of_adam
-from tests.optimizers.test_on_kernels import DEVICE, _count_writes, _fast, differing, everything, random, set_grads
+from tests.optimizers.test_on_kernels import (
+    DEVICE,
+    _count_writes,
+    _fast,
+    differing,
+    everything,
+    plans,
+    random,
+    set_grads,
+)
 
-__all__ = ["_count_writes", "_fast"]  # fixtures
+__all__ = ["_count_writes", "_fast", "plans"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 
@@ -157,16 +168,102 @@ def test_a_formula_of_ones_own_is_not_replaced_by_a_kernel() -> None:
 
 
 def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
-    """Other matrices have gradients in another step, so other buckets are made; a graph holds tables of the former."""
+    """Matrices are added, so other buckets are made; a graph holds tables of the former."""
+    params, _ = of_adam.build("current")
+    added = {"params": [("again", params.pop("again"))]}
+    optimizer = Muon([{"params": [("fp32", params["fp32"])]}], lr=0.02)
+    with kernels_on(DEVICE):
+        for number in range(2):
+            set_grads(params, number)
+            optimizer.step()
+            if number == 0:
+                [former] = [bucket.kernels for bucket in optimizer._buckets]
+                former._planned[0].plan._captured.append(torch.zeros(1))
+                optimizer.add_param_group(added)
+    assert optimizer._captured == [former]
+
+
+def test_plans_stay_where_other_matrices_have_gradients(plans: list[Any]) -> None:
+    """Experts without tokens have none."""
     params, _ = of_adam.build("current")
     optimizer = muon(params, torch.float32)
     with kernels_on(DEVICE):
-        set_grads(params, 0)
-        optimizer.step()
-        [former] = [bucket.kernels for bucket in optimizer._buckets]
-        former._planned[0].plan._captured.append(torch.zeros(1))
-        for number, still in ((1, "fp32"), (2, "bf16")):
+        for number in range(4):
             set_grads(params, number)
-            params[still].grad = None
+            params["fp32" if number % 2 else "bf16"].grad = None
             optimizer.step()
-    assert optimizer._captured == [former]
+    assert len(plans) == 2  # of matrices, and of AdamW's
+
+
+@pytest.fixture
+def one_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon_module, "BUCKET_BYTES", 1)  # or as many as the largest matrix has
+
+
+def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
+    """What is orthogonalized of all matrices is never there at once; and nothing stays after a step, or one that
+    raises."""
+    results = []
+    for devices in ((), (DEVICE,)):
+        params = {f"w{number}": nn.Parameter(random(16, 32, seed=number).to(DEVICE)) for number in range(4)}
+        optimizer = Muon(list(params.items()), lr=0.02, max_skipped_in_a_row=1)
+        starts: list[int] = []
+        real = kernel_step.KernelStep.give_directions
+
+        def noted(self: Any, parts: Any, real: Any = real, starts: list[int] = starts) -> None:
+            starts.extend(direction.data_ptr() for direction in self._directions.values())
+            real(self, parts)
+
+        with kernels_on(*devices), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel_step.KernelStep, "give_directions", noted)
+            set_grads(params, 0)
+            optimizer.step()
+            assert len(optimizer._buckets) == 4 and len(starts) == 4 * len(devices) and len(set(starts)) == len(devices)
+            results.append(everything(params, optimizer))  # type: ignore[arg-type]
+            params["w1"].grad[0, 0] = float("nan")  # type: ignore[index]
+            with pytest.raises(NonFiniteGradientError):
+                optimizer.step()
+        assert planned(optimizer) == 4 * len(devices)
+        after = everything(params, optimizer)  # type: ignore[arg-type]
+        assert set(differing(after, results[-1])) == {"0 skipped_steps", "0 skipped_in_a_row"}
+    assert not differing(*results)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "none"])
+def test_a_skipped_step_writes_nothing_beside_kernels(masters: str, one_a_bucket: None) -> None:
+    """Of a matrix whose gradient, of float64, no kernel takes, and which is finite where another's is not."""
+    results = []
+    for devices in ((), (DEVICE,)):
+        params, _ = of_adam.build("current")
+        options: dict[str, Any] = {**MASTERS[masters], "use_decoupled_grad": True}
+        optimizer = muon(params, torch.float32, **options)
+        with kernels_on(*devices):
+            for number in range(3):
+                set_grads(params, number, "decoupled_grad")
+                params["quantized"].decoupled_grad = params["quantized"].decoupled_grad.double()
+                if number == 1:
+                    params["bf16"].decoupled_grad[0, 0] = float("inf")
+                optimizer.step()
+        assert optimizer.skipped_steps == 1
+        results.append(everything(params, optimizer))
+    assert not differing(*results)
+
+
+def test_a_formula_of_ones_own_for_adamws_groups() -> None:
+    """A subclass of Muon with another update steps these by it, on kernels too."""
+
+    class Halved(Muon):
+        def update(self, param: Any, grad: Any, master: Tensor, states: Any, settings: Any) -> step.Update:
+            new, kept = super().update(param, grad, master, states, settings)
+            return (master + new) / 2, kept
+
+    moved = []
+    for of in (Muon, Halved):
+        param = nn.Parameter(torch.ones(4, 16, device=DEVICE))
+        group: dict[str, Any] = {"params": [param], "algorithm": "adamw", "lr": 0.5, "weight_decay": 0.0}
+        optimizer = of([group])
+        param.grad = torch.ones_like(param)
+        with kernels_on(DEVICE):
+            optimizer.step()
+        moved.append(param[0, 0].item())
+    assert moved == pytest.approx([0.5, 0.75])

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
 from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, told, why
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, warn_user
 
 T = TypeVar("T")
 
@@ -214,10 +213,9 @@ def abandon(target: SaveTarget) -> None:
         if store.exists(folder):
             store.remove(folder)
     except (OSError, CheckpointError) as error:
-        warnings.warn(
+        warn_user(
             f"what the failed save of {target.path} wrote could not be removed ({why(error)}); remove {folder}, or "
             "leave it to the next save there",
-            stacklevel=3,
         )
 
 

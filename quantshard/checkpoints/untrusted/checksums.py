@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -13,6 +12,7 @@ from quantshard.checkpoints.disk import agreement, manifest, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
 from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.errors import warn_user
 
 _LATER = 10**9  # nanoseconds: clocks of hosts that share a file system differ
 
@@ -72,16 +72,15 @@ def _by_writer(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
-def warn_of_none(path: Path_, metadata: Metadata, stacklevel: int) -> None:
+def warn_of_none(path: Path_, metadata: Metadata) -> None:
     """Say that a checkpoint has no manifest, and what looks like files of another save. On rank 0."""
     if agreement.rank() == 0:
         hints = "".join(f"; {hint}" for hint in _of_another_save(path, metadata))
-        warnings.warn(
+        warn_user(
             f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "
             f"a directory that holds one mixes them if it is killed){hints}; `quantshard verify {path}` looks at what "
             "can be told, and checkpoints.save and Manager write a manifest",
             NoManifestWarning,
-            stacklevel=stacklevel + 1,
         )
 
 

@@ -1,1 +1,1 @@
-"""Adam over many tensors in a few launches."""
+"""Steps of Adam, Lion and Muon over many tensors in a few launches."""

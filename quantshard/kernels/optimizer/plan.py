@@ -1,6 +1,6 @@
 """A step of Adam, Lion or Muon over many tensors: planned once, cheap to launch.
 
-    plan = Plan(parameters, groups, device)
+    plan = StepLaunchPlan(parameters, rows, device)
 
     plan.take(gradients, rows, seed)                 every step
     plan.exceeding(limit)                            which gradients are too large or not finite, if that is asked
@@ -101,14 +101,14 @@ class StepLaunchPlan:
 
     Args:
         parameters: all on `device`; whether they have gradients may differ from step to step.
-        groups: how many rows of settings there are.
+        rows: how many rows of settings there are.
 
     Attributes:
         amaxes: what must be reduced between `update` and `finish` where ranks share it, in the order of parameters.
     """
 
-    def __init__(self, parameters: Sequence[StepParameter], groups: int, device: torch.device) -> None:
-        self.parameters, self.groups, self.device = list(parameters), groups, device
+    def __init__(self, parameters: Sequence[StepParameter], rows: int, device: torch.device) -> None:
+        self.parameters, self.rows, self.device = list(parameters), rows, device
         if self._is_capturing:
             raise UnsupportedOperationError(
                 "an optimizer's step in a CUDA graph: its tables cannot be made while it is captured; run a step "
@@ -126,13 +126,14 @@ class StepLaunchPlan:
         self._histories = self._history_tables()
         numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
         self._reading = km.TensorReader(numels, len(ks.GRADIENT), device)
-        count = len(self.parameters) * len(ks.GRADIENT) + groups * (len(ks.GROUP) + 4)
-        count += -(groups * len(SETTINGS) // -2)
+        count = len(self.parameters) * len(ks.GRADIENT) + rows * (len(ks.GROUP) + 4)
+        count += -(rows * len(SETTINGS) // -2)
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
         self._spare = self._pinned()
         self._captured: list[Tensor] = []  # a CUDA graph copies from these whenever it runs
         self._held: list[Tensor] = []
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         self._skip: Tensor | None = None
 
     # Tables ----------------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ class StepLaunchPlan:
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The table of a step: gradients, groups, decays (both betas, then that of averages), whether the bias is
         corrected, settings."""
-        sizes = (len(self.parameters) * len(ks.GRADIENT), self.groups * len(ks.GROUP), self.groups * 3, self.groups)
+        sizes = (len(self.parameters) * len(ks.GRADIENT), self.rows * len(ks.GROUP), self.rows * 3, self.rows)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
@@ -368,7 +369,7 @@ class StepLaunchPlan:
         _, groups, decays, corrected, settings = self._parts
         rates = [self._float32(number) for row in rows for number in (row.lr, row.kept)]
         launch_kernel(
-            km.corrections_kernel, (self.groups,), self.device,
+            km.corrections_kernel, (self.rows,), self.device,
             torch.stack(steps).to(self.device), torch.stack(rates), decays, corrected, groups, settings,
             len(ks.GROUP), len(SETTINGS), *map(SETTINGS.index, ("correction1", "share", "kept")),
             num_warps=1, enable_fp_fusion=False,
@@ -377,6 +378,8 @@ class StepLaunchPlan:
     def _float32(self, number: float | Tensor) -> Tensor:
         if isinstance(number, Tensor):
             return number.to(self.device, torch.float32)
+        if number == 1.0:
+            return self._one
         return torch.full((), number, dtype=torch.float32, device=self.device)  # a copy from the host would wait
 
     def _codes_of(self, launch: _KernelLaunch) -> list[int]:
