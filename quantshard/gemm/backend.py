@@ -25,7 +25,7 @@ from quantshard.gemm import scaled_products
 from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
 from quantshard.gemm.operands import Operand, is_large
 from quantshard.gemm.scaled_products import Capability, ScaledProduct
-from quantshard.recipe import Cell, Recipe, TensorRole
+from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.tensor.storage import OperandLayout, QuantizedStorage
 
 
@@ -221,9 +221,11 @@ def block_together(recipe: Recipe) -> int | None:
     """Whether a recipe lets all experts be multiplied at once, told as the number of elements along the summed dim that
     are under one scale: 0 if each expert's input, weight and gradient has one scale. None: the recipe does not.
 
-    A recipe that does has one format for a role, of 8 bits, rounded to nearest: all of a tensor under one scale, or
-    squares of 32 or 128 of a weight and as many elements of a row of an activation or gradient.
+    A recipe that does has one format for a role, of 8 bits, rounded to nearest, in all its GEMMs: all of a tensor under
+    one scale, or squares of 32 or 128 of a weight and as many elements of a row of an activation or gradient.
     """
+    if len(recipe.table) < 2 * len(Gemm):
+        return None  # an operand stays in high precision
     cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
     if any(len(found) != 1 or not _is_plain(*found) for found in cells):
         return None

@@ -497,7 +497,10 @@ def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.Monke
     assert not any(row.fallbacks for of in rows.values() for row in of)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8 two copies", "nvfp4", "bf16"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["rowwise", "mxfp8 two copies", "nvfp4", "bf16", "current/fprop:bf16", "delayed/wgrad:bf16", "block/dgrad:current"],
+)
 def test_other_recipes_go_one_by_one(recipe: str, calls: list[int]) -> None:
     rule = resolve(RECIPES.get(recipe, recipe))
     with qs.autocast(recipe=rule):
