@@ -36,7 +36,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quantshard as qs
 from quantshard import checkpoints
 
-RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", "bf16")
+GRADIENTS_IN_FP8 = ("nvfp4/wgrad:current", "nvfp4/dgrad:current/wgrad:current")
+"""NVFP4 whose gradients are multiplied natively on GPUs that have no products of it."""
+RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", *GRADIENTS_IN_FP8, "bf16")
 ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 BASELINES = ("bf16-compiled", "torchao-tensorwise")
 REFERENCE = "bf16-eager"
@@ -87,7 +89,7 @@ class Variant(NamedTuple):
         """How far output and gradients may be from BF16's, in the norm of each tensor."""
         if self.family == "bf16" or self.recipe == "bf16":
             return 0.05
-        return 0.9 if self.recipe == "nvfp4" else 0.3
+        return 0.9 if self.recipe.startswith("nvfp4") else 0.3
 
 
 def variants(compile_ours: bool, recompute_ours: bool, graph_ours: bool, store_ours: bool = False) -> list[Variant]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import quantshard as qs
-from benchmarks.block_step import Ours, Plain, Shape, capture, data, fill
+from benchmarks.block_step import GRADIENTS_IN_FP8, Ours, Plain, Shape, capture, data, fill
 from quantshard.optimizers import FusedAdam
 
 STATES: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 """Arguments of `FusedAdam`: 12, 8, 4 and 2 bytes for a parameter. By default all states are float32."""
 
-RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")
+RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", *GRADIENTS_IN_FP8)
 COMPILED, REDUCED, GRAPHED, CAPTURED = "compiled", "reduce-overhead", "graphed", "captured-step"
 WAYS = ("", COMPILED, REDUCED, GRAPHED, CAPTURED)
 """Eagerly; each layer compiled; by Inductor's CUDA graphs; each layer by `make_graphed_callables`; a whole step in one
