@@ -1,13 +1,15 @@
 """The text of the convergence benchmark: the sources and documentation of installed Python packages, as tokens.
 
-    python benchmarks/convergence_corpus.py OUT [--megabytes 1500] [--vocabulary 50257]
+    python benchmarks/convergence_corpus.py OUT [--megabytes 1500] [--vocabulary 50257] [--like CORPUS.json]
 
 Takes `.py`, `.pyi`, `.md`, `.rst` and `.txt` files of the standard library and of every installed distribution whose
 metadata name a permissive licence. Trains a byte-level BPE on a sample and writes `train.bin` and `heldout.bin` (uint16
 tokens, documents ended by token 0), `tokenizer.json` and `corpus.json`: distributions with versions, bytes and hashes.
 Files are ordered by the hash of their contents, and equal ones kept once; the hash also says which are held out, one of
 200. So the same packages give the same tokens, whatever machine they lie on, and another version of one changes little.
-Of packages, those are taken that the interpreter has of its own, and none that PYTHONPATH adds.
+Of packages, those are taken that the interpreter has of its own, and none that PYTHONPATH adds. `--like` compares with
+what another corpus was made of before anything is written, and names the versions that differ: losses are compared on
+equal tokens alone. `corpus-3e702f98.json` is of the one of benchmarks/RESULTS.md, made with `--megabytes 230`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import hashlib
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -126,14 +128,31 @@ def write(path: Path, texts: list[Document], tokenizer: Tokenizer) -> dict[str, 
     return {"tokens": count, "sha256": digest.hexdigest()}
 
 
+def check_alike(sources: Iterable[str], like: Path) -> None:
+    """Compare the distributions of texts with those of another corpus, by its `corpus.json`.
+
+    Raises:
+        SystemExit: they differ, naming each by name and version.
+    """
+    here, there = set(sources), set(json.loads(like.read_text())["sources"])
+    if here != there:
+        more, fewer = ", ".join(sorted(here - there)) or "nothing", ", ".join(sorted(there - here)) or "nothing"
+        raise SystemExit(
+            f"other packages than {like} was made of: here {more}; there {fewer}; pip install NAME==VERSION"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens for benchmarks/convergence.py.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--megabytes", type=int, default=1500)
     parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--like", type=Path, help="corpus.json of another one, which has to be of the same packages")
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
     texts = documents(asked.megabytes * 1_000_000)
+    if asked.like is not None:
+        check_alike((each.source for each in texts), asked.like)
+    asked.out.mkdir(parents=True, exist_ok=True)
     train, heldout = ([each for each in texts if is_held_out(each) is held] for held in (False, True))
     tokenizer = tokenizer_of(train, asked.vocabulary)
     tokenizer.save(str(asked.out / "tokenizer.json"))

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import convergence, convergence_runs, convergence_table
 from benchmarks.convergence import ARMS, DENSE, MIXTURE, Training
-from benchmarks.convergence_corpus import Document, is_held_out
+from benchmarks.convergence_corpus import Document, check_alike, is_held_out
 from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
 from quantshard import recipe
@@ -106,6 +106,15 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_another_version_of_a_package_is_told(tmp_path):
+    """Before a corpus is made whose losses nobody could compare."""
+    like = tmp_path / "corpus.json"
+    like.write_text(json.dumps({"sources": ["babel 2.18.0", "numpy 2.4.6"]}))
+    check_alike(["numpy 2.4.6", "babel 2.18.0", "numpy 2.4.6"], like)
+    with pytest.raises(SystemExit, match=r"here babel 2\.19\.0, rich 1; there babel 2\.18\.0;"):
+        check_alike(["numpy 2.4.6", "babel 2.19.0", "rich 1"], like)
+
+
 def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path, monkeypatch):
     """Its first two losses have the same bits; later ones differ, since gradients of micro-batches add up in BF16."""
     monkeypatch.setattr(convergence, "EVERY", 1)
