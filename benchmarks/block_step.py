@@ -37,7 +37,7 @@ import quantshard as qs
 from quantshard import checkpoints
 
 GRADIENTS_IN_FP8 = ("nvfp4/wgrad:current", "nvfp4/dgrad:current/wgrad:current")
-"""NVFP4 whose gradients are multiplied natively on GPUs that have no products of it."""
+"""NVFP4 with gradients quantized to FP8: wgrad is then native on GPUs that have no products of NVFP4, dgrad is not."""
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4", *GRADIENTS_IN_FP8, "bf16")
 ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 BASELINES = ("bf16-compiled", "torchao-tensorwise")

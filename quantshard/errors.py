@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import warnings
 
-_OURS = ("quantshard", "torch")
+_OURS = ("quantshard", "torch", "contextlib")
 _told: set[str] = set()
 
 

@@ -119,8 +119,8 @@ class MixedRecipe(Recipe):
         fprop, dgrad, wgrad: by which the operands of these are quantized that are no weights.
 
     Raises:
-        ConfigurationError: a recipe is unknown, the first stores no quantized weights, or only some operands of one
-            role would be scaled by past amaxes, as in "delayed/wgrad:current".
+        ConfigurationError: a recipe is unknown, the first stores no quantized weights, or operands of one role would
+            not all be scaled by past amaxes in one way, as in "delayed/wgrad:current".
     """
 
     recipe: str | Recipe
@@ -132,12 +132,23 @@ class MixedRecipe(Recipe):
         for name in ("recipe", *_GEMM_NAMES):
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None and name != "recipe" else resolve(given))
+        self._flatten()
         if self._first.weight is None:
             raise ConfigurationError(
                 f"recipe {self.name!r}: {self._first.name!r} stores weights in high precision, and then no GEMM is "
                 "quantized; begin with a recipe that quantizes them"
             )
         check_scalings(self.name, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.table.items()})
+
+    def _flatten(self) -> None:
+        """A mixture of mixtures is one: each GEMM goes by the recipe that it would go by there."""
+        first = self._first
+        found = {gemm: _of_gemm(other, gemm) for gemm, other in self._others.items()}
+        if isinstance(first, MixedRecipe):
+            found = first._others | found
+            object.__setattr__(self, "recipe", first.recipe)
+        for gemm, other in found.items():
+            object.__setattr__(self, gemm.value, other)
 
     @property
     def _first(self) -> Recipe:
@@ -164,6 +175,10 @@ class MixedRecipe(Recipe):
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         return frozenset(gemm for gemm in Gemm if gemm in self._others.get(gemm, self._first).fast_gemms)
+
+
+def _of_gemm(recipe: Recipe, gemm: Gemm) -> Recipe:
+    return recipe._others.get(gemm, recipe._first) if isinstance(recipe, MixedRecipe) else recipe
 
 
 @dataclass(frozen=True)
@@ -385,13 +400,15 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if not isinstance(recipe, str | None):
+        raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(NAMES)}")
     return _stock("current" if recipe is None else recipe)
 
 
 @cache
 def _stock(given: str) -> Recipe:
     """One object for each name, which so is known again without a comparison."""
-    name = given.lower() if isinstance(given, str) else ""
+    name = given.lower()
     first, *others = name.split("/")
     if first not in NAMES:
         raise ConfigurationError(
@@ -417,7 +434,8 @@ def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
 def stock_name(recipe: Recipe) -> str | None:
     """The name that `resolve` makes this very recipe of; None if it has arguments of its own."""
     if isinstance(recipe, MixedRecipe):
-        return recipe.name if resolve(recipe.name) == recipe else None
+        parts = [recipe._first, *recipe._others.values()]
+        return recipe.name if all(stock_name(part) == part.name for part in parts) else None
     return next((name for name, kind in NAMES.items() if kind() == recipe), None)
 
 

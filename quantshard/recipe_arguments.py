@@ -129,7 +129,7 @@ def check_scalings(label: str, scalings: Mapping[tuple[str, str], Scaling]) -> N
 
     Raises:
         ConfigurationError: a Hadamard transform that does not cancel, or a role of which one GEMM's operand is scaled
-            by past amaxes and the other's is not: there is one history for both.
+            by past amaxes and the other's is not, or otherwise: there is one history for both.
     """
     turned = {at for at, scaling in scalings.items() if scaling.random_hadamard and at[0] != "weight"}
     if turned not in (set(), {("input", "wgrad"), ("grad_output", "wgrad")}):
@@ -138,10 +138,14 @@ def check_scalings(label: str, scalings: Mapping[tuple[str, str], Scaling]) -> N
             "random_hadamard for both or for neither, and in no other GEMM"
         )
     for role in ("input", "grad_output"):
-        delayed = {gemm: bool(scaling.history) for (of, gemm), scaling in scalings.items() if of == role}
-        if len(set(delayed.values())) > 1:
-            said = ", ".join(f"{gemm} {'with' if found else 'without'}" for gemm, found in delayed.items())
+        read = {gemm: (s.history, s.most_recent) for (of, gemm), s in scalings.items() if of == role}
+        if len(set(read.values())) > 1:
+            said = ", ".join(f"{gemm} {_history(*found)}" for gemm, found in read.items())
             raise ConfigurationError(
-                f"recipe {label!r}: operands of the role {role} have one amax history, and are all scaled by it "
-                f"or none; here are {said} a history"
+                f"recipe {label!r}: operands of the role {role} have one amax history, and are all scaled by it, in "
+                f"one way, or none; here are {said}"
             )
+
+
+def _history(length: int, most_recent: bool) -> str:
+    return f"with a history of {length}{' (the most recent)' * most_recent}" if length else "without a history"

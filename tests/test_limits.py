@@ -21,7 +21,7 @@ from quantshard.recipe import Cell, Recipe, resolve
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with a native path for every GEMM."""
-    monkeypatch.setattr(backend, "gemm_path", lambda cell, device: ("native", "tried"))
+    monkeypatch.setattr(backend, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
 
 
 def linear(recipe: str | Recipe = "current", **options: Any) -> qs.Linear:
@@ -89,7 +89,7 @@ def test_recomputation_stays_strict() -> None:
     layer, x = linear(), torch.ones(2, 96, requires_grad=True)
     gemm_path = backend.gemm_path
     try:
-        backend.gemm_path = lambda cell, device: ("native", "tried")  # type: ignore[assignment]
+        backend.gemm_path = lambda cell, device, recipe=None: ("native", "tried")  # type: ignore[assignment]
         with qs.autocast(recipe="current", strict=True):
             out = qs.checkpoint(layer, x)
     finally:

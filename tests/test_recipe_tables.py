@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantshard import Linear, autocast, quantized_model_init
+from quantshard import Linear, autocast, convert, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import (
     Cell,
@@ -97,9 +97,31 @@ def test_a_mixture_is_made_of_its_names(name):
     assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 
-def test_a_mixture_of_recipes_with_arguments_has_no_name():
-    recipe = MixedRecipe(Float8CurrentScaling(use_power_2_scales=True), wgrad="bf16")
-    assert stock_name(recipe) is None and recipe.weight.scaling.power_of_two
+@pytest.mark.parametrize("first", [Float8CurrentScaling(use_power_2_scales=True), TableRecipe("mine", CURRENT)])
+def test_a_mixture_of_recipes_that_have_no_name_has_none(first):
+    recipe = MixedRecipe(first, wgrad="bf16")
+    assert stock_name(recipe) is None and recipe.weight == first.weight
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16)).bfloat16()
+    convert(model, recipe)
+    with autocast(recipe=recipe):
+        model(torch.ones(4, 32, dtype=torch.bfloat16)).sum().backward()
+    assert model[0].weight.grad.eq(4).all()
+
+
+def test_a_mixture_of_mixtures_is_one():
+    inner = MixedRecipe("current", dgrad="bf16", wgrad="mxfp8")
+    recipe = MixedRecipe(MixedRecipe("nvfp4", dgrad="rowwise", wgrad="bf16"), fprop=inner, wgrad=inner)
+    assert recipe == resolve("nvfp4/fprop:current/dgrad:rowwise/wgrad:mxfp8") and stock_name(recipe) == recipe.name
+
+
+@pytest.mark.parametrize(
+    "other", [DelayedScaling(amax_history_len=16), DelayedScaling(amax_compute_algo="most_recent")]
+)
+def test_one_history_is_read_in_one_way(other):
+    """Which else both operands of a role would follow, as the first has it."""
+    with pytest.raises(ConfigurationError, match=r"in one way, or none; here are fprop with a history of 1024, wgrad "):
+        MixedRecipe("delayed", wgrad=other)
+    assert MixedRecipe("delayed", wgrad=DelayedScaling(margin=1)).is_delayed
 
 
 def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
@@ -117,6 +139,7 @@ def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
         ("nvfp4/backward:bf16", "'backward:bf16' is none of fprop:NAME"),
         ("nvfp4/wgrad:bf16/wgrad:bf16", "'wgrad:bf16' is there twice"),
         ("bf16/wgrad:current", "'bf16' stores weights in high precision, and then no GEMM is quantized"),
+        (["current"], r"unknown recipe \['current'\]; choose one of"),
         ("delayed/wgrad:current", r"recipe 'delayed/wgrad:current': .* one amax history"),
     ],
 )

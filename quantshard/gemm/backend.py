@@ -209,6 +209,13 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype, poison: Tensor |
     return operand.dequantize(which, dtype, poison)
 
 
+_OPERANDS: Final = {
+    Gemm.FPROP: (TensorRole.INPUT, TensorRole.WEIGHT),
+    Gemm.DGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT),
+    Gemm.WGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.INPUT),
+}
+"""The roles of the left and the right operand."""
+
 # Many experts at once ------------------------------------------------------------------------------------------------
 
 LARGEST_GROUPED: Final = 1 << 35
@@ -224,7 +231,7 @@ def block_together(recipe: Recipe) -> int | None:
     A recipe that does has one format for a role, of 8 bits, rounded to nearest, in all its GEMMs: all of a tensor under
     one scale, or squares of 32 or 128 of a weight and as many elements of a row of an activation or gradient.
     """
-    if len(recipe.table) < 2 * len(Gemm):
+    if any((role, gemm) not in recipe.table for gemm, roles in _OPERANDS.items() for role in roles):
         return None  # an operand stays in high precision
     cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
     if any(len(found) != 1 or not _is_plain(*found) for found in cells):
@@ -261,7 +268,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     if recipe is not None and not recipe.table:
         return () if stored is None else ("dequantized",)
     cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
-    taken = ["emulated"] if gemm_path(cell, device)[0] == "emulated" else []
+    taken = ["emulated"] if gemm_path(cell, device, recipe)[0] == "emulated" else []
     if cell is not None and kernel_dispatch.lacks_kernels(device):
         taken.append("no kernels")
     if stored is None:
@@ -274,8 +281,24 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     return tuple(taken)
 
 
-def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
-    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason)."""
+@lru_cache(maxsize=256)
+def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
+    """GEMMs of whose two quantized formats such hardware has no product; those that read a weight of one copy along its
+    rows aside, which is a fallback of its own ("turned")."""
+    found = []
+    for gemm, roles in _OPERANDS.items():
+        left, right = (recipe.table.get((role, gemm)) for role in roles)
+        if left is None or right is None or (gemm is Gemm.DGRAD and not right.format.serves_columns):
+            continue
+        product = scaled_products.product_of_formats(left.format, right.format)
+        if product is None or not product.is_of(capability):
+            found.append(gemm)
+    return tuple(found)
+
+
+def gemm_path(cell: Cell | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
+    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason). By a recipe,
+    if it is known and stores such weights: native are those all of whose products are."""
     if cell is None:
         return "native", "high precision"
     name = cell.format.copies[Copy.ROWWISE].codes.encoding.name
@@ -286,6 +309,10 @@ def gemm_path(cell: Cell | None, device: torch.device) -> tuple[str, str]:
     here, products = scaled_products.dotted(capability), scaled_products.products_of(cell)
     for native in products:
         if native.is_on(device):
+            others = () if recipe is None or recipe.weight != cell else emulated_gemms(recipe, capability)
+            if others:
+                which = " and ".join(gemm.value for gemm in others)
+                return "emulated", f"compute capability {here} has no product of the formats of {which}"
             seen = "" if native.seen else ", not yet run on this hardware"
             return "native", f"{name} matrix product of compute capability {here}{seen}"
     with_scales = f"{name} matrix product with the scales of {cell.format.name}"

@@ -204,14 +204,16 @@ def gemm_of(
     describe: Any = getattr(module, "joint_fallbacks", None)
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:
-        return GemmPath(*backend.gemm_path(storage.cell, device), (*backend.fallbacks(storage, chosen, device), *joint))
+        return GemmPath(
+            *backend.gemm_path(storage.cell, device, chosen), (*backend.fallbacks(storage, chosen, device), *joint)
+        )
     if not ours:
         path, reason = backend.gemm_path(None, device)
         taken = ("not ours",) if chosen is not None and chosen.table else ()
         whose = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {whose}", taken)
     cell = None if chosen is None else chosen.weight
-    path, reason = backend.gemm_path(cell, device)
+    path, reason = backend.gemm_path(cell, device, chosen)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
     return GemmPath(path, reason, (*backend.fallbacks(None, chosen, device), *joint))

@@ -219,11 +219,6 @@ class KernelStep:
                 item.weight.written(drawn=item.source is item.weight)
         self._work, self._directions = (), {}
 
-    @property
-    def leaves_some(self) -> bool:
-        """Whether PyTorch has to finish any of the work."""
-        return bool(self._left)
-
 
 def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """`numerics.exceeds` of gradients that no kernel takes, float32; 0 where there is none."""

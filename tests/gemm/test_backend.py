@@ -25,7 +25,7 @@ from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 from quantshard.gemm import backend, operands, scaled_products
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, swizzling, unpack
-from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, MMParams, Recipe, resolve
+from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, Gemm, MMParams, Recipe, resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor.storage import QuantizedStorage, operand_layout
 from tests.covering import exhaustive
@@ -546,3 +546,30 @@ def test_rows_name_the_formats_that_recipes_use() -> None:
         kind = scaled_products.stored_kind(cell.format)
         assert kind in kinds or scaled_products.flat(kind) in kinds, name
     assert formats.ALL not in (128, 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "emulated"),
+    [
+        *(
+            (name, ())
+            for name in ("current", "delayed", "block", "rowwise", "current/wgrad:bf16", "current/fprop:bf16")
+        ),
+        ("current/fprop:block", (Gemm.FPROP,)),
+        ("current/dgrad:mxfp8", (Gemm.DGRAD,)),
+        ("nvfp4/wgrad:current", (Gemm.FPROP, Gemm.DGRAD)),
+        ("nvfp4/dgrad:current/wgrad:current", (Gemm.FPROP, Gemm.DGRAD)),
+    ],
+)
+def test_a_layer_is_native_if_all_its_products_are(
+    name: str, emulated: tuple[Gemm, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe mixed by GEMM may have formats that no product takes together, which strict mode and explain tell."""
+    monkeypatch.setattr(scaled_products, "capability_of", lambda device: HOPPER)
+    recipe, device = resolve(name), torch.device("meta")
+    assert backend.emulated_gemms(recipe, HOPPER) == emulated
+    path, why = backend.gemm_path(recipe.weight, device, recipe)
+    assert path == ("emulated" if emulated else "native") and (
+        "emulated" in backend.fallbacks(None, recipe, device)
+    ) == bool(emulated)
+    assert not emulated or name.startswith("nvfp4") or emulated[0].value in why

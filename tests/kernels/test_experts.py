@@ -480,7 +480,7 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.MonkeyPatch, apart: Callable) -> None:
     """Where they could be computed at once, but for the recipe."""
-    monkeypatch.setattr(backend, "gemm_path", lambda cell, device: ("native", "tried"))
+    monkeypatch.setattr(backend, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
     two_copies = resolve(RECIPES["mxfp8 two copies"])
 
     def strictly(rule: Recipe, count: int = 4) -> None:

@@ -62,7 +62,7 @@ Availability = tuple[bool, str]
 
 def _native(recipe: str) -> Availability:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path, reason = backend.gemm_path(resolve(recipe).weight, device)
+    path, reason = backend.gemm_path(resolve(recipe).weight, device, resolve(recipe))
     return (True, "") if path == "native" else (False, reason)
 
 
