@@ -92,8 +92,10 @@ OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions) if each.n
 PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
 """The arguments of `FusedAdam` that say how masters and moments are kept."""
 
-STATE_ARGUMENTS: Final = (*PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes")
-"""Those of any optimizer here: they are of all its parameters, so none of them is an entry of a group."""
+STATE_ARGUMENTS: Final = (
+    *PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
+)  # fmt: skip
+"""Those of any optimizer here, and how a step goes: of all its parameters, so none of them is an entry of a group."""
 
 PRESETS: Final = {
     "lean8": StateOptions(

@@ -426,7 +426,10 @@ def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
         gemm, colon, name = part.partition(":")
         if gemm in found or gemm not in _GEMM_NAMES or not colon:
             why = "is there twice" if gemm in found else "is none of fprop:NAME, dgrad:NAME and wgrad:NAME"
-            raise ConfigurationError(f"unknown recipe {given!r}: {part!r} {why}; write it as in current/wgrad:bf16")
+            meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in found else ""
+            raise ConfigurationError(
+                f"unknown recipe {given!r}: {part!r} {why}; {meant_gemm}write it as in current/wgrad:bf16"
+            )
         found[gemm] = name
     return found
 

@@ -87,10 +87,7 @@ def convert(
     chosen = choices(model, recipe, filter)
     if not any(choice.recipe for choice in chosen):
         raise ConfigurationError(_nothing(model, chosen))
-    recipes = Counter(choice.recipe.name for choice in chosen if choice.recipe)
-    common = next(
-        choice.recipe for choice in chosen if choice.recipe and choice.recipe.name == recipes.most_common(1)[0][0]
-    )
+    [(common, _)] = Counter(choice.recipe for choice in chosen if choice.recipe).most_common(1)
     checks.check_values(chosen)
     keep = preserve_high_precision_init_val
     places = places_of(model)

@@ -412,3 +412,18 @@ def test_patterns_of_names() -> None:
         ("a.{0-1,3}.w", 3, "x"), ("b", 1, "x"), ("a.2.v", 1, "x"), ("h.{0-1}.e.7.w", 2, "x"), ("fc1", 1, "x"),
         ("fc2", 1, "x"),
     ]  # fmt: skip
+
+
+def test_recipes_of_one_name_that_differ_by_arguments_are_two():
+    """A layer whose recipe has arguments runs by it, in the autocast of the others, which have its name."""
+    own = qs.recipe.Float8CurrentScaling(fp8_format="E4M3")
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)]).bfloat16()
+    qs.convert(model, {"0": own, "*": "current"})
+    x, dy = (torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (1, 2))
+    found = []
+    for recipe in ("current", own):
+        x.requires_grad_().grad = None
+        with qs.autocast(recipe=recipe):
+            model[0](x).backward(dy)
+        found.append(x.grad.clone())
+    assert torch.equal(*found)
