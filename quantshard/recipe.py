@@ -28,6 +28,7 @@ from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
 from quantshard.recipe_arguments import check_fixed, check_scalings, fixed
+from quantshard.recipe_table import OPERANDS as OPERANDS
 from quantshard.recipe_table import Cell as Cell
 from quantshard.recipe_table import CellPair as CellPair
 from quantshard.recipe_table import Gemm as Gemm

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
+from typing import Final
 
 from quantshard import formats
 from quantshard.errors import ConfigurationError
@@ -27,6 +28,14 @@ class TensorRole(str, Enum):
     WEIGHT = "weight"
     INPUT = "input"
     GRAD_OUTPUT = "grad_output"
+
+
+OPERANDS: Final = {
+    Gemm.FPROP: (TensorRole.INPUT, TensorRole.WEIGHT),
+    Gemm.DGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT),
+    Gemm.WGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.INPUT),
+}
+"""The roles of the left and the right operand."""
 
 
 _HISTORY_MARK = "+hist"
@@ -148,6 +157,12 @@ class TableRecipe(Recipe):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cells", dict(self.cells))  # the caller's may change
+        for role, gemm in self.cells:
+            if role not in OPERANDS[gemm]:
+                raise ConfigurationError(
+                    f"recipe {self.label!r}: {gemm.value} reads no {role.value}, but "
+                    f"{' and '.join(each.value for each in OPERANDS[gemm])}; leave the entry out"
+                )
         scalings = {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
         check_scalings(self.label, scalings)
 

@@ -47,6 +47,16 @@ def test_a_transform_that_does_not_cancel(at):
     assert TableRecipe("cancels", {**CURRENT, **both}).table[INPUT, Gemm.WGRAD].scaling.random_hadamard
 
 
+def test_an_entry_of_an_operand_that_no_gemm_reads():
+    """Which would do nothing."""
+    for at, says in (
+        ((TensorRole.WEIGHT, Gemm.WGRAD), "grad_output and input"),
+        ((INPUT, Gemm.DGRAD), "grad_output and"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"'mine': {at[1].value} reads no {at[0].value}, but {says}"):
+            TableRecipe("mine", {**CURRENT, at: CURRENT[INPUT, Gemm.FPROP]})
+
+
 def test_a_recipe_does_not_follow_the_dict_that_it_was_made_of():
     cells = dict(CURRENT)
     recipe = TableRecipe("mine", cells)

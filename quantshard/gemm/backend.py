@@ -25,7 +25,7 @@ from quantshard.gemm import scaled_products
 from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
 from quantshard.gemm.operands import Operand, is_large
 from quantshard.gemm.scaled_products import Capability, ScaledProduct
-from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
+from quantshard.recipe import OPERANDS, Cell, Gemm, Recipe, TensorRole
 from quantshard.tensor.storage import OperandLayout, QuantizedStorage
 
 
@@ -209,13 +209,6 @@ def _values(operand: Operand, wanted: Copy, dtype: torch.dtype, poison: Tensor |
     return operand.dequantize(which, dtype, poison)
 
 
-_OPERANDS: Final = {
-    Gemm.FPROP: (TensorRole.INPUT, TensorRole.WEIGHT),
-    Gemm.DGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT),
-    Gemm.WGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.INPUT),
-}
-"""The roles of the left and the right operand."""
-
 # Many experts at once ------------------------------------------------------------------------------------------------
 
 LARGEST_GROUPED: Final = 1 << 35
@@ -231,7 +224,7 @@ def block_together(recipe: Recipe) -> int | None:
     A recipe that does has one format for a role, of 8 bits, rounded to nearest, in all its GEMMs: all of a tensor under
     one scale, or squares of 32 or 128 of a weight and as many elements of a row of an activation or gradient.
     """
-    if any((role, gemm) not in recipe.table for gemm, roles in _OPERANDS.items() for role in roles):
+    if any((role, gemm) not in recipe.table for gemm, roles in OPERANDS.items() for role in roles):
         return None  # an operand stays in high precision
     cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
     if any(len(found) != 1 or not _is_plain(*found) for found in cells):
@@ -286,7 +279,7 @@ def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
     """GEMMs of whose two quantized formats such hardware has no product; those that read a weight of one copy along its
     rows aside, which is a fallback of its own ("turned")."""
     found = []
-    for gemm, roles in _OPERANDS.items():
+    for gemm, roles in OPERANDS.items():
         left, right = (recipe.table.get((role, gemm)) for role in roles)
         if left is None or right is None or (gemm is Gemm.DGRAD and not right.format.serves_columns):
             continue

@@ -204,8 +204,10 @@ class Muon(AdamOptimizer):
         return new, {MOMENTUM_BUFFER: buffer}
 
     def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        matrices = [place for place, item in enumerate(work) if isinstance(item.group.settings, MuonSettings)]
-        others = [place for place in range(len(work)) if place not in set(matrices)]
+        matrices: list[int] = []
+        others: list[int] = []
+        for place, item in enumerate(work):
+            (matrices if isinstance(item.group.settings, MuonSettings) else others).append(place)
         buckets = self._buckets_of([work[place].param for place in matrices])
         bucketed = [[work[matrices[number]] for number in bucket.numbers] for bucket in buckets]
         workspace = MatrixWorkspace(bucketed)
