@@ -25,7 +25,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.base import weight_watch
 from quantshard.modules.contexts import context
-from quantshard.modules.contexts.layer_recipes import Recipes
+from quantshard.modules.contexts.layer_recipes import Recipes, by_name
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tensor import components
 
@@ -57,7 +57,8 @@ def convert(
             module or computed, are left.
         recipe: a recipe or its name; or a mapping from patterns of layers' names to recipes, of which the first that
             matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`; or a function of module and name that gives one
-            for each. "bf16" leaves a layer as it is.
+            for each. "bf16" leaves a layer as it is. Layers whose recipes go by names run by them in every autocast
+            that quantizes; those of one recipe run by the autocast's.
         filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
             match a whole name or its end behind a dot. By default all but the head and routers.
         modules: "linear": each layer by itself. "fused": besides, the gated MLPs of transformers' Llama, Mistral, Qwen
@@ -90,10 +91,11 @@ def convert(
     [(common, _)] = Counter(choice.recipe for choice in chosen if choice.recipe).most_common(1)
     checks.check_values(chosen)
     keep = preserve_high_precision_init_val
+    around = None if by_name(recipe) else common
     places = places_of(model)
     # all are built before the first is exchanged: what is refused is refused before anything changed
     built = [
-        (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, common, autocast, keep))
+        (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, around, autocast, keep))
         for choice in chosen
         if choice.recipe
     ]

@@ -111,7 +111,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
 
 
 def empty_linear(
-    old: nn.Linear, name: str, recipe: Recipe, around: Recipe, by_itself: bool, keep_values: bool
+    old: nn.Linear, name: str, recipe: Recipe, around: Recipe | None, by_itself: bool, keep_values: bool
 ) -> ConvertedLinear:
     """A layer for the place of an `nn.Linear`, on the meta device, its weight of the recipe's format.
 
@@ -121,7 +121,7 @@ def empty_linear(
         old: the layer, which is not changed.
         name: its name in the model.
         recipe: its own.
-        around: that of the model's forward.
+        around: the recipe of all layers, which then run by the autocast around them; None: each runs by its own.
         by_itself: enter its recipe where no autocast was entered.
         keep_values: keep those of a later `reset_parameters`, for an optimizer's masters.
     """

@@ -56,7 +56,8 @@ def explain(
         model: any module, on any device, wrapped by `fully_shard` or not; if it is wrapped, the outermost module.
         optimizer: whose state to describe: `FusedAdam`, or any other that keeps tensors in `optimizer.state`.
         recipe: what autocast will run with; layers that have a recipe of their own run by that. Without it, weights in
-            high precision are taken to be computed with as they are, and quantized ones by their own format.
+            high precision are taken to be computed with as they are, and quantized ones by the recipe that they were
+            quantized by.
         strict: raise if anything falls back.
 
     It warns of parameters that train and are in no optimizer, and of the optimizer's that are not the model's.
@@ -103,12 +104,11 @@ def _row(
     local = private_torch.local_tensor(param)
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
-    if chosen is not None and chosen.table:  # in whose autocast a layer with a recipe of its own runs by that
-        own = getattr(module, "recipe", None) if hasattr(module, "own_autocast") else None  # not any module's attribute
-        chosen = recipes.resolve(own or chosen)
+    if chosen is not None:
+        chosen = recipe_in(module, chosen)
     codes, scales = _resident(local, storage, gathers)
     forward, backward = _wire(storage, local, gathers)
-    gemm = gemm_of(leaf, module, param, storage, chosen)
+    gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
     mesh, placements = _placed(param)
     sizes = states.sizes(param)
     shared = (
@@ -183,6 +183,12 @@ class GemmPath(NamedTuple):
     path: str = ""
     reason: str = ""
     fallbacks: tuple[str, ...] = ()
+
+
+def recipe_in(module: nn.Module, around: Recipe | None) -> Recipe | None:
+    """By which a module's GEMMs run in an autocast of the recipe `around`; None: in that which it was built for."""
+    of_its_own: Any = getattr(module, "recipe_in", None)
+    return around if of_its_own is None else of_its_own(around)
 
 
 def gemm_of(

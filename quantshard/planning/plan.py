@@ -32,7 +32,7 @@ from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of
+from quantshard.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of, recipe_in
 from quantshard.observe.parameter_bytes import SHORT_DTYPES
 from quantshard.observe.table import Report, Row
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
@@ -139,9 +139,9 @@ def plan(
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
         gemms = [
-            gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, device=device)
+            gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, recipe, device)
             for _, leaf, module, param in _parameters(model)
-            for stored in (components.quantized_local(param),)
+            for stored, recipe in ((components.quantized_local(param), recipe_in(module, None)),)
         ]
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
         dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)

@@ -201,6 +201,10 @@ def test_recipes_by_name(recipes: object) -> None:
     model(TOKENS)
     assert not any(row.warnings for row in qs.explain(model, recipe="mxfp8").rows)
     assert seen == {layer.name: layer.recipe for layer in report.converted}
+    seen.clear()
+    with qs.autocast(recipe="current"):  # which decides for none of them, those of the commonest recipe neither
+        model(TOKENS)
+    assert seen == {layer.name: layer.recipe for layer in report.converted}
 
 
 def noted(seen: dict[str, str], name: str, project: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -427,3 +431,20 @@ def test_recipes_of_one_name_that_differ_by_arguments_are_two():
             model[0](x).backward(dy)
         found.append(x.grad.clone())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recipe", ["current/wgrad:bf16", {"*": "current/wgrad:bf16"}])
+def test_an_autocast_of_like_weights_decides_where_one_recipe_was_given(recipe: object) -> None:
+    """A mixture's weights fit its first recipe: by name each layer keeps its gradients in BF16 there."""
+    found = []
+    for around in ("current/wgrad:bf16", "current"):
+        model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(2)]).bfloat16()
+        with torch.no_grad():
+            for layer in model:
+                layer.weight.copy_(torch.linspace(-1, 1, 1024).view(32, 32))
+        qs.convert(model, recipe)
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+        with qs.autocast(recipe=around):
+            model(x).square().sum().backward()
+        found.append([layer.weight.grad for layer in model])
+    assert all(map(torch.equal, *found)) == isinstance(recipe, dict)

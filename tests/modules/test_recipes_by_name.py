@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, FallbackError
+from quantshard.gemm import scaled_products
 from quantshard.modules.contexts import context
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Recipe
@@ -296,6 +297,23 @@ def test_explain_goes_by_the_layers_own_recipes() -> None:
            for number in (0, 1)},
     }  # fmt: skip
     assert "quantized for each forward" not in rows["head.weight"].gemm_reason
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_explain_and_plan_go_by_what_a_layer_was_quantized_by(by_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 whose wgrad no product of Hopper computes: by the format of its weight alone it would be native."""
+    name = "current/wgrad:mxfp8"
+    with qs.quantized_model_init(recipe={"0": name, "1": "current"} if by_name else name):
+        model = nn.Sequential(*[qs.Linear(64, 64, bias=False, device="meta") for _ in range(2)])
+    emulated = ["emulated", "native" if by_name else "emulated"]
+    planned = qs.plan(model, {"dp": 2}, capability=(9, 0)).rows
+    assert [row.gemm for row in planned] == emulated and "wgrad" in planned[0].gemm_reason
+    assert all("emulated" in row.fallbacks for row in planned if row.gemm == "emulated")
+    monkeypatch.setattr(scaled_products, "capability_of", lambda device: (9, 0))
+    assert [row.gemm for row in qs.explain(model).rows] == emulated
+    around = qs.explain(model, recipe="current").rows  # decides for layers without a recipe of their own
+    assert [row.gemm for row in around] == (emulated if by_name else ["native"] * 2)
+    assert not any("emulated" in row.fallbacks for row in qs.explain(model, recipe="bf16").rows)
 
 
 def test_the_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from quantshard.modules.base.assignment import PiecewiseAssignment
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
-from quantshard.recipe import Cell, Recipe, TensorRole, stock_name
+from quantshard.recipe import Cell, Recipe, TensorRole, resolve, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -63,9 +63,17 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         """What its forward enters; None where it runs by the autocast around."""
         if self.model_recipe is not None and not context.in_autocast():
             return context.autocast(recipe=self.model_recipe)
-        if self.recipe is None or not context.quantizes(context.current_setting()):
+        if self.recipe is None or not context.quantizes(context.current_setting()) or context.runs_by(self.recipe):
             return None
         return context.autocast_by(self.recipe)
+
+    def recipe_in(self, around: Recipe | None) -> Recipe | None:
+        """By which its GEMMs run in an autocast of the recipe `around`. None: it is not told, and the answer is the
+        module's own recipe or the one that its weights were quantized by, or None where there is neither."""
+        if around is not None and not around.table:
+            return around
+        built_by = self._plan.recipe if around is None and self._plan.quantize else around
+        return built_by if self.recipe is None else resolve(self.recipe)
 
     @property
     def unnamed_layers(self) -> UnnamedLayers | None:

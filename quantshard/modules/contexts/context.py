@@ -196,6 +196,12 @@ def in_autocast() -> bool:
     return len(_autocasts) > 0  # torch 2.11 cannot trace bool(list): every converted layer would run uncompiled
 
 
+def runs_by(recipe: str | Recipe) -> bool:
+    """True if the innermost autocast is known to be of that very recipe, which need not be entered again; while
+    compiling it is not known."""
+    return not torch.compiler.is_compiling() and setting(current_setting()).recipe is resolve(recipe)
+
+
 def is_strict() -> bool:
     """True if the innermost autocast turns fallbacks into errors."""
     return setting(current_setting()).strict
