@@ -19,6 +19,7 @@ from quantshard.errors import ConfigurationError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Kind = TypeVar("_Kind")
 
 
 @runtime_checkable
@@ -109,13 +110,20 @@ def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeEr
 
 def suggests_names(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate a function or a constructor, so that a misspelled argument is told by `unexpected_argument`."""
-    known, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
+    # frozenset: torch.compile traces a call of `autocast`, and knows no other view of names
+    known, owner = frozenset(inspect.signature(function).parameters), function.__qualname__.partition(".")[0]
 
     @wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         for name in options:
             if name not in known:
-                raise unexpected_argument(owner, name, known.keys())
+                raise unexpected_argument(owner, name, known)
         return function(*args, **options)
 
     return checked
+
+
+def suggests_fields(kind: type[_Kind]) -> type[_Kind]:
+    """`suggests_names` for the constructor that a dataclass has of its fields."""
+    kind.__init__ = suggests_names(kind.__init__)  # type: ignore[method-assign]
+    return kind

@@ -24,7 +24,7 @@ from functools import cache, cached_property
 import torch
 
 from quantshard import formats
-from quantshard.argument_kinds import meant
+from quantshard.argument_kinds import meant, suggests_fields
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
 from quantshard.recipe_arguments import check_fixed, check_scalings, fixed
@@ -55,6 +55,7 @@ Format = ElementFormats
 """TransformerEngine's name for `ElementFormats`."""
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class MMParams:
     """How one GEMM sums.
@@ -108,6 +109,7 @@ class _NamedRecipe(Recipe):
 _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class MixedRecipe(Recipe):
     """A recipe that quantizes inputs and gradients of some GEMMs as others do: `MixedRecipe("nvfp4", wgrad="current")`.
@@ -207,6 +209,7 @@ def _gradient_row(fp8_format: str) -> formats.Format:
     return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class DelayedScaling(_NamedRecipe):
     """FP8 per tensor, each scale from the maximum of the last `amax_history_len` amaxes of that tensor.
@@ -253,6 +256,7 @@ class DelayedScaling(_NamedRecipe):
         return _fast(self)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Float8CurrentScaling(_NamedRecipe):
     """FP8 per tensor, each scale from the amax of the tensor itself. Also called "tensorwise".
@@ -284,6 +288,7 @@ class Float8CurrentScaling(_NamedRecipe):
         return _fast(self)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Float8BlockScaling(_NamedRecipe):
     """FP8 E4M3 with one scale for 128x128 elements of a weight and for 1x128 of an activation or gradient."""
@@ -306,6 +311,7 @@ class Float8BlockScaling(_NamedRecipe):
         return _table(Cell(formats.FP8_128X128, scaling), vector, vector, vector, vector)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Float8RowwiseScaling(Recipe):
     """FP8 E4M3 with one scale for a row of a weight (an output feature), a token or a row of wgrad's operands.
@@ -324,6 +330,7 @@ class Float8RowwiseScaling(Recipe):
         return _table(row, row, row, row, row)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class MXFP8BlockScaling(_NamedRecipe):
     """MXFP8: E4M3 with one power-of-two scale (E8M0) for 32 elements.
@@ -346,6 +353,7 @@ class MXFP8BlockScaling(_NamedRecipe):
         return _table(Cell(weight), vector, vector, vector, vector)
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class NVFP4BlockScaling(_NamedRecipe):
     """NVFP4: E2M1 with an E4M3 scale for 16 elements (16x16 of a weight) and a second scale for the tensor.
@@ -430,6 +438,10 @@ def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
             meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in found else ""
             raise ConfigurationError(
                 f"unknown recipe {given!r}: {part!r} {why}; {meant_gemm}write it as in current/wgrad:bf16"
+            )
+        if name not in NAMES:
+            raise ConfigurationError(
+                f"unknown recipe {given!r}: {name!r} is none; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
             )
         found[gemm] = name
     return found

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Final
 
 from quantshard import formats
+from quantshard.argument_kinds import suggests_fields
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
 from quantshard.recipe_arguments import RecipePredicates, check_scalings
@@ -147,6 +148,7 @@ class Recipe(RecipePredicates):
         return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class TableRecipe(Recipe):
     """A recipe written as its table. `fast`: GEMMs that need not sum in float32; see `MMParams`."""

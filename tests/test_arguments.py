@@ -170,13 +170,15 @@ def test_a_misspelled_name_is_corrected(call, name, meant):
     assert str(caught.value) == f"{call.__name__}() got an unexpected keyword argument {name!r}{hint}"
 
 
-NOT_CORRECTED = {"autocast", "dispatch_tokens", "checkpoint", "MasterWeights"}
+NOT_CORRECTED = {"dispatch_tokens", "checkpoint", "MasterWeights"}
 """Called in compiled functions, which are traced through what is around them; and those that hand arguments on."""
 
 ALSO_CORRECTED = {
     "TrainingStep": quantshard.TrainingStep, "StepGraph": quantshard.StepGraph, "requantize_": quantshard.requantize_,
     "deterministic": quantshard.deterministic, "LayerNorm": quantshard.LayerNorm,
     "averaged_weights": optimizers.averaged_weights,
+    **{kind.__name__: kind for kind in (*set(quantshard.recipe.NAMES.values()) - {quantshard.recipe.HighPrecision},
+                                        quantshard.recipe.MixedRecipe, quantshard.recipe.TableRecipe)},
 }  # fmt: skip
 
 

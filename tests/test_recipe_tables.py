@@ -144,7 +144,7 @@ def test_sums_of_a_mixture_are_those_of_whose_operands_it_has():
     ("name", "says"),
     [
         ("nvpf4/wgrad:bf16", "unknown recipe 'nvpf4/wgrad:bf16'; did you mean 'nvfp4'"),
-        ("nvfp4/wgrad:curent", "unknown recipe 'curent'; did you mean 'current'"),
+        ("nvfp4/wgrad:curent", "unknown recipe 'nvfp4/wgrad:curent': 'curent' is none; did you mean 'current'"),
         ("nvfp4/wgrad", "'wgrad' is none of fprop:NAME, dgrad:NAME and wgrad:NAME"),
         ("nvfp4/wgard:bf16", "did you mean 'wgrad'"),
         ("nvfp4/backward:bf16", "'backward:bf16' is none of fprop:NAME"),

@@ -148,22 +148,26 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
         )
 
 
+_SWITCHES = ("capturable", "amsgrad")
+
+
 def check_no_states(optimizer: type, group: Mapping[str, Any]) -> None:
-    """Check that a group does not say how its masters and states are kept, which is the same for all groups: it would
-    do nothing.
+    """Check that a group does not say how its masters and states are kept, or how all groups step: it would do nothing.
+
+    Groups of PyTorch's optimizers name what these steps are, switched off.
 
     Raises:
         ConfigurationError: it does.
     """
-    for name in STATE_ARGUMENTS:
-        if name in group:
+    for name in (*STATE_ARGUMENTS, *_SWITCHES):
+        if name in group and (name not in _SWITCHES or group[name]):
             owner, known = optimizer.__name__, inspect.signature(optimizer).parameters
             raise ConfigurationError(
                 f"{owner}: a group has {name} = {group[name]!r}, which is "
                 + (
                     f"an option of the whole optimizer; give {owner}({name}=...), or build one optimizer for each"
                     if name in known
-                    else f"no option of {owner}, whose groups keep masters and states alike; leave it out"
+                    else f"no option of {owner}, whose groups are kept and stepped alike; leave it out"
                 )
             )
 

@@ -140,6 +140,16 @@ def test_a_group_has_no_states_of_its_own(kind, option):
     assert len(optimizer.param_groups) == 1 and other not in optimizer.state
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, Lion, Muon])
+@pytest.mark.parametrize("switch", ["capturable", "amsgrad"])
+def test_a_group_does_not_switch_how_all_groups_step(kind, switch):
+    """Groups of PyTorch's AdamW have both, off."""
+    param = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ConfigurationError, match=rf"^{kind.__name__}: a group has {switch} = True, which is "):
+        kind([{"params": [param], switch: True}])
+    kind([{"params": [param], switch: False}])
+
+
 @every_preset
 def test_a_preset_of_lion_is_its_options_spelled_out(preset):
     """Its only moment in FP8, and FP16 masters; a checkpoint of one goes on as the other."""
