@@ -18,6 +18,7 @@ from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
+from quantshard.checkpoints.requantize import is_history
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
@@ -68,6 +69,14 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
         CheckpointError: naming the first entry, shape or dtype that differs, and what to do about it.
     """
     missing, unknown = _differing(stored, wanted, _MODEL)
+    both = [found for found in _tensors(stored, wanted, _MODEL) if isinstance(found[2], Tensor)]
+    differing = [*missing, *unknown, *[key for key, entry, value in both if entry.size != value.shape]]
+    if differing and all(map(is_history, differing)):
+        raise CheckpointError(
+            f"{path} is of another recipe: {len(differing)} amax histories are there and not in this model, or the "
+            f"reverse, or of another length (first: {differing[0]}); build the model with the recipe that the "
+            "checkpoint was written with, or load it with requantize=True, which begins these histories anew"
+        )
     if missing or unknown:
         raise CheckpointError(
             f"{path} is of another model: it lacks {len(missing)} of this model's tensors (first: "
@@ -75,7 +84,6 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
         )
     if found := next(_objects_for_tensors(stored, wanted, _MODEL), None):
         raise CheckpointError(f"{path} is of another model: {found}")
-    both = [found for found in _tensors(stored, wanted, _MODEL) if isinstance(found[2], Tensor)]
     for key, _, value in both:
         if private_torch.local_tensor(value).is_meta:
             raise CheckpointError(

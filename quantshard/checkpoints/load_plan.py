@@ -196,8 +196,8 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     }
     ignored = fit.kept(stored, wanted, optimizer) | {
         key
-        for key in (stored | wanted if conversions else ())
-        if requantization.left_out(conversions, key, key in stored, key in wanted)
+        for key in (stored | wanted if request.requantize else ())
+        if requantization.left_out(conversions, key, stored.get(key), wanted.get(key))
     }
     stored, wanted = ({k: v for k, v in entries.items() if k not in ignored} for entries in (stored, wanted))
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}

@@ -150,21 +150,26 @@ def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) 
     return "codes"
 
 
-def left_out(found: list[ParameterConversion], key: str, there: bool, here: bool) -> bool:
+def is_history(key: str) -> bool:
+    """Whether an entry is an amax history, which delayed recipes alone keep, of what they scale so."""
+    return key.endswith(AMAX_HISTORY)
+
+
+def left_out(found: list[ParameterConversion], key: str, there: STORAGE_TYPES | None, here: Any) -> bool:
     """Whether an entry, under its key in the checkpoint, is made anew or kept, and so not read.
 
-    `there`, `here`: whether the checkpoint and this model have it. Random keys and draws are read where both have them;
-    an amax history that one of them lacks belongs to the recipe.
+    `there`, `here`: what the checkpoint and this model have under it; None: nothing. Random keys and draws are read
+    where both have them; an amax history that one of them lacks, or has of another length, belongs to the recipe.
     """
     for change in found:
         prefix = f"model.{change.name}"
         if change.requantizes and key.startswith(prefix):
             suffix = key.removeprefix(prefix)
-            if suffix in _SUFFIXES or (suffix in (f"_{KEY}", f"_{DRAWS}") and not (there and here)):
+            if suffix in _SUFFIXES or (suffix in (f"_{KEY}", f"_{DRAWS}") and (there is None or here is None)):
                 return True
         if change.index is not None and key.startswith(f"optimizer.state.{change.index}.{MASTER}"):
-            return change.sets_master or not here
-    return key.endswith(AMAX_HISTORY) and there != here
+            return change.sets_master or here is None
+    return is_history(key) and (there is None or here is None or getattr(there, "size", None) != here.shape)
 
 
 @torch.no_grad()

@@ -54,7 +54,11 @@ _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() i
 """Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
 
 SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
-RECIPE = typer.Option("--recipe", metavar="NAME", help=f"of a run or a config.json: {', '.join(recipe.NAMES)}")
+RECIPE = typer.Option(
+    "--recipe",
+    metavar="NAME",
+    help=f"of a run or a config.json: {', '.join(recipe.NAMES)}; by GEMM or by layer as of train",
+)
 WIDE = typer.Option("--wide", help="every column, and a row for every tensor")
 WIDER = "a wider terminal or --wide has them"
 JSON = typer.Option("--json", help="all of it, as JSON")

@@ -17,6 +17,7 @@ from quantshard import checkpoints, numerics
 from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
+from quantshard.recipe import DelayedScaling, Recipe
 from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.checkpoints.small import built, written
@@ -93,6 +94,33 @@ def test_the_same_recipe_is_loaded_as_it_is(tmp_path: Path) -> None:
     model, optimizer = built("nvfp4", seed=9)
     assert load_loudly(path, model, optimizer) == ""
     assert not differing(model.state_dict(), built("nvfp4")[0].state_dict())
+
+
+@pytest.mark.parametrize("new", ["delayed/dgrad:bf16/wgrad:bf16", DelayedScaling(amax_history_len=3)])
+def test_histories_are_of_the_recipe(tmp_path: Path, new: str | Recipe) -> None:
+    """A recipe of the same weights that scales fewer operands by histories, or by shorter ones, goes on with its own;
+    unasked, it is told which, and not that the model is another."""
+
+    def model_of(recipe: str | Recipe) -> nn.Sequential:
+        with qs.quantized_model_init(recipe=recipe):
+            return nn.Sequential(qs.Linear(32, 48, bias=False), qs.Linear(48, 32, bias=False))
+
+    old = model_of("delayed")
+    with qs.autocast(recipe="delayed"):
+        old(torch.randn(4, 32)).square().mean().backward()
+    checkpoints.save(tmp_path / "c", old, None)
+    model = model_of(new)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(CheckpointError, match=r"is of another recipe: .*requantize=True"):
+        checkpoints.load(tmp_path / "c", model)
+    checkpoints.load(tmp_path / "c", model, requantize=True)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight.dequantize(), old.get_parameter(name).dequantize())
+    theirs = dict(old.named_buffers())
+    for name, buffer in model.named_buffers():
+        alike = name in theirs and theirs[name].shape == buffer.shape
+        assert torch.equal(buffer, theirs[name] if alike else before[name]), name
+    assert before
 
 
 def test_masters_that_are_not_finite_are_not_quantized(tmp_path: Path) -> None:
