@@ -122,7 +122,8 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
             f"config.json cannot hold the recipe of {unnamed[0]}, which has arguments of its own; pass config="
             "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
         )
-    recipes: Any = {**own, "*": recipe} if own else recipe
+    rest = {"*": recipe} if set(layers) - own.keys() else {}
+    recipes: Any = {**own, **rest} if own else recipe
     found = cls(
         recipes,
         filter=_NameFilter(layers),

@@ -125,16 +125,14 @@ def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
             "save_pretrained: parts of this model were converted with autocast=True and others with autocast=False, "
             "which config.json cannot say; convert them alike, or save with quantshard.checkpoints.save"
         )
-    own: dict[str, Recipe] = {
-        name: resolve(getattr(model.get_submodule(name), "recipe", None) or getattr(part, RECIPE))
-        for name, part in parts.items()
-    }
+    given = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
+    own: dict[str, Recipe] = {name: resolve(given[name] or getattr(part, RECIPE)) for name, part in parts.items()}
     around = resolve(getattr(model, RECIPE, None) or max(own.values(), key=list(own.values()).count))
     return {
         "quant_method": METHOD,
         "recipe": stock_name(around),
         "layers": layers,
-        "layer_recipes": {name: stock_name(recipe) for name, recipe in own.items() if recipe != around},
+        "layer_recipes": {name: stock_name(each) for name, each in own.items() if given[name] or each != around},
         "modules": "fused" if is_fused(model) else "linear",
         "autocast": enters.pop(),
     }

@@ -27,6 +27,7 @@ from transformers.quantizers import auto
 import quantshard as qs
 from quantshard.conversion import forward
 from quantshard.conversion.fusion import is_fused
+from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.integrations import transformers as qt
 from quantshard.optimizers import FusedAdam
@@ -210,12 +211,23 @@ def test_the_native_form_brings_every_bit_back(recipe: Any, folder: Path, tmp_pa
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert not hasattr(model.config, "quantization_config") and getattr(model, "hf_quantizer", None) is None
     found = load(tmp_path)
-    assert differing(model, found) == []
+    assert differing(model, found) == [] and own_recipes(found) == own_recipes(model)
     assert torch.equal(model(tokens()).logits, found(tokens()).logits)
     found.save_pretrained(tmp_path / "again")
     assert differing(found, load(tmp_path / "again")) == []
     assert train(found, adam_of(found), 1) == train(model, adam_of(model), 1)
     assert differing(model, found) == []
+
+
+def own_recipes(model: Any) -> dict[str, str | None]:
+    return {name: each.recipe for name, each in model.named_modules() if isinstance(each, ConvertedLinear)}
+
+
+def test_layers_of_one_recipe_by_name_keep_it_as_their_own(folder: Path, tmp_path: Path) -> None:
+    model = converted(folder, {"*": "mxfp8"})
+    model.save_pretrained(tmp_path)
+    found = own_recipes(load(tmp_path))
+    assert set(found.values()) == {"mxfp8"} and found == own_recipes(model)
 
 
 def test_a_model_made_by_convert_is_saved_alike(folder: Path, tmp_path: Path) -> None:
