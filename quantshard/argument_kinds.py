@@ -110,14 +110,13 @@ def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeEr
 
 def suggests_names(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate a function or a constructor, so that a misspelled argument is told by `unexpected_argument`."""
-    # frozenset: torch.compile traces a call of `autocast`, and knows no other view of names
-    known, owner = frozenset(inspect.signature(function).parameters), function.__qualname__.partition(".")[0]
+    known, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
 
     @wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         for name in options:
             if name not in known:
-                raise unexpected_argument(owner, name, known)
+                raise unexpected_argument(owner, name, known.keys())
         return function(*args, **options)
 
     return checked

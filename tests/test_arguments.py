@@ -170,7 +170,7 @@ def test_a_misspelled_name_is_corrected(call, name, meant):
     assert str(caught.value) == f"{call.__name__}() got an unexpected keyword argument {name!r}{hint}"
 
 
-NOT_CORRECTED = {"dispatch_tokens", "checkpoint", "MasterWeights"}
+NOT_CORRECTED = {"autocast", "dispatch_tokens", "checkpoint", "MasterWeights"}
 """Called in compiled functions, which are traced through what is around them; and those that hand arguments on."""
 
 ALSO_CORRECTED = {

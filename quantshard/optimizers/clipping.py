@@ -28,7 +28,7 @@ def clip_grad_norm_(
 
     Each element of a gradient counts once, on whichever rank it is: parameters may be plain, or DTensors on any meshes,
     and experts those that this rank holds of an `ep_mesh`. Gradients must be reduced already, as they are after
-    `backward` under FSDP2.
+    `backward` under FSDP2. Where a parameter has a `decoupled_grad`, that is its gradient.
 
     Sums are taken in float64: squares of finite gradients do not overflow, and the norm hardly depends on the mesh.
 
@@ -63,9 +63,10 @@ def clip_grad_norm_(
     grads = []
     for name, param, groups in _with_groups(model):
         mine = parts.setdefault(groups, [])  # ranks without gradients take part too
-        if param.grad is not None:
-            guards.check_alike(param, param.grad, name, "gradient")
-            grads.append(private_torch.local_tensor(param.grad))
+        grad = guards.gradient_of(param)
+        if grad is not None:
+            guards.check_alike(param, grad, name, "gradient")
+            grads.append(private_torch.local_tensor(grad))
             if grads[-1].numel() > 0:  # the maximum of nothing is an error
                 mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
@@ -74,8 +75,8 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.device))
+    for each in grads:
+        each.mul_(scale.to(each.device))
     return total.float()
 
 

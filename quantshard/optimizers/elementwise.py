@@ -215,7 +215,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         master.adopt()
 
     def _grad_of(self, param: Tensor) -> Tensor | None:
-        what = "decoupled_grad" if self._use_decoupled_grad else "grad"
+        what = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
         grad: Tensor | None = getattr(param, what, None)
         if grad is not None:
             guards.check_alike(param, grad, self._names[param], "gradient" if what == "grad" else what)
@@ -228,7 +228,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if not self._use_decoupled_grad:
             return
         for param in self._names:
-            grad = getattr(param, "decoupled_grad", None)
+            grad = getattr(param, guards.DECOUPLED_GRAD, None)
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif grad is not None:

@@ -21,6 +21,9 @@ from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMi
 from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
 
+DECOUPLED_GRAD = "decoupled_grad"
+"""The attribute of a parameter with a gradient of any floating dtype, for an optimizer with `use_decoupled_grad`."""
+
 LARGEST_GRADIENT = 1e19
 """The square of a larger one is infinite in float32, and as a second moment would freeze its weight for good."""
 
@@ -33,6 +36,12 @@ LARGEST_RATE = 1e30
 TOO_LARGE, NOT_FINITE, WEIGHT, RATE = 1.0, 2.0, 3.0, 4.0
 """What is wrong with a parameter, worse ones being larger: a gradient above `LARGEST_GRADIENT`, or not finite; a master
 that the update before made infinite or NaN; or, of the first, that the learning rate is no number."""
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """What is to update a parameter: its decoupled gradient, where it has one."""
+    found: Tensor | None = getattr(param, DECOUPLED_GRAD, None)
+    return param.grad if found is None else found
 
 
 def initial_master(param: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from quantshard.kernels.tables import lasting_table
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics.states import MASTER
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.optimizers.guards import gradient_of
 from quantshard.recipe import TensorRole
 from quantshard.statistics.slots import KINDS, PARAMETER, PendingNumbers, SampleBuffer, gathered
 from quantshard.tensor import components, observation
@@ -145,7 +146,7 @@ class StepSample(Observer):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self._by_param.get(param)
-                grad = param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+                grad = gradient_of(param)
                 if name is None or grad is None:
                     continue
                 self._gradients[name] = private_torch.local_tensor(grad)

@@ -131,8 +131,11 @@ class ModelPair:
         self.batch = batch.to(device)
         torch.manual_seed(self.settings.seed)
         if found.configuration is None:
+            recipes = models.recipes_of(self.settings)
             self._names = [f"layers.{number}" for number in range(self.settings.layers)]
-            self.model: nn.Module = LanguageModel(self.settings, self._patterns.of_layers(self._names), device)
+            if isinstance(recipes, LayerRecipes):
+                self._patterns, self._names = recipes, models.linear_names(self.settings)
+            self.model: nn.Module = LanguageModel(self.settings, recipes, device)
             self.exact: nn.Module = LanguageModel(
                 replace(self.settings, params_dtype="float32"), HighPrecision(), device
             )
@@ -143,8 +146,8 @@ class ModelPair:
         self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
 
     def _whole(self, name: str) -> str:
-        """The layer that a module is in which has a recipe of its own: of the decoder here `layers.N`."""
-        return ".".join(name.split(".")[:2]) if isinstance(self.model, LanguageModel) else name
+        """What of the model has one recipe, with a module within: of the decoder here the module or its layer."""
+        return name if name in self._names else ".".join(name.split(".")[:2])
 
     @torch.no_grad()
     def _load(self, checkpoint: str) -> None:

@@ -310,3 +310,75 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
     bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.token_losses(bounded, targets, True).cross_entropy.backward()
+
+
+PARTS = {
+    "dense": ("layers.0=current,*=delayed", "layers.0.*=current,*=delayed", {}),
+    "recomputed": ("layers.1=bf16,*=nvfp4", "layers.1.*=bf16,*=nvfp4", {"recompute": "layer"}),
+    "experts": ("layers.0=mxfp8,*=current", "layers.0.*=mxfp8,*=current", {"experts": 4, "experts_per_token": 2}),
+}  # fmt: skip
+
+
+def bits_by_parts(name: str) -> None:
+    """The model with recipes by layer, and by its linear layers: born, computed and trained to the same bits."""
+    *texts, options = PARTS[name]
+    found = []
+    for text in texts:
+        settings = replace(
+            TrainSettings(), hidden=96, heads=3, ffn=224, layers=2, seq_length=32, recipe=text, **options
+        )
+        settings = settings.resolved()
+        model = models.build(
+            models.ModelSpec(settings), settings.axes(torch.distributed.get_world_size()).device_mesh("cpu")
+        )
+        optimizer, losses_ = make_optimizer(model, settings), []
+        for _ in range(2):
+            tokens = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(7))
+            loss = models.loss(models.logits(model, tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses_.append(loss.detach())
+        state = {key: private_torch.local_tensor(value) for key, value in model.state_dict().items()}
+        found.append((torch.stack(losses_), state))
+    (losses_of_layers, by_layer), (losses_of_parts, by_part) = found
+    assert torch.equal(losses_of_layers, losses_of_parts) and by_layer.keys() == by_part.keys()
+    assert all(torch.equal(value, by_part[key]) for key, value in by_layer.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", PARTS)
+def test_recipes_of_a_layers_parts_are_those_of_the_layer(name, ranks):
+    """1 and 3 ranks."""
+    run_ranks(ranks, bits_by_parts, name)
+
+
+def test_recipes_by_linear_layer():
+    text = "layers.0=bf16,self_attention=current,layers.2.layernorm_mlp=block,*=mxfp8"
+    settings = replace(SMALL, layers=3, recipe=text)
+    model = LanguageModel(settings, models.recipes_of(settings), "meta")
+    parts = ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
+    assert models.linear_names(settings) == [f"layers.{number}.{part}" for number in range(3) for part in parts]
+    expected = ["bf16"] * 3 + ["current", "current", "mxfp8", "current", "current", "block"]
+    own = [model.get_submodule(name).recipe for name in models.linear_names(settings)]
+    assert own == expected and [each.name for each in model.recipes] == ["bf16", "current", "current"]
+    mixture = replace(settings, experts=4, experts_per_token=2, recipe="layers.*.proj=bf16,*=mxfp8")
+    names = models.linear_names(mixture)
+    assert len(names) > 6 and any("mlp" in name for name in names) and not any("router" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "layers.0.atention=bf16,*=mxfp8",
+            r"'layers\.0\.atention' matches none of the layers .*layernorm_qkv to layers",
+        ),
+        ("layers.7=bf16,*=mxfp8", r"'layers\.7' matches none of the layers"),
+        ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention\.\*' would do nothing"),
+        ("layers.*=current,layers.0=bf16", r"'layers\.0' would do nothing"),
+    ],
+)
+def test_patterns_that_do_nothing_are_refused(text, says):
+    with pytest.raises(ConfigurationError, match=says):
+        models.recipes_of(replace(SMALL, recipe=text))

@@ -221,6 +221,19 @@ def test_clipping_takes_a_model_and_says_so():
         clip_grad_norm_([nn.Parameter(torch.ones(4))], 1.0)
 
 
+def test_decoupled_gradients_are_clipped() -> None:
+    """Which an FP16 parameter has in float32, with or without one of its own beside it, that no step reads."""
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False).half() for _ in range(2)] + [nn.Linear(4, 4, bias=False)])
+    for number, layer in enumerate(model):
+        layer.weight.grad = None if number == 0 else torch.full_like(layer.weight, 3.0)
+        if number < 2:
+            layer.weight.decoupled_grad = torch.full((4, 4), 4.0)
+    assert clip_grad_norm_(model, 1.0) == 16 * (2 + 9 / 16) ** 0.5
+    scaled = [model[0].weight.decoupled_grad, model[1].weight.decoupled_grad, model[2].weight.grad]
+    assert torch.stack(scaled).norm().item() == pytest.approx(1.0, rel=1e-6)
+    assert torch.equal(model[1].weight.grad, torch.full((4, 4), 3.0).half())
+
+
 def test_betas_and_eps_are_used():
     param, twin = (nn.Parameter(random(6, 6)) for _ in range(2))
     optimizer = FusedAdam([param], lr=LR, betas=(0.5, 0.75), eps=0.25)

@@ -405,7 +405,6 @@ class autocast:
         ConfigurationError: one instance is entered twice; make a new one each time. Or a flag is not a bool.
     """
 
-    @suggests_names
     def __init__(
         self,
         enabled: bool = True,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -43,8 +44,9 @@ from quantshard.modules import (
     quantized_model_init,
 )
 from quantshard.modules.base.module import QuantizedModule, WeightSpec
+from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION, RecipeByName
 from quantshard.numerics import distributions
-from quantshard.recipe import Recipe
+from quantshard.recipe import HighPrecision, Recipe
 from quantshard.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.trainer.data.preparation import rounded_up
 from quantshard.trainer.models import huggingface
@@ -91,7 +93,7 @@ class LanguageModel(nn.Module):
 
     Args:
         settings: its sizes and the like.
-        recipe: of the layers, or one for each.
+        recipe: of the layers, or one for each, or by patterns that match `linear_names`.
         device: where the parameters are made.
         tp_mesh: the axis of tensor parallelism.
         sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
@@ -102,7 +104,7 @@ class LanguageModel(nn.Module):
     def __init__(
         self,
         settings: TrainSettings,
-        recipe: Recipe | Sequence[Recipe],
+        recipe: Recipe | Sequence[Recipe] | LayerRecipes,
         device: torch.device | str,
         tp_mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
@@ -112,7 +114,11 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.settings = settings
         self.balance: Tensor | None = None  # mean balance loss of the last forward's routers
-        self.recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
+        recipes: Sequence[Recipe | RecipeByName]
+        if isinstance(recipe, LayerRecipes):
+            recipes = [partial(_of_part, recipe, number) for number in range(settings.layers)]
+        else:
+            recipes = [recipe] * settings.layers if isinstance(recipe, Recipe) else list(recipe)
         vocabulary = vocabulary or settings.vocabulary or VOCABULARY
         group = None if tp_mesh is None else tp_mesh.get_group()
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
@@ -122,13 +128,12 @@ class LanguageModel(nn.Module):
         self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         self.layers = nn.ModuleList()
-        for number, own in enumerate(self.recipes):
+        self.recipes = []
+        for number, own in enumerate(recipes):
             with quantized_model_init(recipe=own, preserve_high_precision_init_val=True):
-                self.layers.append(
-                    MixtureLayer(settings, number + 1, device, ep_mesh)
-                    if settings.experts
-                    else _layer(settings, number + 1, device, cut)
-                )
+                layer = _layer(settings, number + 1, device, cut, ep_mesh)
+            self.layers.append(layer)
+            self.recipes.append(own if isinstance(own, Recipe) else _around(layer))
         kind = RMSNorm if llama else LayerNorm
         self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **cut)
         self.rotary = None
@@ -191,7 +196,49 @@ def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
     return run
 
 
-def _layer(settings: TrainSettings, number: int, device: torch.device | str, cut: dict[str, Any]) -> TransformerLayer:
+def linear_names(settings: TrainSettings) -> list[str]:
+    """The names of the linear layers that have a recipe, layer by layer."""
+    parts: list[str] = []
+
+    def note(module: nn.Module, name: str) -> str:
+        parts.append(name)
+        return HIGH_PRECISION
+
+    with torch.random.fork_rng(devices=[]), quantized_model_init(recipe=note):
+        kept = _layer(settings, 1, "meta", {})  # until the names are asked for
+    del kept
+    return [f"layers.{number}.{part}" for number in range(settings.layers) for part in parts]
+
+
+def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
+    """What `LanguageModel` is given for the recipes of the settings.
+
+    Raises:
+        ConfigurationError: a pattern matches nothing, or nothing that earlier ones have left.
+    """
+    recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
+    return recipes.of_parts(linear_names(settings)) if recipes.tells_parts(names) else recipes.of_layers(names)
+
+
+def _of_part(recipes: LayerRecipes, number: int, module: nn.Module, name: str) -> Recipe:
+    return recipes.of_layer(f"layers.{number}.{name}")
+
+
+def _around(layer: nn.Module) -> Recipe:
+    """That of the autocast around a layer whose parts run by their own: of one of them, if any quantizes."""
+    own = (module.recipe_in(None) for module in layer.modules() if isinstance(module, QuantizedModule))
+    return next((recipe for recipe in own if recipe is not None and recipe.table), HighPrecision())
+
+
+def _layer(
+    settings: TrainSettings,
+    number: int,
+    device: torch.device | str,
+    cut: dict[str, Any],
+    ep_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    if settings.experts:
+        return MixtureLayer(settings, number, device, ep_mesh)
     llama = settings.architecture == "llama"
     return TransformerLayer(
         settings.hidden,
@@ -283,13 +330,13 @@ class ModelSpec:
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> tuple[nn.Module, ConversionReport | None]:
         """As `described`, and what became of each linear layer of a model of transformers that has quantized ones."""
-        settings, recipes = self.settings, LayerRecipes.parse(self.settings.recipe)
+        settings = self.settings
         if self.configuration is not None:
+            recipes = LayerRecipes.parse(settings.recipe)
             model, report = huggingface.converted(self.configuration, settings.model, recipes, causal=True)
             huggingface.recompute_layers(model, settings.recompute_every if settings.recompute == "layer" else 0)
             return model, report
-        names = [f"layers.{number}" for number in range(settings.layers)]
-        layers = self.recipe or recipes.of_layers(names)
+        layers = self.recipe or recipes_of(settings)
         return LanguageModel(settings, layers, "meta", tp_mesh, sequence_parallel, ep_mesh=ep_mesh), None
 
 

@@ -1,4 +1,4 @@
-"""The recipes of a run's layers: one for all, or by patterns of names, `layers.0=bf16,*.down_proj=block,*=mxfp8`."""
+"""The recipes of a run's layers: one for all, or by patterns of names, `layers.0=bf16,*.proj=block,*=mxfp8`."""
 
 from __future__ import annotations
 
@@ -72,20 +72,37 @@ class LayerRecipes:
         """The recipe of all layers, where no pattern tells them apart."""
         return recipe.resolve(self.patterns[_ALL]) if list(self.patterns) == [_ALL] else None
 
+    def tells_parts(self, layers: Sequence[str]) -> bool:
+        """Whether a pattern is for parts of layers, as it matches none of these layers' names."""
+        return any(not any(matches(pattern, name) for name in layers) for pattern in self.patterns)
+
     def of_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each of these layers; high precision where no pattern matches.
+        """The recipe of each of these layers, which no pattern tells parts of; high precision where none matches.
+
+        Raises:
+            ConfigurationError: a pattern matches none that earlier ones have left.
+        """
+        check_reached("recipe", self.patterns, names)
+        return [self.of_layer(name) for name in names]
+
+    def of_parts(self, names: Sequence[str]) -> LayerRecipes:
+        """The same by patterns that match linear layers, of these names: one that matches a layer around some of them
+        is for all within.
 
         Raises:
             ConfigurationError: a pattern matches none of them, or none that earlier ones have left.
         """
-        for pattern in self.patterns:
-            if not any(matches(pattern, name) for name in names):
+        found: dict[str, str] = {}
+        for pattern, recipe_name in self.patterns.items():
+            fitting = [each for each in (pattern, f"{pattern}.*") if any(matches(each, name) for name in names)]
+            if not fitting:
                 raise ConfigurationError(
-                    f"recipe: {shown_value(pattern)} matches none of the layers of this model, {names[0]} to "
-                    f"{names[-1]}, each of which has one recipe; a model of --model DIR has recipes by linear layer"
+                    f"recipe: {shown_value(pattern)} matches none of the layers of this model, nor a part of one; "
+                    f"its linear layers are {names[0]} to {names[-1]}"
                 )
-        check_reached("recipe", self.patterns, names)
-        return [self.of_layer(name) for name in names]
+            found[fitting[0]] = recipe_name
+        check_reached("recipe", found, names)
+        return LayerRecipes(MappingProxyType(found))
 
     def of_layer(self, name: str) -> Recipe:
         """That of one layer; high precision where no pattern matches."""
