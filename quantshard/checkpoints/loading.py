@@ -170,6 +170,8 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
         request.model.load_state_dict(plan.state["model"])
     except RuntimeError as error:
         raise CheckpointError(f"{request.path}: {error}") from error
+    if request.requantize:
+        requantization.begin_histories(request.model, plan.ignored)
     if request.optimizer is not None:
         optimizer_states.load_optimizer(request.optimizer, plan.state["optimizer"], request.numbers)
         requantization.set_masters(request.optimizer, masters)

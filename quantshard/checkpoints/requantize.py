@@ -9,7 +9,7 @@ where masters are to be of another kind than the stored ones, those of all of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -170,6 +170,19 @@ def left_out(found: list[ParameterConversion], key: str, there: STORAGE_TYPES | 
         if change.index is not None and key.startswith(f"optimizer.state.{change.index}.{MASTER}"):
             return change.sets_master or here is None
     return is_history(key) and (there is None or here is None or getattr(there, "size", None) != here.shape)
+
+
+@torch.no_grad()
+def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
+    """Clear the amax histories of a model that a load ignores, by their keys in the checkpoint."""
+    found = dict(model.named_buffers())
+    for name, param in components.named_parameters(model).items():
+        local = components.quantized_local(param)
+        if local is not None and AMAX_HISTORY in local.quantized_storage.state:
+            found[f"{name}_{AMAX_HISTORY}"] = local.quantized_storage.state[AMAX_HISTORY]
+    for name, history in found.items():
+        if is_history(name) and f"model.{name}" in ignored:
+            history.zero_()
 
 
 @torch.no_grad()

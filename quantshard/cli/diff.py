@@ -130,6 +130,7 @@ def _with_values(comparison: Comparison) -> Comparison:
 
     Only what differs is read once more; of what is no checkpoint of ours, or of other shapes, nothing is said."""
     keys = set(comparison.keys)
+    comparison = replace(comparison, differences=tuple(_of_values(found, keys) for found in comparison.differences))
     if not any(kind_of(d.key, keys) == WEIGHT and not d.only_in for d in comparison.differences):
         return comparison
     try:
@@ -146,9 +147,14 @@ def _with_values(comparison: Comparison) -> Comparison:
             if owner not in values:
                 values[owner] = largest_difference(a.values(one), b.values(two))
             entry = replace(entry, largest=values[owner])
-        is_scale = entry.key.startswith(OPTIMIZER) and name.endswith(_SCALE)
-        found.append(replace(entry, largest=None) if is_scale else entry)
+        found.append(entry)
     return replace(comparison, differences=tuple(found))
+
+
+def _of_values(found: Difference, keys: Container[str]) -> Difference:
+    """Without a largest difference, where that is one of codes or scales of an optimizer's state, and not of values."""
+    is_scaled = found.key.endswith(_SCALE) or f"{found.key}{_SCALE}" in keys
+    return replace(found, largest=None) if found.key.startswith(OPTIMIZER) and is_scaled else found
 
 
 def _owner(name: str, weights: Container[str]) -> str:

@@ -21,14 +21,14 @@ from quantshard.layouts.files import SafetensorsFiles, companions, copied_lines,
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.terminal import inputs, outputs
 from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import say
 from quantshard.trainer.models.configuration import config_of_run, settings_of, tokenizer_of_run
-from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.models.model import LanguageModel, recipes_of
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.settings.recipes import LayerRecipes
 
 _LONGEST = 1 << 30
 """The most bytes of a file that is copied beside weights."""
@@ -37,6 +37,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 MAP = typer.Option(
     "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
 )
+RECIPE = typer.Option("--recipe", help=f"one of {', '.join(recipe.NAMES)}; by GEMM or by layer as of train")
 LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
 
 
@@ -88,7 +89,7 @@ def export(
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
     out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
-    recipe_name: Annotated[str, typer.Option("--recipe", help=f"one of {', '.join(recipe.NAMES)}")] = "mxfp8",
+    recipe_name: Annotated[str, RECIPE] = "mxfp8",
     names_file: Annotated[Path | None, MAP] = None,
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
@@ -100,9 +101,9 @@ def import_(
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
     folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
     config = read_layout_json(folder / CONFIGURATION)
-    settings = settings_of(config, str(folder))
-    chosen = recipe.resolve(recipe_name)
-    model = _described(folder, settings, chosen, config["vocab_size"])
+    LayerRecipes.parse(recipe_name)
+    settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
+    model = _described(folder, settings, config["vocab_size"])
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()
@@ -140,16 +141,17 @@ def _write_beside(folder: str, name: str, content: bytes) -> None:
         store.write(store.join(place, name), content)
 
 
-def _described(folder: Path, settings: TrainSettings, chosen: Recipe, vocabulary: int) -> LanguageModel:
+def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:
     """The model on the meta device, which is no larger than what the files hold: else a line could ask for all memory.
 
     Raises:
         CheckpointError: it is larger.
+        ConfigurationError: a pattern of its recipes matches nothing.
     """
     tensors = SafetensorsFiles(folder).tensors
     held = 2 * sum(math.prod(shape) for _, shape in tensors.values())  # codes of four bits are two to a byte
     if settings.layers <= len(tensors):
-        model = LanguageModel(settings, chosen, "meta", vocabulary=vocabulary)
+        model = LanguageModel(settings, recipes_of(settings), "meta", vocabulary=vocabulary)
         if sum(param.numel() for param in model.parameters()) <= held:
             return model
     raise CheckpointError(

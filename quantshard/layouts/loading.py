@@ -30,6 +30,7 @@ from quantshard.layouts.files import SafetensorsFiles
 from quantshard.layouts.names import Names, default_names
 from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
+from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
@@ -244,12 +245,20 @@ class _LayoutLoader:
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
-                own = None if self.layout is None else table.recipe_of(self.layout)
-                told = "a recipe of the same blocks" if own is None else f"recipe {own!r}, whose weights these are"
                 raise CheckpointError(
                     f"{self.report.path}: {len(self.report.requantized)} weights cannot be copied (first: {name}): "
-                    f"{why}; build the model with {told}, or allow requantization (quantshard.layouts.load(lossy=True))"
+                    f"{why}; {self._other_recipe()}allow requantization (lossy=True, or quantshard import --lossy)"
                 )
+
+    def _other_recipe(self) -> str:
+        """Which recipe would take the codes as they are, where the model is not of it already."""
+        own = None if self.layout is None else table.recipe_of(self.layout)
+        if own is None:
+            return "build the model with a recipe of the same blocks, or "
+        cell = resolve(own).weight
+        if all(item.storage is None or item.storage.cell == cell for item in self.items):
+            return ""
+        return f"build the model with recipe {own!r}, whose weights these are, or "
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:

@@ -360,7 +360,7 @@ def find(name: str, formats: set[str]) -> Layout:
             return layout
     raise ConfigurationError(
         f"no layout of {name!r} takes weights in {', '.join(sorted(formats)) or 'high precision'} exactly; name one of "
-        f"{', '.join(layout.name for layout in family)} and allow requantization (lossy)"
+        f"{', '.join(layout.name for layout in family)} and allow requantization (lossy=True, or --lossy)"
     )
 
 

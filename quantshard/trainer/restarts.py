@@ -8,6 +8,7 @@ Nor may its `config.toml`: half of what it says is in the checkpoints too, and t
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -60,9 +61,12 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
             continue
         what = f"{name} = {shown_value(now[name])}"
         if setting.metadata["panel"] in _KEPT_PANELS and name not in CHANGEABLE and name not in _SPLITS:
+            way = "start another run with --init-from"
+            if name == "recipe":
+                way = f"quantize its weights anew after that, by quantshard resume --recipe {shlex.quote(now[name])}"
             raise ConfigurationError(
                 f"{config} has {what}, and the run was started with {shown_value(values[0])}, which it keeps, as its "
-                "checkpoints do; write that there again, or start another run with --init-from"
+                f"checkpoints do; write that there again, or {way}"
             )
         told.append(f"{config} was edited: {what}, and was {shown_value(values[0])}")
     return tuple(told)

@@ -419,3 +419,23 @@ def test_command_says_in_groups_what_one_has_alone(trained):
     only = f"1 entry only in A: extra, random keys and draws equal, {count} entries only in A: optimizer"
     assert lines[0] == f"weights equal, {only}"
     assert any(re.fullmatch(r"  optimizer\.state\.\{0-\d+\}\.exp_avg x\d+: only in A", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("preset", ["lean8", "lean6"])
+def test_differences_of_codes_are_not_given_as_values(preset, tmp_path):
+    """Masters of 16 bits and moments of 8 have scales of their own; of moments in BF16 the difference is one."""
+    parameter = nn.Parameter(torch.full((4, 256), 1e-3, dtype=torch.bfloat16))
+    optimizer = qs.optimizers.FusedAdam([parameter], lr=1e-4, preset=preset)
+    for name in "ab":
+        parameter.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(ord(name))).bfloat16()
+        optimizer.step()
+        save(tmp_path / name, nn.ParameterList([parameter]), optimizer)
+    entries = {
+        e["key"]: e["largest"]
+        for e in json.loads(command(tmp_path / "a", tmp_path / "b", "--json").stdout)["differences"]
+    }
+    states = {key.rpartition(".")[2]: value for key, value in entries.items() if key.startswith("optimizer.state.")}
+    assert states["master_param"] is None and states["exp_avg"] is None
+    assert (states["exp_avg_sq"] is None) == (preset == "lean8")
+    said = command(tmp_path / "a", tmp_path / "b").stdout
+    assert "master_param: " in said and "by at most" not in said.partition("master_param: ")[2].splitlines()[0]

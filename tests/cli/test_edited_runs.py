@@ -53,6 +53,14 @@ def test_what_is_trained_is_not_edited(tmp_path: Path, was: str, now: str) -> No
     assert told("resume", run.path)[0] is Started
 
 
+def test_an_edited_recipe_is_told_how_it_is_changed(tmp_path: Path) -> None:
+    run, _ = begun(tmp_path)
+    edit(run, 'recipe = "mxfp8"', 'recipe = "layers.0=bf16,*=block"')
+    code, _, (line,) = told("resume", run.path)
+    assert code == 1 and "write that there again, or quantize its weights anew after that, by" in line
+    assert line.endswith("quantshard resume --recipe 'layers.0=bf16,*=block'")
+
+
 def test_how_a_run_goes_on_may_be_edited_and_is_told(tmp_path: Path) -> None:
     run, settings = begun(tmp_path)
     now = replace(settings, save_every=7, steps=300, data=("/elsewhere",))

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import quantshard as qs
 import quantshard.cli as command_line
 from quantshard.checkpoints.inspect.compare import compare
+from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.cli import exchange
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.trainer.models import configuration
@@ -155,6 +156,23 @@ def test_a_model_of_our_own_layers_still_needs_a_map(tmp_path):
     _, saved = models.save(tmp_path, "mxfp8", architecture="gpt", kv_heads=0)
     with pytest.raises(ConfigurationError, match=r"have no name there .*--names"):
         invoke("export", saved, "--layout", "plain", "--out", tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_import_with_recipes_by_layer(run, tmp_path):
+    invoke("export", run, "--layout", "plain", "--out", tmp_path / "out")
+    text = "layers.0=bf16,self_attention=current,*=nvfp4/wgrad:current"
+    invoke("import", tmp_path / "out", "--out", tmp_path / "back", "--recipe", text)
+    formats = {row.name: row.format for row in inspect_checkpoint(tmp_path / "back", data=False).rows}
+    assert {name: formats[f"model.layers.{name}"] for name in PARTS} == PARTS
+
+
+PARTS = {
+    "0.self_attention.proj.weight": "float32",
+    "0.layernorm_mlp.fc2_weight": "float32",
+    "1.self_attention.proj.weight": "fp8_e4m3",
+    "1.layernorm_mlp.fc2_weight": "nvfp4_16x16",
+}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -362,6 +362,8 @@ def test_recipes_by_linear_layer():
     expected = ["bf16"] * 3 + ["current", "current", "mxfp8", "current", "current", "block"]
     own = [model.get_submodule(name).recipe for name in models.linear_names(settings)]
     assert own == expected and [each.name for each in model.recipes] == ["bf16", "current", "current"]
+    both = replace(settings, recipe="*1=bf16,proj=current,*=mxfp8")  # the end of a layer's name, and of all of a part's
+    assert dict(models.recipes_of(both).patterns) == {"*1.*": "bf16", "proj": "current", "*": "mxfp8"}
     mixture = replace(settings, experts=4, experts_per_token=2, recipe="layers.*.proj=bf16,*=mxfp8")
     names = models.linear_names(mixture)
     assert len(names) > 6 and any("mlp" in name for name in names) and not any("router" in name for name in names)
@@ -375,7 +377,8 @@ def test_recipes_by_linear_layer():
             r"'layers\.0\.atention' matches none of the layers .*layernorm_qkv to layers",
         ),
         ("layers.7=bf16,*=mxfp8", r"'layers\.7' matches none of the layers"),
-        ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention\.\*' would do nothing"),
+        ("layers.0=current,layers.0.self_attention=bf16,*=mxfp8", r"'layers\.0\.self_attention' would do nothing"),
+        ("layers.0=current,layers.0.*=bf16,*=mxfp8", r"'layers\.0\.\*' would do nothing"),
         ("layers.*=current,layers.0=bf16", r"'layers\.0' would do nothing"),
     ],
 )

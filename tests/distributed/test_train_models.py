@@ -156,7 +156,10 @@ def test_recipes_by_layer():
         ("layers.0=bf16,mxfp8", "'mxfp8' is no PATTERN=RECIPE"),
         ("layers.0=bf17,*=mxfp8", "unknown recipe 'bf17'"),
         ("*=bf16,*=mxfp8", "'*' stands there twice"),
-        ("layers.7=bf16,*=mxfp8", "'layers.7' matches none of the layers of this model, layers.0 to layers.3"),
+        (
+            "layers.7=bf16,*=mxfp8",
+            "'layers.7' matches none of the layers of this model, nor a part of one; its linear layers",
+        ),
         ("*.fc1=bf16,*=mxfp8", "'*.fc1' matches none of the layers"),
         ("*=mxfp8,layers.0=bf16", "recipe: 'layers.0' would do nothing, since the first pattern that matches"),
         ("layers.[01]=bf16,layers.1=block,*=mxfp8", "recipe: 'layers.1' would do nothing"),

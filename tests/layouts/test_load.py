@@ -88,6 +88,18 @@ def test_other_blocks_need_lossy(saved, tmp_path):  # noqa: F811
         assert (own[name] - value).abs().max() <= value.abs().max() / 16
 
 
+def test_blocks_that_the_recipe_does_not_have_are_not_said_to_be_its_own(saved, tmp_path):  # noqa: F811
+    """Files of MXFP8 have scales of 1x32, of which a model of that recipe has one for 32: no other recipe helps."""
+    _, checkpoint = saved("nvfp4")
+    export(checkpoint, "compressed-tensors-mxfp8", tmp_path / "out", config=models.CONFIG, lossy=True)
+    with pytest.raises(CheckpointError, match=r"; allow requantization \(lossy=True, or quantshard import --lossy\)$"):
+        load(tmp_path / "out", models.build("mxfp8"))
+    with pytest.raises(
+        CheckpointError, match=r"; build the model with recipe 'mxfp8', whose weights these are, or allow"
+    ):
+        load(tmp_path / "out", models.build("nvfp4"))
+
+
 def test_quantized_into_high_precision_is_dequantized(saved, tmp_path):  # noqa: F811
     model, checkpoint = saved("mxfp8")
     export(checkpoint, "modelopt", tmp_path / "out", config=models.CONFIG)

@@ -88,6 +88,8 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             near = get_close_matches(pattern.rsplit(".", 1)[-1], ends, 1)
             first = f"; the first is {names[0]!r}" if near == [pattern.rsplit(".", 1)[-1]] else ""
             hint = f"did you mean {near[0]!r}?" if near and not first else f"their names end in {', '.join(ends[:12])}"
+            if any(matches(f"{pattern}.*", name) for name in names):  # it is a module around some of them
+                hint, first = f"did you mean '{pattern}.*'?", ""
             raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
 
 
@@ -102,11 +104,16 @@ def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) 
     for pattern in patterns:
         rest = [name for name in left if not matches(pattern, name)]
         if len(rest) == len(left) and pattern != "*":
-            raise ConfigurationError(
-                f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and "
-                "those before it match all its layers; let it stand before them, or leave it out"
-            )
+            raise unreached(argument, pattern)
         left = rest
+
+
+def unreached(argument: str, pattern: str) -> ConfigurationError:
+    """What is said of a pattern that holds for no name."""
+    return ConfigurationError(
+        f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and those "
+        "before it match all its layers; let it stand before them, or leave it out"
+    )
 
 
 def _resolved(argument: str, recipe: object, what: str) -> Recipe:

@@ -182,7 +182,8 @@ def converted(
     try:
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{where}: {error}; --recipe {HIGH_PRECISION} leaves it as it is") from None
+        way_out = "" if recipes.single is None else f"; --recipe {HIGH_PRECISION} leaves it as it is"
+        raise ConfigurationError(f"{where}: {error}{way_out}") from None
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:

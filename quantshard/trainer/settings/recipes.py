@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts.layer_recipes import check_reached, matches
+from quantshard.modules.contexts.layer_recipes import check_reached, matches, unreached
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.trainer.settings.schema import shown_value
 
@@ -92,16 +92,21 @@ class LayerRecipes:
         Raises:
             ConfigurationError: a pattern matches none of them, or none that earlier ones have left.
         """
-        found: dict[str, str] = {}
+        found, left = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():
-            fitting = [each for each in (pattern, f"{pattern}.*") if any(matches(each, name) for name in names)]
-            if not fitting:
+            before, spellings = len(left), (pattern, f"{pattern}.*")
+            for each in spellings:
+                rest = [name for name in left if not matches(each, name)]
+                if len(rest) < len(left):
+                    found[each], left = recipe_name, rest
+            if len(left) < before or pattern == _ALL:
+                continue
+            if not any(matches(each, name) for each in spellings for name in names):
                 raise ConfigurationError(
                     f"recipe: {shown_value(pattern)} matches none of the layers of this model, nor a part of one; "
                     f"its linear layers are {names[0]} to {names[-1]}"
                 )
-            found[fitting[0]] = recipe_name
-        check_reached("recipe", found, names)
+            raise unreached("recipe", pattern)
         return LayerRecipes(MappingProxyType(found))
 
     def of_layer(self, name: str) -> Recipe:
