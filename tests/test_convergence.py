@@ -115,6 +115,7 @@ def test_another_version_of_a_package_is_told(tmp_path):
         check_alike(["numpy 2.4.6", "babel 2.19.0", "rich 1"], like)
 
 
+@pytest.mark.exhaustive
 def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path, monkeypatch):
     """Its first two losses have the same bits; later ones differ, since gradients of micro-batches add up in BF16."""
     monkeypatch.setattr(convergence, "EVERY", 1)

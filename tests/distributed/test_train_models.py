@@ -167,7 +167,7 @@ def test_recipes_by_layer():
 )
 def test_recipes_that_are_refused(text, says):
     with pytest.raises(ConfigurationError) as caught:
-        models.ModelSpec(replace(TrainSettings(), recipe=text)).described()
+        models.ModelSpec(replace(TrainSettings(), recipe=text).resolved()).described()
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -157,8 +157,7 @@ class TrainSettings:
     recipe: str = _setting(
         "mxfp8",
         "Precision",
-        f"{', '.join(recipe.NAMES)}; by GEMM: nvfp4/wgrad:bf16; or by layer, or a part of one: "
-        "layers.0=bf16,self_attention=current,*=mxfp8",
+        f"{', '.join(recipe.NAMES)}; by GEMM: nvfp4/wgrad:bf16; by layer or a part: layers.0=bf16,*=mxfp8",
         1,
         4096,
     )
