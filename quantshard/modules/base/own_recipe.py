@@ -68,8 +68,8 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         return context.autocast_by(self.recipe)
 
     def recipe_in(self, around: Recipe | None) -> Recipe | None:
-        """By which its GEMMs run in an autocast of the recipe `around`. None: it is not told, and the answer is the
-        module's own recipe or the one that its weights were quantized by, or None where there is neither."""
+        """By which its GEMMs run in an autocast of the recipe `around`; where that is None, as it is not known, its own
+        recipe, or the one that its weights were quantized by, or None."""
         if around is not None and not around.table:
             return around
         built_by = self._plan.recipe if around is None and self._plan.quantize else around

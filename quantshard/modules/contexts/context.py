@@ -199,7 +199,7 @@ def in_autocast() -> bool:
 def runs_by(recipe: str | Recipe) -> bool:
     """True if the innermost autocast is known to be of that very recipe, which need not be entered again; while
     compiling it is not known."""
-    return not torch.compiler.is_compiling() and setting(current_setting()).recipe is resolve(recipe)
+    return not torch.compiler.is_compiling() and _settings[current_setting()].recipe is resolve(recipe)
 
 
 def is_strict() -> bool:

@@ -88,8 +88,9 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             near = get_close_matches(pattern.rsplit(".", 1)[-1], ends, 1)
             first = f"; the first is {names[0]!r}" if near == [pattern.rsplit(".", 1)[-1]] else ""
             hint = f"did you mean {near[0]!r}?" if near and not first else f"their names end in {', '.join(ends[:12])}"
-            if any(matches(f"{pattern}.*", name) for name in names):  # it is a module around some of them
-                hint, first = f"did you mean '{pattern}.*'?", ""
+            within = f"{pattern}.*"
+            if any(matches(within, name) for name in names):  # it is a module around some of them
+                hint, first = f"did you mean {within!r}?", ""
             raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
 
 
