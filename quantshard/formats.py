@@ -12,6 +12,7 @@ Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -53,6 +54,16 @@ class Encoding:
     def floor(self) -> float:
         """The smallest positive value beside the largest, which is how far apart values under one scale can be."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits) / self.max
+
+    @property
+    def extended(self) -> Encoding:
+        """Of an encoding of 8 bits that with 8 bits of mantissa more: its high byte, rounded, is a code of this one
+        (`numerics.split_codes`), up to the largest whose high byte is that of `max`."""
+        assert self.bits == 8 and self.mantissa_bits > 0, self
+        mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
+        largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)
+        name = f"E{self.exponent_bits}M{mantissa + 8}"
+        return Encoding(name, 16, self.exponent_bits, mantissa + 8, self.bias, largest, torch.int16, None)
 
 
 E4M3: Final = Encoding("E4M3", 8, 4, 3, 7, 448.0, torch.uint8, torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ import torch
 
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Format
+from quantshard.formats import Copy, Format
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
@@ -80,9 +80,16 @@ class StateOptions:
         }[algorithm]
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
+    def splits(self, weight: Format) -> bool:
+        """Whether the master of a weight in this format is the low bytes of 16 bits alone, of which its codes are the
+        high ones."""
+        return self.store_param_remainders and self.master_weights and is_split(weight, self.master_weight_dtype)
+
     def bytes_of(self, weight: Format) -> StateBytes:
         """Of a weight in this format."""
         sizes = {state: _state_bytes(dtype) for state, dtype in self.dtypes().items()}
+        if self.splits(weight):
+            sizes[MASTER] = 1.0
         return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
 
 
@@ -100,12 +107,14 @@ STATE_ARGUMENTS: Final = (
 PRESETS: Final = {
     "lean8": StateOptions(
         master_weight_dtype=torch.float16,
+        store_param_remainders=True,
         exp_avg_dtype=torch.uint8,
         exp_avg_sq_dtype=torch.uint8,
         momentum_buffer_dtype=torch.bfloat16,
     ),
     "lean6": StateOptions(
         master_weight_dtype=torch.float16,
+        store_param_remainders=True,
         exp_avg_dtype=torch.uint8,
         exp_avg_sq_dtype=torch.bfloat16,
         momentum_buffer_dtype=torch.bfloat16,
@@ -113,11 +122,13 @@ PRESETS: Final = {
 }
 """Every preset by its name; docs/optimizers.md argues for each.
 
-lean8: masters of 16 bits, both moments of 8. lean6: a byte more, for a second moment in BF16, each value of which has
-an exponent of its own: under a scale that 128 share, the second moment reaches as far down as the squares of gradients
-do, so it is the first of the states that a large neighbour spoils. Muon's momentum, the only moment of a matrix, is
-BF16 in both: to orthogonalize it brings its smallest singular values to the size of the largest, and with them what
-rounding to FP8 has added. Lion, which has a first moment alone, is the same by both.
+lean8: masters of 16 bits, of which the codes of an FP8 weight are the high byte, so that a byte is kept beside them,
+and both moments of 8. (Beside a BF16 parameter 16 bits are kept, and its master is float32.) lean6: a byte more, for a
+second moment in BF16, each value of which has an exponent of its own: under a scale that 128 share, the second moment
+reaches as far down as the squares of gradients do, so it is the first of the states that a large neighbour spoils.
+Muon's momentum, the only moment of a matrix, is BF16 in both: to orthogonalize it brings its smallest singular values
+to the size of the largest, and with them what rounding to FP8 has added. Lion, which has a first moment alone, is the
+same by both.
 """
 
 
@@ -130,6 +141,20 @@ def check_preset(where: str, name: Any) -> StateOptions:
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
+
+
+def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
+    """Check that `store_param_remainders` stands beside masters, of a dtype with which it has a meaning.
+
+    Raises:
+        ConfigurationError: it does not; the message begins with `where`.
+    """
+    if not has_masters or master is torch.bfloat16:
+        raise ConfigurationError(
+            f"{where}(store_param_remainders=True): parameter and remainder are a master, so leave "
+            f"master_weights=True (not {has_masters}); it is of float32 beside a bfloat16 parameter, and of 16 bits "
+            f"beside an FP8 weight if master_weight_dtype is float16, which must be one of the two (not {master})"
+        )
 
 
 def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
@@ -156,10 +181,23 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
     return options
 
 
-def preset_of(dtypes: Mapping[str, torch.dtype]) -> str:
+def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> str:
     """The name of the preset by which a quantized weight has exactly these states, "lean8 or lean6" where that is more
-    than one; "" if there is none."""
-    return " or ".join(name for name, each in PRESETS.items() if dtypes in [each.dtypes(by) for by in ALGORITHMS])
+    than one; "" if there is none.
+
+    `split`: of a weight of 8 bits, whether its master is the low bytes alone; None: of another.
+    """
+    return " or ".join(
+        name
+        for name, each in PRESETS.items()
+        if dtypes in [each.dtypes(by) for by in ALGORITHMS] and split in (None, each.store_param_remainders)
+    )
+
+
+def is_split(weight: Format, master: torch.dtype) -> bool:
+    """Whether a weight's codes can be the high bytes of a master of this dtype (`store_param_remainders`): codes of 8
+    bits, of one of 16 that has no range beyond them."""
+    return weight.copies[Copy.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 
 def _state_bytes(dtype: torch.dtype) -> float:

@@ -24,12 +24,12 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError, warn_user
-from quantshard.formats import FORMATS
+from quantshard.formats import FORMATS, Copy
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 BATCH_ELEMENTS = 1 << 26
 """Elements, of all ranks together, whose float32 values are held at a time."""
@@ -56,7 +56,8 @@ class ParameterConversion:
     """A parameter that is not loaded as it is stored: its formats there and here, and what its values are read from.
 
     `index`: its number in the optimizer. `source`: "master", "split master" or "codes" (or plain values).
-    `sets_master`: whether the optimizer's master is of another kind than the stored one, and so is written too.
+    `sets_master`: whether the optimizer's master is of another kind than the stored one, or what another format lacks,
+    and so is written too.
     """
 
     name: str
@@ -87,7 +88,7 @@ def changes(
 
     Raises:
         CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given, or
-            one that has no `set_scaled_state`, as FusedAdam has, for masters of another kind.
+            one that has no `seed_master`, as FusedAdam has, for masters of another kind.
     """
     stored, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
     found, without = [], []
@@ -95,14 +96,14 @@ def changes(
     for name, param in components.named_parameters(model).items():
         saved, own = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = numbers.get(id(param))
-        sets_master = _sets_master(optimizer, param, index, stored)
-        if id(param) in seen or (saved == own and not (sets_master and own == HIGH_PRECISION)):
+        sets_master = _sets_master(optimizer, param, index, stored, saved, own)
+        if id(param) in seen or (saved == own and not sets_master):
             continue
         seen.add(id(param))
         source = _source(index, stored, saved)
         if source == "codes" and saved != own and not (lossy or saved == HIGH_PRECISION):
             without.append(f"{name} ({saved})")
-        if sets_master and not hasattr(optimizer, "set_scaled_state"):
+        if sets_master and not hasattr(optimizer, "seed_master"):
             raise CheckpointError(
                 f"the master of {name} is of another kind in the checkpoint, and a {type(optimizer).__name__} cannot "
                 "take it; use FusedAdam, or what it was saved with"
@@ -127,10 +128,17 @@ def _live_masters(optimizer: Optimizer | None, param: Tensor) -> dict[str, Tenso
 
 
 def _sets_master(
-    optimizer: Optimizer | None, param: Tensor, index: int | None, stored: Mapping[str, STORAGE_TYPES]
+    optimizer: Optimizer | None,
+    param: Tensor,
+    index: int | None,
+    stored: Mapping[str, STORAGE_TYPES],
+    saved: str,
+    own: str,
 ) -> bool:
     """Whether the optimizer has a master of this parameter, of another kind than the checkpoint."""
     live = _live_masters(optimizer, param)
+    if _LOW in live and saved != own:  # it is beside codes that are not those of the checkpoint
+        return True
     prefix = f"optimizer.state.{index}."
     theirs = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
     if not live or theirs != live.keys():
@@ -145,7 +153,7 @@ def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
 def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) -> str:
     if f"optimizer.state.{index}.{MASTER}" in stored:
         return "master"
-    if f"optimizer.state.{index}.{_LOW}" in stored and saved == HIGH_PRECISION:
+    if f"optimizer.state.{index}.{_LOW}" in stored:
         return "split master"
     return "codes"
 
@@ -245,6 +253,13 @@ def _reading(
 ) -> Callable[[], Tensor]:
     """Add to `tensors` what must be read, by key; the function then gives the local float32 values."""
     weight, state = f"model.{change.name}", f"optimizer.state.{change.index}."
+    if change.source == "split master" and change.saved != HIGH_PRECISION:
+        fmt, _ = format_of_tag(change.saved)
+        assert fmt is not None, change.saved
+        storage = _codes_of(change, weight, Cell(fmt), tensors)
+        rest = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
+        copy, origin = fmt.copies[Copy.ROWWISE], storage.shard.origin
+        return lambda: numerics.dequantize_split(copy, storage.touched(), private_torch.local_tensor(rest), origin)
     if change.source == "split master":
         high = tensors[weight] = components.zeros_like(change.param, torch.bfloat16)
         low = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8, 2)
@@ -262,21 +277,23 @@ def _reading(
     if cell is None:
         plain = tensors[key] = components.zeros_like(change.param, dtype or torch.float32)
         return lambda: private_torch.local_tensor(plain).float()
+    return _codes_of(change, key, cell, tensors).dequantize
+
+
+def _codes_of(change: ParameterConversion, key: str, cell: Cell, tensors: dict[str, Tensor]) -> QuantizedStorage:
+    """What components under a key are read into; they are added to `tensors`."""
     device = private_torch.local_tensor(change.param).device
     storage = storages.empty(cell, components.shard_of(change.param), device)
     for name, part in components.storage_tensors(storage, change.param).items():
         tensors[key + cell.format.by_name[name].key_suffix] = part
-    return storage.dequantize
+    return storage
 
 
 def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConversion, Tensor]]) -> None:
     """Write values into masters of another kind than the stored ones."""
-    write: Any = getattr(optimizer, "set_scaled_state", None)
+    write: Any = getattr(optimizer, "seed_master", None)
     for change, value in values:
-        param, whole = change.param, value
-        if hasattr(param, "device_mesh"):
-            whole = components.as_dtensor(value, param, list(param.placements), tuple(param.shape))  # type: ignore[arg-type,attr-defined]
-        write(param, MASTER, whole)
+        write(change.param, value)
 
 
 def tell(path: Path_, found: list[ParameterConversion]) -> str:

@@ -29,6 +29,7 @@ from quantshard.trainer.settings.optimizer_states import (
     MASTER_DTYPES,
     MOMENT_DTYPES,
     STATE_SETTINGS,
+    SWITCH,
     as_settings,
     state_options,
 )
@@ -111,6 +112,7 @@ def plan(
     ] = None,
     no_master_weights: Annotated[bool, typer.Option("--no-master-weights", help="no masters")] = False,
     master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,
+    master_remainders: Annotated[str | None, typer.Option(help="of masters what weights lack: on, off")] = None,
     exp_avg_dtype: Annotated[str | None, typer.Option(help=f"Adam's first moment: {', '.join(MOMENT_DTYPES)}")] = None,
     exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: as the first")] = None,
     momentum_dtype: Annotated[str | None, typer.Option(help="Muon's momentum: as the first")] = None,
@@ -150,8 +152,9 @@ def plan(
     step, missing = planned_step(found, axes, asked)
     settings = found.settings
     moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
-    masters = {"master_weights": False if no_master_weights else True if master_dtype else None}
-    states = {**masters, "master_dtype": master_dtype, **moments}
+    masters = {"master_dtype": master_dtype, "master_remainders": master_remainders}
+    has_masters = False if no_master_weights else True if any(masters.values()) else None
+    states = {"master_weights": has_masters, **masters, **moments}
     chosen = _states(found, preset, states, optimizer)
     report = planning.plan(
         found.model,
@@ -253,12 +256,17 @@ def _states(
     """
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
-        known = MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES
+        known = (
+            *(SWITCH if name == "master_remainders" else MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES),
+        )
         if isinstance(value, str) and value not in known:
             hint = f"{meant(value, known)}choose one of {', '.join(known)}"
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
-    if asked.get("master_weights") is False and "master_dtype" in asked:
-        raise ConfigurationError("--master-dtype would do nothing beside --no-master-weights; leave one of the two out")
+    for name in ("master_dtype", "master_remainders") if asked.get("master_weights") is False else ():
+        if name in asked:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} would do nothing beside --no-master-weights; leave one of the two out"
+            )
     chosen = state_options(preset or "", asked if preset else as_settings(found.states) | asked)
     told = _algorithm(found, algorithm)
     unused = UNUSED_OPTIONS[told["optimizer"]]

@@ -201,6 +201,9 @@ class CheckpointModel:
             CheckpointError: it is not of the weight's shape.
         """
         start = self._masters[weight.name]
+        if start not in self._stored and weight.tag is not None:  # the high bytes are the weight's codes
+            low = self._expected(start + REMAINDER_SUFFIX, weight.shape, torch.uint8)
+            return numerics.dequantize_split(weight.format.copies[Copy.ROWWISE], self.parts(weight), low)
         if start not in self._stored:  # the upper halves are the weight itself
             low = self._expected(start + REMAINDER_SUFFIX, (*weight.shape, 2), torch.uint8)
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)

@@ -21,7 +21,7 @@ WEIGHT: Final = "param"
 """The role of the parameter itself, which is no state."""
 
 REMAINDER_SUFFIX: Final = "_low"
-"""What is appended to `MASTER` in state dicts for the low half of a master whose high half is the parameter."""
+"""What is appended to `MASTER` in state dicts for the low bytes of a master whose high bytes are the parameter."""
 
 
 class StateSpec(NamedTuple):
@@ -47,3 +47,5 @@ class StateKind(IntEnum):
     """The low half of a float32, the high half being the parameter (`numerics.join_bfloat16`)."""
     SCALED = 3
     """Components of a format row."""
+    SPLIT = 4
+    """The low byte of 16 bits, the high byte being the parameter's code (`numerics.join_codes`)."""

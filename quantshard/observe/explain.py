@@ -30,7 +30,7 @@ from quantshard.formats import Role
 from quantshard.gemm import backend
 from quantshard.observe import costs, optimizer_members
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.observe.parameter_bytes import SHORT_DTYPES
+from quantshard.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
@@ -39,7 +39,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 _SCALE_SUFFIX = "_scale_inv"
 _REMAINDER_SUFFIX = "_low"
-"""Suffix of the entry with the 16 bits that a BF16 parameter lacks of its float32 master."""
+"""Suffix of the entry with what a parameter lacks of its master."""
 
 
 @suggests_names
@@ -301,9 +301,9 @@ class _OptimizerStates:
         }
 
     def formats(self, param: Tensor) -> dict[str, str]:
-        """State -> format. Scales are part of their state; a remainder and its BF16 parameter are one master."""
+        """State -> format. Scales are part of their state; a remainder and its parameter are one master."""
         return {
-            key.removesuffix(_REMAINDER_SUFFIX): "bf16+16"
+            key.removesuffix(_REMAINDER_SUFFIX): (SPLIT if value.ndim == param.ndim else REMAINDER)
             if key.endswith(_REMAINDER_SUFFIX)
             else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
             for key, value in self.tensors(param).items()

@@ -14,7 +14,10 @@ from quantshard.presets import preset_of
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 """Dtypes of an optimizer's states as `Row` spells them."""
 
-_DTYPES = {short: getattr(torch, name) for name, short in SHORT_DTYPES.items()}
+SPLIT, REMAINDER = "FP8+8", "bf16+16"
+"""How it spells masters of which the parameter is the high bytes."""
+
+_DTYPES = {short: getattr(torch, name) for name, short in SHORT_DTYPES.items()} | {SPLIT: torch.float16}
 
 
 class ParameterPart(NamedTuple):
@@ -83,7 +86,10 @@ class ParameterBytes:
 
 def _preset(chosen: Iterable[ParameterPart]) -> str:
     found = {
-        preset_of({state: _DTYPES[short] for state, short in each.formats.items() if state != AVERAGE})
+        preset_of(
+            {state: _DTYPES[short] for state, short in each.formats.items() if state != AVERAGE},
+            None if each.weight < each.elements else each.formats.get(MASTER) == SPLIT,  # codes of less than a byte
+        )
         if each.is_quantized and set(each.formats.values()) <= _DTYPES.keys()
         else ""
         for each in chosen

@@ -58,7 +58,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         master_weights: False keeps no masters: weights are read, updated and rounded into their own format.
         master_weight_dtype: float32, float16 or bfloat16; parameters that are no coarser have no master.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
-        store_param_remainders: bfloat16 parameters keep, instead of a float32 master, the 16 bits that they lack of it.
+        store_param_remainders: parameters keep, instead of a master, the bits that they lack of it; see `FusedAdam`.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
         ema_decay: keep an average of the weights; see `FusedAdam`.
 

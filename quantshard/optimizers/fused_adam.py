@@ -58,9 +58,12 @@ class FusedAdam(AdamOptimizer):
         master_weight_dtype: float32 (the default), float16 or bfloat16.
         exp_avg_dtype, exp_avg_sq_dtype: float32 (the default), float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
-        store_param_remainders: False by default. If True, bfloat16 parameters keep, instead of a float32 master, the
-            16 bits that they lack of it: the same training, bit for bit, in half of the memory. Quantized and float16
-            weights have no such 16 bits, so they keep a float32 master.
+        store_param_remainders: False by default. If True, masters are kept as what parameters lack of them. Of bfloat16
+            parameters these are the low 16 bits of a float32 master: the same training, bit for bit, in half of the
+            memory. Of quantized weights of 8 bits, if `master_weight_dtype` is float16, the low 8 bits of a master of
+            16: it has the exponents of the codes and 8 bits of mantissa more (E4M11), under the weight's own scales,
+            and its high byte, rounded to nearest, is the code. Other parameters keep a master of
+            `master_weight_dtype`. What a delayed scale clips of a weight is lost, by up to a step.
         set_grad_none: deprecated; what `zero_grad` does if it is not told. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many skipped steps in a row.
         ema_decay: keep an exponential moving average of the trained values of each parameter (EMA), float32, as the

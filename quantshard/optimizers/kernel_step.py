@@ -282,9 +282,10 @@ def _shared(
     item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
 ) -> Iterator[tuple[Tensor, Groups]]:
     """The amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
-    for role, state in item.targets.items():
+    for target, state in item.targets.items():
         if state.storage is None:
             continue
+        role = WEIGHT if state.writes_weight else target
         for name in storages.scale_names(state.storage.cell):
             if name in state.shared:
                 yield grids[number, role, name], state.shared[name]

@@ -27,6 +27,7 @@ from quantshard.optimizers.state import (
     make_weight,
 )
 from quantshard.optimizers.step import rounded_roles
+from quantshard.presets import check_remainders
 from quantshard.tensor import components
 
 SEED = "rounding_seed"
@@ -81,7 +82,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             check_dtype(self._name, role, dtype)
         self._master_weights, self._remainders = master_weights, store_param_remainders
         if store_param_remainders:
-            self._check_remainders()
+            check_remainders(self._name, master_weights, master_weight_dtype)
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
         self._max_skipped_in_a_row = max_skipped_in_a_row
         options.check_decay(self._name, ema_decay)
@@ -208,14 +209,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32, device="cpu"))
             make_tensors(group, private_torch.local_tensor(first).device, self.rate_dtype)
 
-    def _check_remainders(self) -> None:
-        if not self._master_weights or self._dtypes[MASTER] is not torch.float32:
-            raise ConfigurationError(
-                f"{self._name}(store_param_remainders=True): parameter and remainder are a float32 master, so leave "
-                f"master_weights=True (not {self._master_weights}) and master_weight_dtype=torch.float32 (not "
-                f"{self._dtypes[MASTER]})"
-            )
-
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
         """Allocate a parameter's states: zeros, and a master seeded from the parameter.
 
@@ -234,7 +227,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         name = self._names[param]
         remainders = self._remainders if store_param_remainders is None else store_param_remainders
         if remainders:
-            self._check_remainders()
+            check_remainders(self._name, self._master_weights, self._dtypes[MASTER])
         guards.check_trainable(self._name, name, param, PLAIN_DTYPES)
         if self._capturable and not self._master_weights and components.quantized_local(param) is not None:
             raise ConfigurationError(
@@ -248,7 +241,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         }
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
-            assign(master, guards.initial_master(param))
+            master.seed(guards.initial_master(param))
             states[MASTER] = master
         self._states[param], self._weights[param] = states, make_weight(param)
         if EMA_DECAY in self.defaults:
@@ -267,7 +260,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._follow()
         for param, states in self._states.items():
             if MASTER in states:
-                assign(states[MASTER], guards.initial_master(param))
+                states[MASTER].seed(guards.initial_master(param))
             if AVERAGE in states:
                 assign(states[AVERAGE], states.get(MASTER, self._weights[param]).read())
             self._versions[param] = guards.weight_version(param)
@@ -350,6 +343,17 @@ class MasterOptimizer(torch.optim.Optimizer):
         else:
             guards.check_alike(param, unscaled_state, name, state_name)
         assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
+        self._kept = parameter_registry.VALUES
+
+    @torch.no_grad()
+    def seed_master(self, param: Tensor, values: Tensor) -> None:
+        """Set a master from the local values, float32, that its parameter was given: rounded to nearest, and the
+        parameter stays as it is. A collective call where the master is scaled and the parameter sharded.
+
+        Raises:
+            ConfigurationError: it has none.
+        """
+        self._state_of(param, MASTER).seed(values)
         self._kept = parameter_registry.VALUES
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:

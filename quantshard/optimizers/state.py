@@ -1,7 +1,7 @@
 """Optimizer states and parameters behind one interface: read in float32, written in what they are stored in.
 
 A state is allocated like its parameter and visible to checkpoints as plain (D)Tensors. Each `StateKind` has its class:
-`FloatState`, `RemainderState`, `QuantizedState`. A parameter itself is read and written in the same way
+`FloatState`, `RemainderState`, `SplitState`, `QuantizedState`. A parameter itself is read and written in the same way
 (`make_weight`).
 """
 
@@ -18,16 +18,17 @@ from torch import Tensor
 from quantshard import numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy
+from quantshard.formats import Copy, Format, QuantizedCopy
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
+from quantshard.presets import is_split
 from quantshard.recipe import STATE_CELLS, Cell
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage, Remainder
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
@@ -105,6 +106,11 @@ class OptimizerState(ABC):
 
         `begun` is what `begin` returned.
         """
+
+    def seed(self, values: Tensor) -> None:
+        """As a master, take the local values, float32, that its parameter was given: rounded to nearest, and the
+        parameter stays as it is. A collective call where it shares blocks with ranks."""
+        assign(self, values)
 
 
 class FloatState(OptimizerState):
@@ -289,6 +295,64 @@ class QuantizedWeight(QuantizedState):
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
 
+class SplitState(OptimizerState):
+    """The master of a weight of FP8 codes, 16 bits under the weight's own scales: the codes, and here the low bytes,
+    uint8 of the parameter's shape (`Encoding.extended`). It writes both.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self.owner = param
+        self.weight = QuantizedWeight(param)
+        self.bytes = components.zeros_like(param, torch.uint8)
+
+    @property
+    def storage(self) -> QuantizedStorage:
+        return self.weight.storage
+
+    @property
+    def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
+        return self.weight.shared
+
+    @property
+    def writes_weight(self) -> bool:
+        return True
+
+    @property
+    def low(self) -> Tensor:
+        """The low bytes of this rank's part."""
+        return private_torch.local_tensor(self.bytes)
+
+    @property
+    def _codes(self) -> QuantizedCopy:
+        return self.storage.cell.format.copies[Copy.ROWWISE]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return {name + REMAINDER_SUFFIX: self.bytes}
+
+    def live(self) -> list[Tensor]:
+        return [*self.weight.live(), self.low]
+
+    def for_kernels(self) -> StoredTensor | None:
+        return PlainTensor(self.low, StateKind.SPLIT) if self.low.is_contiguous() else None
+
+    def read(self) -> Tensor:
+        storage = self.storage
+        return numerics.dequantize_split(self._codes, storage.touched(), self.low, storage.shard.origin)
+
+    def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
+        return self.weight.begin(values, reduction)
+
+    def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
+        assert begun is not None
+        place = TensorRegion.of_shard(self.storage.shard)
+        begun.commit(values, remainder=Remainder(self.low, None if draw is None else draw.words(place, values.device)))
+        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
+
+    def seed(self, values: Tensor) -> None:
+        storage = self.storage
+        self.low.copy_(numerics.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
+
+
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
     """Raise ConfigurationError if states of this role cannot have the dtype."""
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
@@ -318,6 +382,15 @@ def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) ->
     return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
 
 
+def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a master can be what its parameter lacks alone (`store_param_remainders`).
+
+    A bfloat16 parameter lacks 16 bits of a float32, whatever the master's dtype; a quantized weight of 8 bits, of a
+    master of 16 bits, the low 8. `weight`: its format; None: it is of `dtype`, and not quantized.
+    """
+    return dtype is torch.bfloat16 if weight is None else is_split(weight, master)
+
+
 def make_state(param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> OptimizerState:
     """A zero state for a parameter, of its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
@@ -333,13 +406,14 @@ def make_weight(param: Tensor) -> OptimizerState:
 def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> OptimizerState | None:
     """A master for a parameter that is coarser than `dtype`, holding nothing yet; None for others, which need none.
 
-    With `remainders`, that of a bfloat16 parameter is the 16 bits that the parameter lacks of a float32.
+    `remainders`: of parameters that `splits`, it is what they lack alone.
     """
-    is_quantized = components.quantized_local(param) is not None
-    if not needs_master(is_quantized, param.dtype, dtype):
+    quantized = components.quantized_local(param)
+    if not needs_master(quantized is not None, param.dtype, dtype):
         return None
-    if remainders and not is_quantized and param.dtype is torch.bfloat16:
-        return RemainderState(param)
+    weight = None if quantized is None else quantized.quantized_storage.cell.format
+    if remainders and splits(weight, param.dtype, dtype):
+        return RemainderState(param) if weight is None else SplitState(param)
     return make_state(param, dtype)
 
 

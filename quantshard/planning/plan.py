@@ -33,13 +33,13 @@ from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
 from quantshard.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of, recipe_in
-from quantshard.observe.parameter_bytes import SHORT_DTYPES
+from quantshard.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
 from quantshard.observe.table import Report, Row
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
-from quantshard.optimizers.state import check_dtype, needs_master, stored_dtype
+from quantshard.optimizers.state import check_dtype, needs_master, splits, stored_dtype
 from quantshard.planning.peak import ParameterShare, step_memory
 from quantshard.planning.rehearsal import TrainingStep
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, chosen_options
+from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, check_remainders, chosen_options
 from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
 from quantshard.tensor import components
@@ -69,6 +69,7 @@ def plan(
     exp_avg_dtype: torch.dtype | None = None,
     exp_avg_sq_dtype: torch.dtype | None = None,
     momentum_buffer_dtype: torch.dtype | None = None,
+    store_param_remainders: bool | None = None,
     ema: bool = False,
     step: TrainingStep | None = None,
     memory: int | None = None,
@@ -94,8 +95,8 @@ def plan(
         optimizer: "adamw", whose states are those of `FusedAdam`; "lion"; or "muon", of hidden matrices, with AdamW for
             the rest. What Muon exchanges in a step, some hundred MiB (`optimizers.Muon`), is not counted.
         head: of Muon, as `muon_groups` takes it.
-        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, momentum_buffer_dtype: how masters
-            and moments are kept, as the optimizer takes it.
+        preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, momentum_buffer_dtype,
+            store_param_remainders: how masters and moments are kept, as the optimizer takes it.
         ema: whether it keeps an average of the weights (`ema_decay`).
         step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
             values. Not under tensor parallelism.
@@ -127,6 +128,7 @@ def plan(
         "exp_avg_dtype": exp_avg_dtype,
         "exp_avg_sq_dtype": exp_avg_sq_dtype,
         "momentum_buffer_dtype": momentum_buffer_dtype,
+        "store_param_remainders": store_param_remainders,
     }
     _check_optimizer(optimizer, given)
     states = chosen_options("plan", preset, given)
@@ -287,6 +289,8 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
     for algorithm in (ADAMW, MUON) if spec.algorithm == MUON else (spec.algorithm,):
         for state, dtype in spec.states.dtypes(algorithm).items():
             check_dtype("plan", state, dtype)
+    if spec.states.store_param_remainders:
+        check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
 
 
 def _check_capability(capability: object) -> None:
@@ -395,15 +399,18 @@ def _optimizer(
     asked = optimizer.dtypes(param)
     if MASTER in asked and not needs_master(storage is not None, param.dtype, asked[MASTER]):
         del asked[MASTER]
+    states, sizes, elements = {}, {}, math.prod(shard.shape)
+    fmt = None if storage is None else storage.cell.format
+    if MASTER in asked and optimizer.states.store_param_remainders and splits(fmt, param.dtype, asked[MASTER]):
+        states[MASTER], sizes[MASTER] = (REMAINDER, 2 * elements) if fmt is None else (SPLIT, elements)
+        del asked[MASTER]
     dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in asked.items()}
     kept = [state for state, dtype in dtypes.items() if dtype is not asked[state]]
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
-    sizes = {}
     for state, dtype in dtypes.items():
         cell = STATE_CELLS[dtype]
-        plain = math.prod(shard.shape) * dtype.itemsize
-        sizes[state] = plain if cell is None else sum(costs.resident_bytes(cell.format, shard))
+        sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
+        states[state] = SHORT_DTYPES[dtype_name(dtype)]
     told = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(asked[state])] for state in kept))
-    states = {state: SHORT_DTYPES[dtype_name(dtype)] for state, dtype in dtypes.items()}
     return states, sizes, costs.float_states(kept, told)

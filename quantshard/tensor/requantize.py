@@ -27,7 +27,7 @@ from quantshard.collectives.process_groups import Groups, sharding_group, united
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
@@ -61,18 +61,19 @@ class Requantization:
         for name, grid in self.amaxes.items():
             reduction.add(grid, shared.get(name))
 
-    def commit(self, values: Tensor, words: RandomWords | None = None) -> None:
-        """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one."""
+    def commit(self, values: Tensor, words: RandomWords | None = None, remainder: Remainder | None = None) -> None:
+        """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one. Arguments
+        as of `QuantizedStorage.write`."""
         self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
         if history is None:
-            self.storage.write(values, self.amaxes, words)
+            self.storage.write(values, self.amaxes, words, remainder)
             return
         (name,) = storages.scale_names(self.storage.cell)
         amax = self.amaxes[name]
         past = history_amax(history, self.storage.cell.scaling.most_recent)
         used = torch.where(past > 0, past, amax)  # nothing recorded yet: the weight's own amax
-        self.storage.write(values, {name: used.view(1, 1)}, words)
+        self.storage.write(values, {name: used.view(1, 1)}, words, remainder)
         record_amax_(history, amax.view(()))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -54,6 +55,14 @@ class OperandLayout:
 
 operand_layout = lru_cache(4096)(OperandLayout)
 """The one layout of a format and a rectangle."""
+
+
+class Remainder(NamedTuple):
+    """Of a weight whose rowwise codes are the high bytes of 16 bits: where the low bytes go, uint8 of its shape, and
+    the words of rounding to these 16 bits stochastically; None: to nearest."""
+
+    low: Tensor
+    words: Tensor | None
 
 
 @dataclass(eq=False)  # compared and hashed by identity: storages are keys of weak dictionaries
@@ -251,10 +260,19 @@ class QuantizedStorage:
         self._views, self.layout = source._views, None
 
     @torch.no_grad()
-    def write(self, values: Tensor, amaxes: dict[str, Tensor], words: RandomWords | None = None) -> None:
+    def write(
+        self,
+        values: Tensor,
+        amaxes: dict[str, Tensor],
+        words: RandomWords | None = None,
+        remainder: Remainder | None = None,
+    ) -> None:
         """Quantize `values`, the high-precision rectangle, into the components, in place.
 
-        `amaxes`: for every scale and amax component its resident grid, already reduced over the ranks that share it.
+        Args:
+            amaxes: for every scale and amax component its resident grid, already reduced over the ranks that share it.
+            words: of stochastic rounding.
+            remainder: of the rowwise codes, which then are rounded as it says.
         """
         self.mark_written()
         fmt, scaling = self.cell.format, self.cell.scaling
@@ -262,8 +280,12 @@ class QuantizedStorage:
         for name, scale in stored.items():  # of all resident blocks: the state dict says that ranks replicate them
             self.components[name].copy_(scale)
         multipliers = self._touched(multipliers)
-        for copy in fmt.copies.values():
-            codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)
+        for which, copy in fmt.copies.items():
+            if remainder is not None and which is Copy.ROWWISE:
+                codes, low = numerics.quantize_split(values, copy, multipliers, self.shard.origin, remainder.words)
+                remainder.low.copy_(low)
+            else:
+                codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)
             self.components[copy.codes.name].copy_(codes)
 
     @torch.no_grad()

@@ -156,7 +156,7 @@ class ModelPair:
         targets = dict(self.exact.named_parameters())
         for name, param in self.model.named_parameters():
             quantized = components.quantized_local(param)
-            if optimizer is not None and MASTER in optimizer.state.get(param, {}):
+            if optimizer is not None and any(key.startswith(MASTER) for key in optimizer.state.get(param, {})):
                 values = optimizer.get_unscaled_state(param, MASTER)
             else:
                 values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()

@@ -16,7 +16,7 @@ from typing import Any
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.trainer.settings.mesh import MeshSpec
-from quantshard.trainer.settings.optimizer_states import as_settings, with_momentum
+from quantshard.trainer.settings.optimizer_states import as_settings, with_states
 from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
@@ -52,7 +52,7 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
     Raises:
         ConfigurationError: it is a setting that says what is trained, which a run keeps.
     """
-    known = [with_momentum(each["settings"]) for each in starts if isinstance(each.get("settings"), dict)][-2:]
+    known = [with_states(each["settings"]) for each in starts if isinstance(each.get("settings"), dict)][-2:]
     now, told = recorded(settings), []
     for setting in setting_fields():
         name = setting.name

@@ -25,7 +25,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect.contents import TensorGroup
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError
-from quantshard.formats import Format, Scaling
+from quantshard.formats import Copy, Format, Scaling
 from quantshard.layouts.conversion import InexactConversionError
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
@@ -306,6 +306,8 @@ class _CheckpointConverter:
     def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
         """The entry of a master's low half. Its high half is the parameter, which is replaced here if it differs."""
         weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
+        if self.like.groups[_MODEL + name].format is not None:
+            return {key: self._low_bytes(name, master)}
         if weight.dtype != torch.bfloat16:
             raise CheckpointError(
                 f"{self.like.path}: {key} is the low half of a master, and {name}, the high one, {weight.dtype}"
@@ -322,6 +324,20 @@ class _CheckpointConverter:
             self.report.exact.append(label)
         # bytes, as `optimizers.state.RemainderState` keeps them
         return {key: low.contiguous().view(torch.uint8).reshape(*low.shape, 2)}
+
+    def _low_bytes(self, name: str, master: Tensor | None) -> Tensor:
+        """The low bytes of a master whose high ones are a weight's codes, which stay."""
+        label, group = f"{name} {MASTER}", self.like.groups[_MODEL + name]
+        assert group.format is not None
+        parts = {part: self.made[key] for part, key in group.parts.items()}
+        if master is None:
+            self.report.own[label] = "seeded from the weight"
+            return torch.zeros_like(self.made[_MODEL + name])
+        copy = group.format.copies[Copy.ROWWISE]
+        low = numerics.low_bytes(master, copy, parts)
+        is_same = torch.equal(numerics.dequantize_split(copy, parts, low), master)
+        self._note(label, "" if is_same else f"{master.dtype} there, of 16 bits with the weight's codes here")
+        return low
 
     def _leave_state(self, name: str, role: str, values: Tensor) -> None:
         if role == MASTER and torch.equal(self._values_here(name), values):

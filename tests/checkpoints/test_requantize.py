@@ -163,6 +163,51 @@ def test_split_masters(tmp_path: Path, old: str | None, new: str | None) -> None
         check(model, masters)
 
 
+SPLIT = {"store_param_remainders": True, "master_weight_dtype": torch.float16}
+
+
+@pytest.mark.parametrize("new", ["mxfp8", "delayed", "nvfp4", None])
+def test_masters_beside_codes(tmp_path: Path, new: str | None) -> None:
+    """The low bytes belong to the codes of the checkpoint: weights of another recipe are quantized from both, and
+    beside these the master is kept to the bits that there are."""
+    path, masters = written(tmp_path / "c", "block", **SPLIT), masters_of(*built("block", **SPLIT))
+    assert any((master != 0).any() for master in masters.values())
+    for own in ({}, SPLIT):
+        model, optimizer = built(new, seed=9, **own)
+        if not own:  # float32 masters need no random words
+            optimizer.param_groups[0].pop("rounding_seed", None)
+        load_loudly(path, model, optimizer)
+        if new is not None or not own:  # a BF16 parameter beside a remainder is rounded away from zero at ties
+            check(model, masters)
+        for name, master in masters_of(model, optimizer).items():
+            near = 2.0**-11 * masters[name].abs() + 2.0**-17 * masters[name].abs().max()  # the last of 16 bits
+            assert (master - masters[name]).abs().le(near).all() and (own or same(master, masters[name]))
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param, dtype=param.dtype)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("whole", [{}, {"master_weight_dtype": torch.float16}], ids=["float32", "float16"])
+@pytest.mark.parametrize("to_split", [True, False])
+def test_masters_beside_codes_and_whole_ones(tmp_path: Path, whole: dict[str, Any], to_split: bool) -> None:
+    """Into each other, of the same recipe: the weights stay, bit for bit. Unasked, it is refused."""
+    there, here = (whole, SPLIT) if to_split else (SPLIT, whole)
+    path, masters = written(tmp_path / "c", "block", **there), masters_of(*built("block", **there))
+    model, optimizer = built("block", seed=9, **here)
+    with pytest.raises(CheckpointError, match=r"first: .*master_param_low.*options that it was saved"):
+        checkpoints.load(path, *built("block", seed=9, **here))
+    if here == {}:
+        optimizer.param_groups[0].pop("rounding_seed", None)
+    elif there == {}:
+        pytest.skip("a float32 master has no seed of rounding")
+    load_loudly(path, model, optimizer)
+    before = built("block", **there)[0].state_dict()
+    assert not differing(model.state_dict(), before)
+    for name, master in masters_of(model, optimizer).items():
+        near = 2.0**-10 * masters[name].abs() + 2.0**-17 * masters[name].abs().max()
+        assert (master - masters[name]).abs().le(near).all() and (to_split or whole or same(master, masters[name]))
+
+
 def test_without_masters(tmp_path: Path) -> None:
     path = written(tmp_path / "c", "block", master_weights=False)
     model, optimizer = built("mxfp8", seed=9, master_weights=False)

@@ -149,8 +149,8 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
         TrainSettings(**in_file | {"preset": "lean8"}).check()
 
 
-LEAN8 = {"master_weights": True, "master_dtype": "float16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8",
-         "momentum_dtype": "bfloat16"}  # fmt: skip
+LEAN8 = {"master_weights": True, "master_dtype": "float16", "master_remainders": "on", "exp_avg_dtype": "fp8",
+         "exp_avg_sq_dtype": "fp8", "momentum_dtype": "bfloat16"}  # fmt: skip
 
 
 def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
@@ -161,6 +161,27 @@ def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
     assert "kept in bfloat16" in float_momentum(flags, TrainSettings(**flags, preset="lean8"))
     for quiet in ({**flags, "momentum_dtype": "fp8"}, {**flags, "optimizer": "adamw"}, {"optimizer": "muon"}):
         assert float_momentum(quiet, TrainSettings(**quiet)) == ""
+
+
+def test_a_run_of_an_earlier_release_kept_whole_masters(tmp_path):
+    """By a preset too, of whose name its checkpoints would now have remainders; it goes on as it was."""
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    for preset, now in (("lean8", ""), ("lean6", ""), ("", "")):
+        settings = TrainSettings(preset=preset).resolved()
+        lines = to_toml(settings, tables).splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith("master_remainders"))
+        (tmp_path / "config.toml").write_text(text)
+        found = RunDir(tmp_path).read_config()[0]
+        assert (found.preset, found.state_options) == (now, replace(settings.state_options,
+                store_param_remainders=False))  # fmt: skip
+        before = {name: value for name, value in recorded(settings).items() if name != "master_remainders"}
+        assert edited("it", found, [{"settings": before}]) == ()
+
+
+@pytest.mark.parametrize(("other", "value"), [("master_dtype", "bfloat16"), ("master_weights", False)])
+def test_remainders_are_of_masters_that_have_some(other, value):
+    with pytest.raises(ConfigurationError, match=rf"master_remainders = 'on' needs .*{other}"):
+        TrainSettings(**{"master_remainders": "on", other: value}).check()
 
 
 def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment(tmp_path):
@@ -190,7 +211,12 @@ def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment
         ({"exp_avg_dtype": "float32"}, "", {"exp_avg_dtype": "float32"}),
         ({"master_dtype": "float32", "exp_avg_dtype": "fp8"}, "", {"master_dtype": "float32"}),
         ({"master_dtype": "float32", "exp_avg_dtype": "auto"}, "", {"master_dtype": "float32"}),
-        ({"master_weights": False, "exp_avg_dtype": "auto"}, "", {"master_weights": False, "master_dtype": "float32"}),
+        (
+            {"master_weights": False, "exp_avg_dtype": "auto"},
+            "",
+            {"master_weights": False, "master_dtype": "float32", "master_remainders": "off"},
+        ),
+        ({"master_remainders": "off"}, "", {"master_remainders": "off"}),
         ({"preset": "lean6"}, "lean6", {"exp_avg_sq_dtype": "bfloat16"}),
     ],
 )

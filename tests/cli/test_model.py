@@ -65,7 +65,8 @@ def test_the_optimizer_of_a_run_is_told_by_its_settings():
     lean = TrainSettings(hidden=96, heads=3, layers=1, seq_length=32, optimizer="muon", preset="lean8").resolved()
     optimizer = make_optimizer(build(lean), lean)
     [matrix, other] = [optimizer.state[group["params"][0]] for group in optimizer.param_groups[:2]]
-    assert (matrix["momentum_buffer"].dtype, matrix["master_param"].dtype) == (torch.bfloat16, torch.float16)
+    assert matrix["momentum_buffer"].dtype is torch.bfloat16 and "master_param" not in matrix
+    assert matrix["master_param_low"].dtype is torch.uint8
     assert other["exp_avg"].dtype == other["exp_avg_sq"].dtype == torch.uint8
     optimizer = make_optimizer(build(), replace(settings, optimizer="lion"))
     assert type(optimizer).__name__ == "Lion" and optimizer.param_groups[0]["betas"] == (0.9, 0.9)

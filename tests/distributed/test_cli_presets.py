@@ -16,8 +16,17 @@ from tests.distributed.test_cli import losses, one_line
 pytestmark = pytest.mark.distributed
 
 SIZES = "--hidden 64 --heads 2 --layers 1 --ffn 96 --seq-length 16 --global-batch 6 --eval-sequences 4 --warmup 1"
-SPELLED = ("--master-dtype", "float16", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "bfloat16")
-AS_LEAN6 = {"exp_avg": "FP8", "exp_avg_sq": "bf16", "master_param": "fp16"}
+SPELLED = (
+    "--master-dtype",
+    "float16",
+    "--master-remainders",
+    "on",
+    "--exp-avg-dtype",
+    "fp8",
+    "--exp-avg-sq-dtype",
+    "bfloat16",
+)
+AS_LEAN6 = {"exp_avg": "FP8", "exp_avg_sq": "bf16", "master_param": "FP8+8"}
 
 
 def command(run: Path, text: Path, *more: object) -> list[object]:
@@ -49,8 +58,8 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
 
     # Kept, and shown
     kept = RunDir(runs["resumed"]).read_config()[0]
-    assert (kept.preset, kept.master_dtype, kept.exp_avg_dtype, kept.exp_avg_sq_dtype) == (
-        "lean6", "float16", "fp8", "bfloat16",
+    assert (kept.preset, kept.master_dtype, kept.master_remainders, kept.exp_avg_dtype, kept.exp_avg_sq_dtype) == (
+        "lean6", "float16", "on", "fp8", "bfloat16",
     )  # fmt: skip
     commands = [("explain", last["named"]), ("plan", runs["named"]), ("plan", runs["without"], "--preset", "lean6")]
     for arguments in commands:
@@ -71,10 +80,13 @@ def as_an_earlier_release_left_it(run: RunDir) -> None:
     """Muon's momentum was as `exp_avg_dtype` said, by a preset of the name that now keeps it in BF16."""
     text = run.config.read_text()
     assert 'momentum_dtype = "fp8"' in text and 'preset = ""' in text
-    text = re.sub(r"^momentum_dtype = .*\n", "", text, flags=re.MULTILINE).replace('preset = ""', 'preset = "lean8"')
+    text = re.sub(r"^(momentum_dtype|master_remainders) = .*\n", "", text, flags=re.MULTILINE).replace(
+        'preset = ""', 'preset = "lean8"'
+    )
     run.config.write_text(text)
     [start] = map(json.loads, run.starts.read_text().splitlines())
-    assert start["settings"].pop("momentum_dtype") == "fp8"
+    popped = [start["settings"].pop(name) for name in ("momentum_dtype", "master_remainders")]
+    assert popped == ["fp8", "off"]
     start["settings"]["preset"] = "lean8"
     run.starts.write_text(json.dumps(start) + "\n")
 

@@ -33,6 +33,7 @@ MASTERS: dict[str, dict[str, Any]] = {
     "fp16": {"master_weight_dtype": torch.float16},
     "bf16": {"master_weight_dtype": torch.bfloat16},
     "remainder": {"store_param_remainders": True},
+    "split": {"store_param_remainders": True, "master_weight_dtype": torch.float16},
     "none": {"master_weights": False},
 }
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}

@@ -146,6 +146,7 @@ MASTERS = {
     "float32": {},
     "float16": {"master_weight_dtype": torch.float16},
     "remainders": {"store_param_remainders": True},
+    "split": {"store_param_remainders": True, "master_weight_dtype": torch.float16},
 }
 
 

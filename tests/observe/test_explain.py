@@ -210,9 +210,9 @@ def test_bytes_a_parameter_and_the_preset(monkeypatch):
     report = explain(model, qs.optimizers.FusedAdam(model.parameters(), preset="lean8", ema_decay=0.9))
     told = report.parameter
     assert (told.preset, told.weights, told.is_quantized) == ("lean8", 1, True)
-    assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 2 + 4 / 128, 2 * (1 + 4 / 128))
+    assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 1, 2 * (1 + 4 / 128))
     assert told.average == 4 and told.together == told.weight + told.master + told.moments + 4
-    line = "bytes a parameter of 1 quantized weights: weight 1.00 + master 2.03 + moments 2.06 + average 4.00 = 9.09"
+    line = "bytes a parameter of 1 quantized weights: weight 1.00 + master 1.00 + moments 2.06 + average 4.00 = 8.06"
     assert f"{line} (preset lean8)" in str(report)
     assert json.loads(report.to_json())["parameter"]["together"] == told.together
     default = explain(model, qs.optimizers.FusedAdam(model.parameters()))
@@ -224,7 +224,7 @@ def test_bytes_a_parameter_and_the_preset(monkeypatch):
 def test_bytes_a_parameter_of_plain_weights_are_of_no_preset():
     model = nn.Linear(256, 4, bias=False, dtype=torch.bfloat16)
     told = explain(model, qs.optimizers.FusedAdam(model.parameters(), preset="lean8")).parameter
-    assert (told.preset, told.weight, told.master, told.is_quantized) == ("", 2, 2 + 4 / 128, False)
+    assert (told.preset, told.weight, told.master, told.is_quantized) == ("", 2, 2, False)
     told = explain(model, torch.optim.AdamW(model.parameters())).parameter
     assert told is None  # before a step, which makes its states
 
@@ -235,3 +235,8 @@ def test_a_remainder_and_its_parameter_are_a_master():
     row = row_of(report, "weight")
     assert row.optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master_param": "bf16+16"}
     assert row.optimizer_bytes == 16 * 8 * (4 + 4 + 2)
+    with qs.quantized_model_init(recipe="current"):
+        split = qs.Linear(16, 8, bias=False)
+    row = row_of(explain(split, qs.optimizers.FusedAdam(split.parameters(), preset="lean6")), "weight")
+    assert row.optimizer == {"exp_avg": "FP8", "exp_avg_sq": "bf16", "master_param": "FP8+8"}
+    assert row.state_sizes == {"exp_avg": 8 * (16 + 4), "exp_avg_sq": 8 * 16 * 2, "master_param": 8 * 16}

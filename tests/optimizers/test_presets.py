@@ -16,9 +16,10 @@ from tests.optimizers.test_states import build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, same
 
 FP16, BF16, FP8 = torch.float16, torch.bfloat16, torch.uint8
+SPLIT = {"master_weight_dtype": FP16, "store_param_remainders": True}
 SPELLED = {
-    "lean8": {"master_weight_dtype": FP16, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
-    "lean6": {"master_weight_dtype": FP16, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": BF16},
+    "lean8": {**SPLIT, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+    "lean6": {**SPLIT, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": BF16},
 }
 every_preset = pytest.mark.parametrize("preset", PRESETS)
 
@@ -55,7 +56,7 @@ def test_a_preset_is_its_options_spelled_out(preset):
 
 
 @every_preset
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
 def test_the_bytes_are_those_that_are_allocated(preset, recipe):
     with qs.quantized_model_init(recipe=recipe):
         layer = qs.Linear(256, 256, bias=False)
@@ -71,13 +72,15 @@ def test_the_bytes_are_those_that_are_allocated(preset, recipe):
 
 
 def test_the_bytes_by_hand():
-    """Codes of 1 or 2 bytes, and a scale of 4 for 128 elements."""
+    """Codes of 1 or 2 bytes, and a scale of 4 for 128 elements. Beside FP8 codes a master is one byte more, beside FP4
+    ones whole."""
     scale = 4 / 128
     weight = resolve("current").weight.format
-    assert PRESETS["lean8"].bytes_of(weight) == pytest.approx((1, 2 + scale, 2 * (1 + scale)))
-    assert PRESETS["lean6"].bytes_of(weight) == pytest.approx((1, 2 + scale, 1 + scale + 2))
-    assert PRESETS["lean8"].bytes_of(weight).together == pytest.approx(5.09375)
-    assert PRESETS["lean6"].bytes_of(weight).together == pytest.approx(6.0625)
+    assert PRESETS["lean8"].bytes_of(weight) == pytest.approx((1, 1, 2 * (1 + scale)))
+    assert PRESETS["lean6"].bytes_of(weight) == pytest.approx((1, 1, 1 + scale + 2))
+    assert PRESETS["lean8"].bytes_of(weight).together == pytest.approx(4.0625)
+    assert PRESETS["lean6"].bytes_of(weight).together == pytest.approx(5.03125)
+    assert PRESETS["lean8"].bytes_of(resolve("nvfp4").weight.format).master == pytest.approx(2 + scale)
     assert StateOptions(master_weights=False).bytes_of(weight) == pytest.approx((1, 0, 8))
 
 
@@ -101,6 +104,8 @@ def test_an_unknown_preset_names_the_known():
 
 
 def test_a_preset_is_known_by_its_states():
+    for split, known in {True: list(PRESETS), False: ["", ""]}.items():  # whole masters are not a preset's
+        assert [preset_of(options.dtypes(), split) for options in PRESETS.values()] == known
     assert [preset_of(options.dtypes()) for options in PRESETS.values()] == list(PRESETS)
     assert preset_of(StateOptions().dtypes()) == preset_of({}) == ""
     without = StateOptions(master_weights=False, exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8)
@@ -152,7 +157,7 @@ def test_a_group_does_not_switch_how_all_groups_step(kind, switch):
 
 @every_preset
 def test_a_preset_of_lion_is_its_options_spelled_out(preset):
-    """Its only moment in FP8, and FP16 masters; a checkpoint of one goes on as the other."""
+    """Its only moment in FP8, and masters of 16 bits; a checkpoint of one goes on as the other."""
 
     def made(**options):
         torch.manual_seed(0)
@@ -165,12 +170,13 @@ def test_a_preset_of_lion_is_its_options_spelled_out(preset):
     named, by_hand = made(preset=preset), made(**spelled)
     equal(stepped(*named, range(2)), stepped(*by_hand, range(2)))
     held = named[1].state[named[0]["0.weight"]]
-    assert (held["exp_avg"].dtype, held["master_param"].dtype) == (FP8, FP16)
+    assert held["exp_avg"].dtype is FP8 and "master_param" not in held
+    assert held["master_param_low"].shape == named[0]["0.weight"].shape
     by_hand[1].load_state_dict(copy.deepcopy(named[1].state_dict()))
     equal(stepped(*named, range(2, 4)), stepped(*by_hand, range(2, 4)))
     made(preset=preset, **PRESETS[preset].lion_arguments)  # options that agree
     for option, value in (
-        {"exp_avg_dtype": torch.float32, "master_weights": False, "store_param_remainders": True}
+        {"exp_avg_dtype": torch.float32, "master_weights": False, "store_param_remainders": False}
     ).items():
         own = getattr(PRESETS[preset], option)
         with pytest.raises(
@@ -200,7 +206,7 @@ def test_a_preset_of_muon_is_its_options_spelled_out(preset):
     equal(stepped(*first, range(2)), stepped(*second, range(2)))
     [matrix] = first[1].param_groups[0]["params"]
     held = first[1].state[matrix]
-    assert held["momentum_buffer"].dtype is BF16 and held["master_param"].dtype is FP16
+    assert held["momentum_buffer"].dtype is BF16 and held["master_param_low"].shape == matrix.shape
     assert first[1].state[first[0]["1.weight"]]["exp_avg"].dtype is FP8
     second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
     equal(stepped(*first, range(2, 4)), stepped(*second, range(2, 4)))
@@ -211,4 +217,4 @@ def test_a_preset_of_muon_is_its_options_spelled_out(preset):
 @every_preset
 def test_presets_keep_a_master(preset):
     """The train command relies on it: a switch cannot say that it was not given."""
-    assert PRESETS[preset].master_weights and not PRESETS[preset].store_param_remainders
+    assert PRESETS[preset].master_weights

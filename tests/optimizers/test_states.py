@@ -37,6 +37,7 @@ MASTERS = {
     "fp16": {"master_weight_dtype": torch.float16},
     "bf16": {"master_weight_dtype": torch.bfloat16},
     "remainder": {"store_param_remainders": True},
+    "split": {"store_param_remainders": True, "master_weight_dtype": torch.float16},
     "none": {"master_weights": False},
 }
 every_master = pytest.mark.parametrize("masters", MASTERS.values(), ids=MASTERS)
@@ -336,14 +337,16 @@ def test_which_parameters_have_masters_and_of_what(masters):
         "fp16": {"quantized": "float16", "bf16": "float16", "vector": "float32"},
         "bf16": {"quantized": "bfloat16"},
         "remainder": {"quantized": "float32", "fp16": "float32"},
+        "split": {},
         "none": {},
     }
     assert kinds == expected[masters]
     scaled = {key for key, param in params.items() if "master_param_scale_inv" in optimizer.state[param]}
     assert scaled == ({"quantized", "bf16"} if masters == "fp16" else set())
     low = {key: tuple(optimizer.state[p].get("master_param_low", torch.empty(0)).shape) for key, p in params.items()}
-    expected = {"bf16": (6, 140, 2), "vector": (33, 2)} if masters == "remainder" else {}
-    assert low == dict.fromkeys(params, (0,)) | expected
+    halves = {"bf16": (6, 140, 2), "vector": (33, 2)}
+    expected = {"remainder": halves, "split": {**halves, "quantized": tuple(params["quantized"].shape)}}
+    assert low == dict.fromkeys(params, (0,)) | expected.get(masters, {})
 
 
 def test_fp16_states_that_do_not_change_keep_their_values():

@@ -86,6 +86,16 @@ def _stored(
     )  # fmt: skip
 
 
+def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
+    """What a kernel must know of the low bytes beside a weight's codes."""
+    assert isinstance(weight, ScaledTensor)
+    copy = weight.fmt.copies[Copy.ROWWISE]
+    device = weight.components[copy.codes.name].device
+    rule = ql.scale_rule(copy, weight.scaling, torch.float32, device)
+    rule = rule._replace(element=ql.element(copy.codes.encoding.extended, device))
+    return ks.StateConfig(StateKind.SPLIT.value, rule=rule, writes=writes, stochastic=True)
+
+
 def step_kernel_config(
     p: StepParameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool
 ) -> ks.StepKernelConfig:
@@ -112,7 +122,7 @@ def step_kernel_config(
     return ks.StepKernelConfig(
         *tile, 1 if tile[0] == 1 else HEIGHT // tile[0], aligned, by_four, high, _is_float32(master), p.bounded,
         p.algorithm.value, len(specs), state1, others[0] if others else ks.StateConfig(StateKind.ABSENT.value),
-        state(master),
+        _split(p.weight, writes_states) if master is not None and master.kind is StateKind.SPLIT else state(master),
         rowwise,
         weight(Copy.COLUMNWISE) if isinstance(p.weight, ScaledTensor) else ks.StateConfig(StateKind.ABSENT.value),
         state(p.stored.get(AVERAGE)),

@@ -20,7 +20,7 @@ from quantshard.kernels.optimizer.stored import Algorithm
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.numerics.states import StateKind
 
-ABSENT, PLAIN, REMAINDER, SCALED = (tl.constexpr(kind.value) for kind in StateKind)
+ABSENT, PLAIN, REMAINDER, SCALED, SPLIT = (tl.constexpr(kind.value) for kind in StateKind)
 ADAM, LION, MUON = (tl.constexpr(algorithm.value) for algorithm in Algorithm)
 
 
@@ -223,6 +223,11 @@ def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
         low = tl.load(pointer(slot.codes, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         upper = high.to(tl.int32) - (low < 0).to(tl.int32)
         return ((upper << 16) | (low.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+    elif S.kind == SPLIT:
+        C: tl.constexpr = H.weight
+        weight = slot_of(entry, WEIGHT)
+        values = split_values(weight.codes, slot.codes, tile, C, H)
+        return values * ql.expand(stored_scales(weight, tile, area, C, H), H.rows, H.cols, C.rows, C.cols)
     else:
         values = stored_values(slot, tile, area, S, H)
         return values * ql.expand(stored_scales(slot, tile, area, S, H), H.rows, H.cols, S.rows, S.cols)
@@ -241,6 +246,20 @@ def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
         offsets, valid = packed_at(tile, area, H)
         codes = tl.load(pointer(slot.codes, tl.uint8, H.aligned) + offsets, mask=valid, other=0)
         return ql.decode(ql.unpack(codes, H.rows, H.cols), element)
+
+
+@triton.jit
+def split_values(codes, low, tile, C: tl.constexpr, H: tl.constexpr):
+    """What a weight's codes and the low bytes beside them stand for, without the scale: `numerics.decode_split`."""
+    element: tl.constexpr = C.rule.element
+    MANTISSA: tl.constexpr = element.mantissa
+    high = tl.load(pointer(codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+    rest = tl.load(pointer(low, tl.int8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
+    high = high.to(tl.int32)
+    magnitude = tl.maximum(((high & 0x7F) << 8) + rest.to(tl.int32), 0)
+    bits = (magnitude << (15 - MANTISSA)) | ((high & 0x80) << 24)
+    values = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + element.lowest)  # from float32's lowest binades
+    return tl.where((high & 0x7F) == 0x7F, float("nan"), values)
 
 
 @triton.jit
@@ -362,6 +381,56 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
         offsets, valid = packed_at(tile, area, H)
         codes = ql.pack(tl.where(tile.valid, codes, 0), H.rows, H.cols).to(tl.uint8)
         tl.store(pointer(slot.codes, tl.uint8, H.aligned) + offsets, codes, mask=valid)
+
+
+@triton.jit
+def store_split(x, multiplier, slot, master, tile, words, C: tl.constexpr, H: tl.constexpr):
+    """Round a tile of a weight to 16 bits, and store its codes, their high byte, and its master, the low one:
+    `numerics.quantize_split`; `words`: see `state_words`."""
+    W: tl.constexpr = H.master
+    wide: tl.constexpr = W.rule.element
+    code = ql.encode_stochastic(x * ql.expand(multiplier, H.rows, H.cols, C.rows, C.cols), words, wide)
+    magnitude = tl.minimum(code & 0x7FFF, 0x7F7F)
+    high = ((magnitude + 0x80) >> 8) | ((code >> 8) & 0x80)
+    at = tile.first + tile.offsets
+    tl.store(pointer(slot.codes, tl.uint8, H.aligned) + at, high.to(tl.uint8), mask=tile.valid)
+    tl.store(pointer(master.codes, tl.uint8, H.aligned) + at, (magnitude & 0xFF).to(tl.uint8), mask=tile.valid)
+
+
+@triton.jit
+def write_weight(x, entry, tile, area, words, H: tl.constexpr):
+    """Write the rowwise codes of a weight, zero outside, and what of it is a `SPLIT` master; `words`: see
+    `weight_words`."""
+    C: tl.constexpr = H.weight
+    if C.kind == SCALED and C.writes:
+        slot = slot_of(entry, WEIGHT)
+        amax = ql.block_amax(x, H.rows, H.cols, C.rows, C.cols, FOURS=H.aligned)
+        store_weight(x, multipliers(amax, slot, tile, area, C, H), slot, entry, tile, area, words, H)
+    else:
+        write_state(x, entry, WEIGHT, tile, area, words, C, H)
+
+
+@triton.jit
+def store_weight(x, multiplier, slot, entry, tile, area, words, H: tl.constexpr):
+    """Quantize a tile of a weight and store it, as `write_weight` does."""
+    C: tl.constexpr = H.weight
+    W: tl.constexpr = H.master
+    if W.kind == SPLIT:
+        store_split(x, multiplier, slot, slot_of(entry, MASTER), tile, words, C, H)
+    else:
+        store_codes(x, multiplier, slot, tile, area, words, C, H)
+
+
+@triton.jit
+def weight_words(key, tile, H: tl.constexpr):
+    """Random words of a tile of a weight, or of the `SPLIT` master that is written with it; `key`: of the words of
+    whichever is rounded with them."""
+    C: tl.constexpr = H.weight
+    W: tl.constexpr = H.master
+    if W.kind == SPLIT:
+        return state_words(key, tile, W, H)
+    else:
+        return state_words(key, tile, C, H)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from quantshard.kernels.optimizer.states import (
     MASTER,
     MUON,
     SETTINGS_COLUMNS,
+    SPLIT,
     STATE1,
     STATE2,
     WEIGHT,
@@ -41,9 +42,12 @@ from quantshard.kernels.optimizer.states import (
     slot_of,
     state_words,
     store_codes,
+    store_weight,
     take_amaxes,
     tile_at,
+    weight_words,
     write_state,
+    write_weight,
 )
 
 
@@ -59,6 +63,14 @@ def key_of(entry, gradients, groups, number, OWN: tl.constexpr):
         key, draw = tl.load(group), tl.load(group + 1)
         stream = tl.load(entry + 9) + number
     return key & 0xFFFFFFFF, (key >> 32) & 0xFFFFFFFF, draw & 0xFFFFFFFF, stream, tl.load(entry + 6)
+
+
+@triton.jit
+def key_of_weight(entry, gradients, groups, H: tl.constexpr):
+    """`key_of` a weight's words, or of those of the master that is written with it."""
+    C: tl.constexpr = H.weight
+    W: tl.constexpr = H.master
+    return key_of(entry, gradients, groups, H.states + (0 if W.kind == SPLIT else 1), C.own_words)
 
 
 @triton.jit
@@ -93,8 +105,9 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
         measure(state2, entry, STATE2, tile, area, TWO, H)
         write_state(state2, entry, STATE2, tile, area, swap_halves(words) if TWO.stochastic else 0, TWO, H)
     measure(master, entry, MASTER, tile, area, W, H)
-    key = key_of(entry, gradients, groups, H.states, False)
-    write_state(master, entry, MASTER, tile, area, state_words(key, tile, W, H), W, H)
+    if W.kind != SPLIT:  # which is written with the weight
+        key = key_of(entry, gradients, groups, H.states, False)
+        write_state(master, entry, MASTER, tile, area, state_words(key, tile, W, H), W, H)
     if A.kind != ABSENT:
         average = read_state(entry, AVERAGE, tile, area, A, H)
         write_state(average + (master - average) * tl.load(own + 11), entry, AVERAGE, tile, area, 0, A, H)
@@ -182,14 +195,14 @@ def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     D: tl.constexpr = H.columnwise
     ROWS: tl.constexpr = H.rows
     entry, gradients, groups, settings = told
-    key = key_of(entry, gradients, groups, H.states + 1, C.own_words)
+    key = key_of_weight(entry, gradients, groups, H)
     top = no_amaxes(H)
     while row < end:
         tile = tile_at(row, col, area, H.rows, H.cols)
         x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
         top = take_amaxes(x, top, entry, WEIGHT, tile, area, C, H)
         top = take_amaxes(x, top, entry, COLUMNWISE, tile, area, D, H)
-        write_state(x, entry, WEIGHT, tile, area, state_words(key, tile, C, H), C, H)
+        write_weight(x, entry, tile, area, weight_words(key, tile, H), H)
         write_state(x, entry, COLUMNWISE, tile, area, state_words(key, tile, D, H), D, H)
         row += ROWS
     give_amaxes(top, entry, WEIGHT, C)
@@ -204,7 +217,7 @@ def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     CHUNKS: tl.constexpr = H.chunks
     ACROSS: tl.constexpr = H.cols // C.cols
     entry, gradients, groups, settings = told
-    key = key_of(entry, gradients, groups, H.states + 1, C.own_words)
+    key = key_of_weight(entry, gradients, groups, H)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
     kept = ()
     if H.rereads:
@@ -234,7 +247,7 @@ def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     else:
         for c in tl.static_range(CHUNKS):
             tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
-            store_codes(kept[c], multiplier, slot, tile, area, state_words(key, tile, C, H), C, H)
+            store_weight(kept[c], multiplier, slot, entry, tile, area, weight_words(key, tile, H), H)
 
 
 @triton.jit

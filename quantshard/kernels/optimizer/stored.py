@@ -42,7 +42,8 @@ class MatrixRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A contiguous tensor of the rectangle's elements: float32, bfloat16 or float16; int16 if it is a remainder."""
+    """A contiguous tensor of the rectangle's elements: float32, bfloat16 or float16; int16 if it is a remainder, uint8
+    if it is that of a weight's codes."""
 
     tensor: Tensor
     kind: StateKind = StateKind.PLAIN

@@ -34,6 +34,7 @@ CHOICES = {
     "params_dtype": ("bfloat16", "float32"),
     "reduce_dtype": ("bfloat16", "float32"),
     "master_dtype": (AUTO, *MASTER_DTYPES),
+    "master_remainders": (AUTO, *optimizer_states.SWITCH),
     "exp_avg_dtype": (AUTO, *MOMENT_DTYPES),
     "exp_avg_sq_dtype": (AUTO, *MOMENT_DTYPES),
     "momentum_dtype": (AUTO, *MOMENT_DTYPES),
@@ -167,6 +168,9 @@ class TrainSettings:
         True, "Precision", "high-precision copies of the weights, which the optimizer trains"
     )
     master_dtype: str = _setting(AUTO, "Precision", f"of these copies: {', '.join(MASTER_DTYPES)}; auto: float32")
+    master_remainders: str = _setting(
+        AUTO, "Precision", "on: keep of these copies only what BF16 weights and, if float16, FP8 ones lack; auto: off"
+    )
     exp_avg_dtype: str = _setting(
         AUTO, "Precision", f"first moment of Adam or Lion: {', '.join(MOMENT_DTYPES)}; auto: float32"
     )

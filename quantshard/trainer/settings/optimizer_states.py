@@ -24,18 +24,24 @@ MOMENT_DTYPES: Final = {**MASTER_DTYPES, "fp8": torch.uint8}
 STATE_SETTINGS: Final = {
     "master_weights": "master_weights",
     "master_dtype": "master_weight_dtype",
+    "master_remainders": "store_param_remainders",
     "exp_avg_dtype": "exp_avg_dtype",
     "exp_avg_sq_dtype": "exp_avg_sq_dtype",
     "momentum_dtype": "momentum_buffer_dtype",
 }
 """The settings that a preset decides, and what `FusedAdam` and `Muon` call them."""
 
-_WORDS: Final = {dtype: word for word, dtype in MOMENT_DTYPES.items()}
+SWITCH: Final = {"on": True, "off": False}
+"""Whether of masters only the remainders are kept, by the words of settings and options."""
+
+_VALUES: Final = {**MOMENT_DTYPES, **SWITCH}
 
 
-def word_of(value: Any) -> Any:
-    """An option's value as a setting has it."""
-    return _WORDS.get(value, value)
+def word_of(name: str, value: Any) -> Any:
+    """The value of the option that a setting stands for, as the setting has it."""
+    if name == "master_weights":
+        return value
+    return next((word for word, option in _VALUES.items() if option is value), value)
 
 
 def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
@@ -45,22 +51,28 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
     off, are as the preset has them.
 
     Raises:
-        ConfigurationError: there is no such preset, or a setting contradicts it.
+        ConfigurationError: there is no such preset, or a setting contradicts it or another.
     """
     options = check_preset(f"preset = {shown_value(preset)}", preset) if preset else StateOptions()
     given = _given(preset, settings)
     for name in _contradicting(options, given) if preset else ():
         raise ConfigurationError(
-            f"preset = {shown_value(preset)} has {name} = {word_of(getattr(options, STATE_SETTINGS[name]))!r}, but "
-            f"{name} = {word_of(given[name])!r} is given; leave one of the two out"
+            f"preset = {shown_value(preset)} has {name} = {word_of(name, getattr(options, STATE_SETTINGS[name]))!r}, "
+            f"but {name} = {word_of(name, given[name])!r} is given; leave one of the two out"
         )
-    return replace(options, **{STATE_SETTINGS[name]: value for name, value in given.items()})
+    chosen = replace(options, **{STATE_SETTINGS[name]: value for name, value in given.items()})
+    if chosen.store_param_remainders and (not chosen.master_weights or chosen.master_weight_dtype is torch.bfloat16):
+        raise ConfigurationError(
+            "master_remainders = 'on' needs master_weights = true, and a master_dtype of float32 or float16; it has "
+            + ("no masters" if not chosen.master_weights else "masters in bfloat16, as wide as the weights")
+        )
+    return chosen
 
 
 def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What settings ask for, as options have it."""
     return {
-        name: MOMENT_DTYPES.get(value, value)
+        name: _VALUES.get(value, value)
         for name, value in settings.items()
         if value not in (AUTO, None) and not (preset and name == "master_weights" and value)
     }
@@ -72,15 +84,20 @@ def _contradicting(options: StateOptions, given: Mapping[str, Any]) -> list[str]
 
 def as_settings(options: StateOptions) -> dict[str, Any]:
     """Options by the names and words of settings."""
-    return {name: word_of(getattr(options, option)) for name, option in STATE_SETTINGS.items()}
+    return {name: word_of(name, getattr(options, option)) for name, option in STATE_SETTINGS.items()}
 
 
-def with_momentum(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run has recorded: one by Muon of an earlier release kept its momentum as `exp_avg_dtype`
-    said, by a preset too, and recorded all that presets decide."""
-    if recorded.get("optimizer") != "muon" or "momentum_dtype" in recorded:
-        return dict(recorded)
-    return {**recorded, "momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
+def with_states(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run has recorded, as they are meant: it has recorded all that presets decided then.
+
+    One of an earlier release kept whole masters by any preset, and by Muon its momentum as `exp_avg_dtype` said.
+    """
+    found = dict(recorded)
+    if recorded.get("preset") and "master_remainders" not in recorded:
+        found |= {"master_remainders": "off", "preset": ""}
+    if recorded.get("optimizer") == "muon" and "momentum_dtype" not in recorded:
+        found |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
+    return found
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -110,7 +127,8 @@ def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -
     if not _contradicting(options, _given(preset, given)):
         return dict(file)
     kept = {**file, **as_settings(options)}
-    unused = {"preset", *(["master_dtype"] if given.get("master_weights") is False else [])}
+    no_masters = given.get("master_weights") is False
+    unused = {"preset", *(["master_dtype", "master_remainders"] if no_masters else [])}
     return {name: value for name, value in kept.items() if name not in unused}
 
 
@@ -137,7 +155,7 @@ def float_momentum(flags: Mapping[str, Any], settings: Any) -> str:
     """What to tell where a flag says how first moments are kept and nothing does of Muon's momentum; else ""."""
     if settings.optimizer != MUON or flags.get("exp_avg_dtype", AUTO) == AUTO or settings.momentum_dtype != AUTO:
         return ""
-    kept = word_of(settings.state_options.momentum_buffer_dtype)
+    kept = word_of("momentum_dtype", settings.state_options.momentum_buffer_dtype)
     return (
         f"exp_avg_dtype = {flags['exp_avg_dtype']!r} is of AdamW's groups beside Muon, whose momentum is kept in "
         f"{kept}; momentum_dtype says otherwise"

@@ -16,7 +16,7 @@ import tomli_w
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
-from quantshard.trainer.settings.optimizer_states import with_momentum
+from quantshard.trainer.settings.optimizer_states import with_states
 from quantshard.trainer.settings.recipes import text_of
 from quantshard.trainer.settings.schema import SettingType, read_table
 
@@ -62,7 +62,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
     if not values.keys().isdisjoint(TABLES):  # what a run has recorded
-        settings = with_momentum(settings)
+        settings = with_states(settings)
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")

@@ -30,6 +30,7 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "lr_floor": (lambda settings: settings.schedule != "constant", "another schedule than 'constant'"),
     "recompute_every": (lambda settings: settings.recompute == "layer", "recompute = 'layer'"),
     "master_dtype": (lambda settings: settings.master_weights, "master_weights = true"),
+    "master_remainders": (lambda settings: settings.master_weights, "master_weights = true"),
     "data_weights": (lambda settings: len(settings.data) != 1, "a second --data"),
     "eval_every": (_holds_out, "heldout or heldout_data"),
     "eval_sequences": (_holds_out, "heldout or heldout_data"),
