@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from quantshard.doctor.cases import Shape
 from quantshard.doctor.steps import step_case, stepped, weights, with_gradients
 from quantshard.doctor.timing import milliseconds
+from quantshard.presets import PRESETS
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 try:
@@ -42,7 +43,11 @@ SMALL = [(130, 144), (131, 257), (16, 32)]
 """Weights on which steps are compared with those in plain PyTorch."""
 
 OURS = ("delayed", "current", "block", "mxfp8", "nvfp4")
-FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+STATES: dict[str, dict[str, Any]] = {
+    "fp32 masters, fp32 moments": {},
+    "fp32 masters, fp8 moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    **{name: {"preset": name} for name in PRESETS},
+}
 
 
 class Case(NamedTuple):
@@ -67,14 +72,16 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def ours(
-    recipe: str, shapes: list[Shape], device: str, moments: str = "fp32", replayed: bool = False, by: str = "Adam"
-) -> Case:
-    """FusedAdam, or Lion, with float32 masters; `replayed`: from a CUDA graph."""
-    options: dict[str, Any] = {"capturable": replayed, "by": by, **(FP8_MOMENTS if moments == "fp8" else {})}
+    recipe: str, shapes: list[Shape], device: str, states: str = next(iter(STATES)), replayed: bool = False,
+    by: str = "Adam",
+) -> Case:  # fmt: skip
+    """FusedAdam, or Lion; `states`: a name of `STATES`; `replayed`: from a CUDA graph."""
+    options: dict[str, Any] = {"capturable": replayed, "by": by, **STATES[states]}
     is_right = step_case(recipe, SMALL, device, **options).is_right()
     params, optimizer = stepped(recipe, shapes, device, **options)
-    states = sum(bytes_of(t) for state in optimizer.state.values() for t in state.values())
-    moved = 2 * states + sum(bytes_of(p) + bytes_of(p.grad) for p in params)
+    kept = sum(bytes_of(t) for state in optimizer.state.values() for t in state.values())
+    read = sum(bytes_of(p) for p in params if "master_param" not in optimizer.state[p])  # as part of its master
+    moved = 2 * kept + read + sum(bytes_of(p) + bytes_of(p.grad) for p in params)
     step: Callable[[], Any] = optimizer.step
     if replayed:
         step()
@@ -82,7 +89,7 @@ def ours(
         with torch.cuda.graph(graph):
             optimizer.step()
         step = lambda held=(params, optimizer): graph.replay()  # noqa: E731  the graph reads and writes these
-    name = f"ours, {recipe}, fp32 masters, {moments} moments" + (", from a CUDA graph" if replayed else "")
+    name = f"ours, {recipe}, {states}" + (", from a CUDA graph" if replayed else "")
     name += "" if by == "Adam" else f", {by}"
     return Case(name, step, moved, is_right)
 
@@ -101,11 +108,13 @@ def other(name: str, make: Any, shapes: list[Shape], device: str, dtype: torch.d
 def cases(shapes: list[Shape], device: str) -> dict[str, Callable[[], Case]]:
     """By name; each as a function, so that what one needs is freed before the next."""
 
-    def fp8(recipe: str) -> Callable[[], Case]:
-        return lambda: ours(recipe, shapes, device, "fp8")
+    def kept(recipe: str, states: str) -> Callable[[], Case]:
+        return lambda: ours(recipe, shapes, device, states)
 
+    fp8 = "fp32 masters, fp8 moments"
     found = {f"ours {recipe}": lambda recipe=recipe: ours(recipe, shapes, device) for recipe in OURS}
-    found |= {f"ours {recipe} fp8": fp8(recipe) for recipe in ("delayed", "mxfp8")}
+    found |= {f"ours {recipe} fp8": kept(recipe, fp8) for recipe in ("delayed", "mxfp8")}
+    found |= {f"ours {recipe} lean8": kept(recipe, "lean8") for recipe in ("current", "delayed", "block", "mxfp8")}
     found["ours current lion"] = lambda: ours("current", shapes, device, by="Lion")
     if device == "cuda":
         found["ours delayed graph"] = lambda: ours("delayed", shapes, device, replayed=True)

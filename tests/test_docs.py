@@ -58,7 +58,8 @@ What differs on purpose:
   stochastic rounding; with `capturable=True` quantized weights must have masters. `step(grad_scaler=...)` is refused:
   call `grad_scaler.step(optimizer)`.
 - States of fewer than 32 bits are rounded stochastically, by seed and global index. A BF16 parameter with a remainder
-  is the master rounded to nearest, ties away from zero; the remainder is `master_param_low`, uint8 [..., 2].
+  is the master rounded to nearest, ties away from zero; the remainder is `master_param_low`, uint8 [..., 2]. With
+  `master_weight_dtype=torch.float16` FP8 weights have one too, of 8 bits.
 - FP8 GEMMs sum in float32. TransformerEngine's of the forward do not, under delayed and current scaling: that is
   `fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=False)` here.
 - FP8 moments have scales that are powers of two, and Adam multiplies by 1 / (1 - beta**step) where
@@ -369,8 +370,10 @@ def preset_rows() -> list[str]:
         **{f"`{name}`": PRESETS[name] for name in ("lean6", "lean8")},
     }.items():
         size = options.bytes_of(weight.format)
-        dtypes = (options.master_weight_dtype, options.exp_avg_dtype, options.exp_avg_sq_dtype)
-        cells = [name, *(f"`{dtype}`" for dtype in dtypes), *(f"{each:.10g}" for each in (*size, size.together))]
+        told = (
+            options.master_weight_dtype, options.store_param_remainders, options.exp_avg_dtype, options.exp_avg_sq_dtype,
+        )  # fmt: skip
+        cells = [name, *(f"`{each}`" for each in told), *(f"{each:.10g}" for each in (*size, size.together))]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 

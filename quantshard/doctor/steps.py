@@ -146,6 +146,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "": {},
     ", FP8 moments": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
     ", FP16 moments": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    ", lean8": {"preset": "lean8"},
     ", no masters": {"master_weights": False},
 }
 """Options of `FusedAdam` that are checked."""

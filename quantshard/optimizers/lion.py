@@ -34,7 +34,7 @@ class Lion(KernelOptimizer):
         betas: of the mean whose sign is the update, and of the mean that is kept.
         weight_decay: decoupled.
         preset: a name of `presets.PRESETS`, "lean8" or "lean6", in place of the options that say how masters and the
-            moment are kept; as of `FusedAdam`. For Lion both are the same: an FP8 moment and FP16 masters.
+            moment are kept; as of `FusedAdam`. For Lion both are the same: an FP8 moment and masters of 16 bits.
         exp_avg_dtype: how the moment is stored: float32 (the default), float16, bfloat16 or uint8 (FP8).
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
             max_skipped_in_a_row, ema_decay: as of `FusedAdam`.

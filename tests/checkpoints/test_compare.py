@@ -435,7 +435,7 @@ def test_differences_of_codes_are_not_given_as_values(preset, tmp_path):
         for e in json.loads(command(tmp_path / "a", tmp_path / "b", "--json").stdout)["differences"]
     }
     states = {key.rpartition(".")[2]: value for key, value in entries.items() if key.startswith("optimizer.state.")}
-    assert states["master_param"] is None and states["exp_avg"] is None
+    assert states["master_param_low"] is None and states["exp_avg"] is None
     assert (states["exp_avg_sq"] is None) == (preset == "lean8")
     said = command(tmp_path / "a", tmp_path / "b").stdout
-    assert "master_param: " in said and "by at most" not in said.partition("master_param: ")[2].splitlines()[0]
+    assert "master_param_low: " in said and "by at most" not in said.partition("master_param_low: ")[2].splitlines()[0]
