@@ -118,7 +118,11 @@ NVFP4_VARIANTS = {
 }
 """NVFP4 less one of its parts: which of them costs what it loses."""
 
-FP16_MASTERS = {"master_weight_dtype": torch.float16}
+WHOLE_MASTERS = {
+    f"FP16-masters {name}": replace(options, store_param_remainders=False) for name, options in PRESETS.items()
+}
+"""The presets as they were before masters were kept beside the codes of weights."""
+
 FP8_MOMENTS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
 NO_MASTERS = StateOptions(master_weights=False, exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8)
 
@@ -132,7 +136,11 @@ ARMS = {
         for name in ("current", "block", "mxfp8")
         for preset in PRESETS
     },
-    **{f"{name} lean": Arm(name, fused(**FP16_MASTERS, **FP8_MOMENTS)) for name in ("current", "block", "mxfp8")},
+    **{
+        f"{name} {states}": Arm(name, fused(**options.arguments))
+        for name in ("current", "block", "mxfp8")
+        for states, options in WHOLE_MASTERS.items()
+    },
     **{f"nvfp4 {name}": Arm(recipe, fused()) for name, recipe in NVFP4_VARIANTS.items()},
     **{f"nvfp4 {name} muon": Arm(recipe, muon) for name, recipe in NVFP4_VARIANTS.items()},
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
@@ -141,7 +149,7 @@ ARMS = {
     "plain bf16": Arm("bf16", fused(), PLAIN),
     "torchao tensorwise": Arm("bf16", fused(), TENSORWISE),
 }
-"""Lean is lean8, from before it had the name. Arms of the plain model have float32 masters and moments, and the dense
+"""Arms of the plain model have float32 masters and moments, and the dense
 model alone; plain bf16 is bf16 in another order of rounding, and so tells what that does to a loss."""
 
 

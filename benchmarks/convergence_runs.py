@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, at_rate, corpus_hash
+from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_rate, corpus_hash
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
@@ -35,7 +35,7 @@ AS_USUAL = ("schedule", "lr_floor", "beta1", "beta2", "eps", "weight_decay", "z_
 """What changes a loss, and no arm's name tells."""
 USUAL_RATES = {"adamw": SMALL.lr, "muon": SMALL.lr, "lion": 3e-4}
 """Lion's is the best of docs/optimizers.md."""
-STATES = {"": StateOptions(), **PRESETS, "no masters": NO_MASTERS}
+STATES = {"": StateOptions(), **PRESETS, **WHOLE_MASTERS, "no masters": NO_MASTERS}
 """How an arm's name tells masters and moments."""
 MOMENTUM = "momentum_dtype"
 """The setting of Muon alone."""

@@ -30,9 +30,6 @@ RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"
 OPTIMIZERS = ("muon", "lion")
 """Words of an arm's name; none is AdamW."""
-NAMES = {"lean": "lean8"}
-"""Last words of arms' names from before presets had names, and what they are now."""
-
 SMOOTH = 5
 """Recorded losses that a point of the curves is the mean of."""
 
@@ -116,9 +113,7 @@ def add(found: dict[TrainedOn, dict[str, ArmResult]], record: Record) -> None:
     """A record to those of its arm."""
     record = of_record(record)
     trained = TrainedOn(*(record[key] for key in TrainedOn._fields))
-    first, _, last = record["arm"].rpartition(" ")
-    name = f"{first} {NAMES.get(last, last)}" if first else last
-    arms = found.setdefault(trained, {})
+    name, arms = record["arm"], found.setdefault(trained, {})
     records = arms.setdefault(name, ArmResult(name, {})).records
     records.pop(int(record["seed"]), None)  # the last one stands last
     records[int(record["seed"])] = _with_rate(record)
@@ -276,19 +271,21 @@ def _weight(recipe: str) -> Any:
 
 
 def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
-    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are."""
+    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are, or of
+    others where an arm and BF16 were trained on them alone."""
     wanted = [row.arm for row in cost_rows()]
     dense = [
         (sum(arm in arms for arm in wanted), trained.tokens, arms)
         for trained, arms in groups.items()
         if trained.model == DENSE
     ]
-    arms = max(dense, key=lambda each: each[:2])[2] if dense else {}
+    ranked = [arms for *_, arms in sorted(dense, key=lambda each: each[:2], reverse=True)]
     yield _HEADING
     yield "|---" * 8 + "|"
     for row in cost_rows():
         sizes = (*row.size, row.size.together, float(_BF16), row.size.together + _BF16)
-        loss = _loss_beside(arms[row.arm], reference_of(row.arm, arms)) if row.arm in arms else NOT_RUN
+        arms = next((arms for arms in ranked if row.arm in arms), {})
+        loss = _loss_beside(arms[row.arm], reference_of(row.arm, arms)) if arms else NOT_RUN
         yield f"| {row.what} | {' | '.join(_bytes(size) for size in sizes)} | {loss} |"
 
 

@@ -58,7 +58,7 @@ class Encoding:
     @property
     def extended(self) -> Encoding:
         """Of an encoding of 8 bits that with 8 bits of mantissa more: its high byte, rounded, is a code of this one
-        (`numerics.split_codes`), up to the largest whose high byte is that of `max`."""
+        (`numerics.split_codes.split`), up to the largest whose high byte is that of `max`."""
         assert self.bits == 8 and self.mantissa_bits > 0, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)

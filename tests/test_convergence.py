@@ -28,7 +28,7 @@ from tests.report.runs import entry, write
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)
 EXPERTS = replace(TINY, architecture="llama", experts=4, experts_per_token=2)
-BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 5, "block lean6": 6, "mxfp8 AdamW": 5, "torchao tensorwise": 14,
+BYTES = {"bf16": 14, "mxfp8": 13, "block lean8": 4, "block lean6": 5, "mxfp8 AdamW": 5, "torchao tensorwise": 14,
          "nvfp4 mxfp8-backward": 12.5, "nvfp4 mxfp8-forward": 13}  # fmt: skip
 """Of a parameter of a large matrix, without scales."""
 
@@ -55,7 +55,8 @@ def resumed_and_whole(corpus, name, settings):
 def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypatch):
     monkeypatch.setattr(convergence, "EVERY", 1)
     resumed, whole = resumed_and_whole(corpus, name, TINY)
-    assert resumed["losses"] == whole["losses"] and len(set(whole["losses"])) == 6
+    assert resumed["losses"] == whole["losses"] and len(whole["losses"]) == 6
+    assert len(set(whole["losses"])) >= 5  # of random tokens, two may agree in five digits
     assert whole["tokens"] == 6 * 4 * 16 and (whole["model"], whole["batch"]) == (DENSE, 4)
     assert whole["tokens_per_s"] > 0 and "peak_gib" not in whole
     assert resumed["heldout"] == whole["heldout"]
@@ -232,7 +233,7 @@ def records(tmp_path, *changes):
 
 
 def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
-    lean = {"arm": "current lean", "bytes": 5.09, "peak_gib": 7.25, "tokens_per_s": 2000}
+    lean = {"arm": "current lean8", "bytes": 5.09, "peak_gib": 7.25, "tokens_per_s": 2000}
     groups = records(
         tmp_path, {}, {"seed": 1, "heldout": 2.2}, lean | {"heldout": 2.01}, lean | {"seed": 1, "heldout": 2.2},
         lean | {"seed": 2, "heldout": 9.0, "tokens": 2000}, {"arm": "block", "seed": 5},

@@ -370,9 +370,8 @@ def preset_rows() -> list[str]:
         **{f"`{name}`": PRESETS[name] for name in ("lean6", "lean8")},
     }.items():
         size = options.bytes_of(weight.format)
-        told = (
-            options.master_weight_dtype, options.store_param_remainders, options.exp_avg_dtype, options.exp_avg_sq_dtype,
-        )  # fmt: skip
+        told = (options.master_weight_dtype, options.store_param_remainders)
+        told = (*told, options.exp_avg_dtype, options.exp_avg_sq_dtype)
         cells = [name, *(f"`{each}`" for each in told), *(f"{each:.10g}" for each in (*size, size.together))]
         rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -25,6 +25,7 @@ from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_o
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.formats import FORMATS, Copy
+from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
 from quantshard.tensor import components, requantize
@@ -259,7 +260,7 @@ def _reading(
         storage = _codes_of(change, weight, Cell(fmt), tensors)
         rest = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
         copy, origin = fmt.copies[Copy.ROWWISE], storage.shard.origin
-        return lambda: numerics.dequantize_split(copy, storage.touched(), private_torch.local_tensor(rest), origin)
+        return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(rest), origin)
     if change.source == "split master":
         high = tensors[weight] = components.zeros_like(change.param, torch.bfloat16)
         low = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8, 2)

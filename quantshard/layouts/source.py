@@ -18,7 +18,7 @@ from quantshard.checkpoints.untrusted.reader import SafeReader, decoded
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Role
 from quantshard.layouts.table import cell_of_tag
-from quantshard.numerics import join_bfloat16
+from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import STATE_CELLS
 from quantshard.tensor import components
@@ -203,7 +203,7 @@ class CheckpointModel:
         start = self._masters[weight.name]
         if start not in self._stored and weight.tag is not None:  # the high bytes are the weight's codes
             low = self._expected(start + REMAINDER_SUFFIX, weight.shape, torch.uint8)
-            return numerics.dequantize_split(weight.format.copies[Copy.ROWWISE], self.parts(weight), low)
+            return split_codes.dequantize(weight.format.copies[Copy.ROWWISE], self.parts(weight), low)
         if start not in self._stored:  # the upper halves are the weight itself
             low = self._expected(start + REMAINDER_SUFFIX, (*weight.shape, 2), torch.uint8)
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)

@@ -153,9 +153,9 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Decode codes, uint8 (one per byte) or float16, to float32 of the same shape, exactly; FP32 returns unchanged."""
+    """Decode codes, uint8 (one per byte) or of 16 bits, to float32 of the same shape, exactly; FP32 stays as it is."""
     if encoding.bits > 8:
-        return codes.float()
+        return codes.float() if encoding.native else _decode_by_definition(codes.to(torch.int32) & 0xFFFF, encoding)
     if encoding.native is not None:
         return codes.view(encoding.native).float()
     values = _decode_by_definition(torch.arange(1 << encoding.bits, dtype=torch.int32, device=codes.device), encoding)
@@ -186,31 +186,6 @@ def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
     """Inverse of `split_bfloat16`: float32."""
     upper = high.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return (upper << 16 | (low.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
-def split_codes(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of an `Encoding.extended`, int16 -> the nearest codes of 8 bits and the low bytes, both uint8, of which
-    `join_codes` makes the same.
-
-    A tie is rounded away from zero, as by `split_bfloat16`. NaN, which is all ones, stays one.
-    """
-    bits = codes.to(torch.int32)
-    magnitude = bits.bitwise_and(0x7FFF).clamp_(max=0x7F7F)
-    high = (magnitude + 0x80 >> 8).bitwise_or_(bits >> 8 & 0x80)
-    return high.to(torch.uint8), magnitude.bitwise_and_(0xFF).to(torch.uint8)
-
-
-def join_codes(high: Tensor, low: Tensor) -> Tensor:
-    """Inverse of `split_codes`: int32 in [0, 2**16)."""
-    top = high.to(torch.int32)
-    magnitude = (top.bitwise_and(0x7F) << 8).add_(low.view(torch.int8)).clamp_(min=0)
-    return magnitude.bitwise_or_(top.bitwise_and_(0x80) << 8)
-
-
-def decode_split(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
-    """Codes of `encoding` and the low bytes beside them, uint8 -> float32: what `join_codes` of them stands for."""
-    values = _decode_by_definition(join_codes(high, low), encoding.extended)
-    return values.masked_fill_(high & 0x7F == 0x7F, math.nan)
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
@@ -383,32 +358,6 @@ def quantize_codes(
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     codes = encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words)
     return pack(codes, encoding)
-
-
-def quantize_split(
-    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `quantize_codes`, in 16 bits: the codes of one copy, and the low bytes beside them (`split_codes`)."""
-    encoding, grid = copy.codes.encoding.extended, encode_scales[copy.scale.name]
-    scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
-    return split_codes(encode(scaled, encoding) if words is None else encode_stochastic(scaled, encoding, words))
-
-
-def low_bytes(x: Tensor, copy: QuantizedCopy, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
-    """The low bytes beside the codes of one copy, uint8 [R, C], with which these stand for what is nearest to x [R, C]
-    of what they can: a code and its remainder reach half way to its neighbours."""
-    encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
-    scaled = x.float() / expand(stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin)
-    nearest = encode(scaled, encoding.extended).to(torch.int32)
-    rest = (nearest & 0x7FFF) - ((codes & 0x7F) << 8)
-    same_sign = (nearest >> 8 ^ codes) & 0x80 == 0
-    return (rest.clamp_(-128, 127) * same_sign).to(torch.int8).view(torch.uint8)
-
-
-def dequantize_split(copy: QuantizedCopy, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
-    """The components of one copy, and the low bytes beside its codes -> float32 [R, C]: `dequantize` of both."""
-    values = decode_split(parts[copy.codes.name], low, copy.codes.encoding)
-    return values.mul_(expand(stored_scales(copy, parts), copy.block, (low.shape[0], low.shape[1]), origin))
 
 
 def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:

@@ -48,4 +48,4 @@ class StateKind(IntEnum):
     SCALED = 3
     """Components of a format row."""
     SPLIT = 4
-    """The low byte of 16 bits, the high byte being the parameter's code (`numerics.join_codes`)."""
+    """The low byte of 16 bits, the high byte being the parameter's code (`numerics.split_codes.join`)."""

@@ -20,6 +20,7 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy, Format, QuantizedCopy
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
+from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
@@ -337,7 +338,7 @@ class SplitState(OptimizerState):
 
     def read(self) -> Tensor:
         storage = self.storage
-        return numerics.dequantize_split(self._codes, storage.touched(), self.low, storage.shard.origin)
+        return split_codes.dequantize(self._codes, storage.touched(), self.low, storage.shard.origin)
 
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
         return self.weight.begin(values, reduction)
@@ -350,7 +351,7 @@ class SplitState(OptimizerState):
 
     def seed(self, values: Tensor) -> None:
         storage = self.storage
-        self.low.copy_(numerics.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
+        self.low.copy_(split_codes.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
 
 
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.formats import Copy, Format, Role
 from quantshard.kernel_dispatch import RandomWords
-from quantshard.numerics import RandomBits
+from quantshard.numerics import RandomBits, split_codes
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard, ceil_div
 
@@ -282,7 +282,7 @@ class QuantizedStorage:
         multipliers = self._touched(multipliers)
         for which, copy in fmt.copies.items():
             if remainder is not None and which is Copy.ROWWISE:
-                codes, low = numerics.quantize_split(values, copy, multipliers, self.shard.origin, remainder.words)
+                codes, low = split_codes.quantize(values, copy, multipliers, self.shard.origin, remainder.words)
                 remainder.low.copy_(low)
             else:
                 codes = kernel_dispatch.quantize_codes(values, copy, multipliers, self.shard.origin, words)

@@ -27,6 +27,7 @@ from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Copy, Format, Scaling
 from quantshard.layouts.conversion import InexactConversionError
+from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
@@ -334,8 +335,8 @@ class _CheckpointConverter:
             self.report.own[label] = "seeded from the weight"
             return torch.zeros_like(self.made[_MODEL + name])
         copy = group.format.copies[Copy.ROWWISE]
-        low = numerics.low_bytes(master, copy, parts)
-        is_same = torch.equal(numerics.dequantize_split(copy, parts, low), master)
+        low = split_codes.low_bytes(master, copy, parts)
+        is_same = torch.equal(split_codes.dequantize(copy, parts, low), master)
         self._note(label, "" if is_same else f"{master.dtype} there, of 16 bits with the weight's codes here")
         return low
 

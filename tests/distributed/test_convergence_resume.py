@@ -138,5 +138,8 @@ def test_arms_are_named_by_their_flags():
     assert _arm(partly) == "current muon master=float16 momentum=fp8"
     spelled = replace(TrainSettings(recipe="current", preset="lean8").resolved(), preset="", momentum_dtype="float32")
     assert _arm(spelled) == "current lean8"
-    assert _arm(replace(spelled, optimizer="muon")) == "current muon master=float16 exp_avg=fp8 exp_avg_sq=fp8"
+    assert (
+        _arm(replace(spelled, optimizer="muon"))
+        == "current muon master=float16 master_remainders=on exp_avg=fp8 exp_avg_sq=fp8"
+    )
     assert _arm(TrainSettings(recipe="block", master_weights=False)) == "block master_weights=False"

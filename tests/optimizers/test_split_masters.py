@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import numerics
 from quantshard.formats import E4M3, E5M2, Copy, Encoding
+from quantshard.numerics import split_codes
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import resolve
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -43,24 +44,24 @@ def components(weight: nn.Parameter) -> dict[str, Tensor]:
 @encodings
 def test_the_halves_make_the_whole_again(encoding: Encoding) -> None:
     codes = finite(encoding)
-    high, low = numerics.split_codes(codes)
+    high, low = split_codes.split(codes)
     assert (high.dtype, low.dtype) == (torch.uint8, torch.uint8)
-    assert torch.equal(numerics.join_codes(high, low).to(torch.int16), codes)
-    values = numerics.decode_split(high, low, encoding)
+    assert torch.equal(split_codes.join(high, low).to(torch.int16), codes)
+    values = split_codes.decode(high, low, encoding)
     assert torch.equal(numerics.encode(values, encoding.extended), codes) and values.isfinite().all()
 
 
 @encodings
 def test_the_high_byte_is_the_nearest_code(encoding: Encoding) -> None:
     """As codes are rounded, but for ties, which go away from zero; nothing is beyond the largest."""
-    high, low = numerics.split_codes(finite(encoding))
-    nearest = numerics.encode(numerics.decode_split(high, low, encoding), encoding)
+    high, low = split_codes.split(finite(encoding))
+    nearest = numerics.encode(split_codes.decode(high, low, encoding), encoding)
     tie = low == 0x80
     assert torch.equal(high[~tie], nearest[~tie])
     assert (high.int() - nearest.int())[tie].unique().tolist() == [0, 1]
     assert (high.int() & 0x7F).max().item() == numerics.encode(torch.tensor([encoding.max]), encoding).item()
     exact = numerics.decode(torch.arange(256).to(torch.uint8), encoding)
-    alone = numerics.decode_split(torch.arange(256).to(torch.uint8), torch.zeros(256, dtype=torch.uint8), encoding)
+    alone = split_codes.decode(torch.arange(256).to(torch.uint8), torch.zeros(256, dtype=torch.uint8), encoding)
     kept = exact.isfinite()
     assert torch.equal(alone[kept], exact[kept])
 
@@ -75,8 +76,8 @@ def test_what_does_not_fit(encoding: Encoding, words: int | None) -> None:
         pytest.skip("no weight has these codes")
     x = torch.tensor([[math.inf, -1e30, math.nan, 464.0, -0.0]])
     drawn = None if words is None else torch.full(x.shape, words)
-    high, low = numerics.quantize_split(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=drawn)
-    values = numerics.decode_split(high, low, encoding)
+    high, low = split_codes.quantize(x, copy, {copy.scale.name: torch.ones(1, 1)}, words=drawn)
+    values = split_codes.decode(high, low, encoding)
     assert values[0, 2].isnan() and numerics.decode(high, encoding)[0, 2].isnan()
     assert torch.equal(values[0, [0, 1, 3]], torch.tensor([1.0, -1.0, 1.0]) * encoding.extended.max)
     assert torch.equal(numerics.decode(high, encoding)[0, [0, 1, 3]], torch.tensor([1.0, -1.0, 1.0]) * encoding.max)

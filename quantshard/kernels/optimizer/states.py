@@ -250,7 +250,7 @@ def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def split_values(codes, low, tile, C: tl.constexpr, H: tl.constexpr):
-    """What a weight's codes and the low bytes beside them stand for, without the scale: `numerics.decode_split`."""
+    """What a weight's codes and the low bytes beside them stand for, without the scale: `split_codes.decode`."""
     element: tl.constexpr = C.rule.element
     MANTISSA: tl.constexpr = element.mantissa
     high = tl.load(pointer(codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
@@ -386,7 +386,7 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
 @triton.jit
 def store_split(x, multiplier, slot, master, tile, words, C: tl.constexpr, H: tl.constexpr):
     """Round a tile of a weight to 16 bits, and store its codes, their high byte, and its master, the low one:
-    `numerics.quantize_split`; `words`: see `state_words`."""
+    `split_codes.quantize`; `words`: see `state_words`."""
     W: tl.constexpr = H.master
     wide: tl.constexpr = W.rule.element
     code = ql.encode_stochastic(x * ql.expand(multiplier, H.rows, H.cols, C.rows, C.cols), words, wide)

@@ -1,0 +1,73 @@
+"""Numbers of 16 bits whose high byte, rounded, is an FP8 code: a weight, and what its master has beyond it.
+
+x -> codes of 16 bits (`Encoding.extended`) -> the codes of the weight, and the low bytes beside them
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.formats import Encoding, QuantizedCopy
+from quantshard.numerics import Grids, Pair
+
+
+def split(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of an `Encoding.extended`, int16 -> the nearest codes of 8 bits and the low bytes, both uint8, of which
+    `join` makes the same.
+
+    A tie is rounded away from zero, as by `split_bfloat16`. NaN, which is all ones, stays one.
+    """
+    bits = codes.to(torch.int32)
+    magnitude = bits.bitwise_and(0x7FFF).clamp_(max=0x7F7F)
+    high = (magnitude + 0x80 >> 8).bitwise_or_(bits >> 8 & 0x80)
+    return high.to(torch.uint8), magnitude.bitwise_and_(0xFF).to(torch.uint8)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Inverse of `split`: int32 in [0, 2**16)."""
+    top = high.to(torch.int32)
+    magnitude = (top.bitwise_and(0x7F) << 8).add_(low.view(torch.int8)).clamp_(min=0)
+    return magnitude.bitwise_or_(top.bitwise_and_(0x80) << 8)
+
+
+def decode(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
+    """Codes of `encoding` and the low bytes beside them, uint8 -> float32: what `join` of them stands for."""
+    values = numerics.decode(join(high, low), encoding.extended)
+    return values.masked_fill_(high & 0x7F == 0x7F, math.nan)
+
+
+def quantize(
+    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `quantize_codes`, in 16 bits: the codes of one copy, and the low bytes beside them (`split`)."""
+    encoding, grid = copy.codes.encoding.extended, encode_scales[copy.scale.name]
+    scaled = x.float() * numerics.expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
+    return split(
+        numerics.encode(scaled, encoding) if words is None else numerics.encode_stochastic(scaled, encoding, words)
+    )
+
+
+def low_bytes(x: Tensor, copy: QuantizedCopy, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
+    """The low bytes beside the codes of one copy, uint8 [R, C], with which these stand for what is nearest to x [R, C]
+    of what they can: a code and its remainder reach half way to its neighbours."""
+    encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
+    scaled = x.float() / numerics.expand(
+        numerics.stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin
+    )
+    nearest = numerics.encode(scaled, encoding.extended).to(torch.int32)
+    rest = (nearest & 0x7FFF) - ((codes & 0x7F) << 8)
+    same_sign = (nearest >> 8 ^ codes) & 0x80 == 0
+    return (rest.clamp_(-128, 127) * same_sign).to(torch.int8).view(torch.uint8)
+
+
+def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
+    """The components of one copy, and the low bytes beside its codes -> float32 [R, C]: `dequantize` of both."""
+    values = decode(parts[copy.codes.name], low, copy.codes.encoding)
+    return values.mul_(
+        numerics.expand(numerics.stored_scales(copy, parts), copy.block, (low.shape[0], low.shape[1]), origin)
+    )
