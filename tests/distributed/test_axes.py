@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
     "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
     "remainder, fp8": {"exp_avg_dtype": torch.uint8, "store_param_remainders": True},
+    "lean8": {"preset": "lean8"},
     "fp16": {"exp_avg_sq_dtype": torch.float16, "master_weight_dtype": torch.float16},
     "no masters, fp8": {"master_weights": False, "exp_avg_sq_dtype": torch.uint8},
 }

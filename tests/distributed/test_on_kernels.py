@@ -38,6 +38,8 @@ CASES: list[Case] = [
     ("block", "none", "bf16", False),
     ("nvfp4", "fp32", "fp32", True),
     ("mxfp8", "fp16", "fp16", False),
+    ("current", "split", "fp8", True),
+    ("block", "split", "bf16", False),
     ("mxfp8 two copies", "bf16", "fp8", False),
 ]
 
