@@ -206,6 +206,21 @@ def test_remainders(stored: Path, tmp_path: Path) -> None:
     assert same(optimizer.get_unscaled_state(model[0].bias, "master_param"), wanted)
 
 
+def test_masters_beside_codes(stored: Path, tmp_path: Path) -> None:
+    """The weight keeps its codes, and its master what 16 bits with them can say."""
+    options = {"store_param_remainders": True, "master_weight_dtype": torch.float16}
+    new = like(tmp_path / "new", "current", 128, **options)
+    done = transformer_engine.convert(stored / "current", new, tmp_path / "out", lossy=True)
+    assert set(done.inexact) == {"0.weight master_param"}
+    model, optimizer = built("current", 128, **options)
+    checkpoints.load(tmp_path / "out", model, optimizer)
+    found, wanted = optimizer.get_unscaled_state(model[0].weight, "master_param"), states("current")["0.weight"]
+    off, gap = (found - wanted["master_param"]).abs(), wanted["master_param"].abs() * 2.0**-11 + 1e-7
+    codes = model[0].weight.quantized_storage.dequantize()
+    inside = (wanted["master_param"] - codes).abs() < codes.abs() / 17  # else it is not the weight's own master
+    assert inside.float().mean() > 0.5 and (off <= gap)[inside].all()
+
+
 def test_the_rest_is_as_the_new_model_has_it(stored: Path, tmp_path: Path) -> None:
     checkpoints.save(tmp_path / "new", *built("current", 128), {"recipe": "current", "step": 0})
     done = transformer_engine.convert(stored / "current", tmp_path / "new", tmp_path / "out")
