@@ -195,8 +195,8 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
 
 
 def is_split(weight: Format, master: torch.dtype) -> bool:
-    """Whether a weight's codes can be the high bytes of a master of this dtype (`store_param_remainders`): codes of 8
-    bits, of one of 16 that has no range beyond them."""
+    """Whether a weight in this format keeps of a master of this dtype the low byte alone (`store_param_remainders`):
+    beside codes of 8 bits, of float16."""
     return weight.copies[Copy.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 

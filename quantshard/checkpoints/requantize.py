@@ -298,12 +298,16 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
 
 
 def tell(path: Path_, found: list[ParameterConversion]) -> str:
-    """Warn of what was quantized anew: how many weights, from what to what, by which values. "" if nothing was."""
+    """Warn of what was quantized anew: how many weights, from what to what, by which values; or of masters alone that
+    were made anew. "" if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
-    if not counts:
-        return ""
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
     said = f"{path}: weights were quantized anew: {lines}"
+    if not counts:
+        kept = [c for c in found if c.sets_master and c.own != HIGH_PRECISION]
+        if not kept:
+            return ""
+        said = f"{path}: the masters of {len(kept)} weights are kept otherwise here, and were made of the stored ones"
     warn_user(said, RequantizedWarning)
     return said
 

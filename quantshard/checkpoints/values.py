@@ -14,7 +14,7 @@ from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, sugges
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.numerics.states import MASTER
+from quantshard.numerics.states import MASTER, has_master
 from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -128,7 +128,7 @@ def _check_master(name: str, param: Tensor, optimizer: Optimizer) -> None:
 
 
 def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
-    return any(key.startswith(MASTER) for key in optimizer.state.get(param, {}))
+    return has_master(optimizer.state.get(param, {}))
 
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:

@@ -37,6 +37,9 @@ from quantshard.trainer.settings.optimizer_states import (
 _ALONE = "none"
 """A mesh without axes."""
 
+_CHOICES = {"master_dtype": tuple(MASTER_DTYPES), "master_remainders": tuple(SWITCH)}
+"""Words of the options that say how masters are kept; others take those of moments."""
+
 _TITLES = {ADAMW: "AdamW", LION: "Lion", MUON: "Muon"}
 
 _WORLD_SIZE = 8
@@ -256,9 +259,7 @@ def _states(
     """
     asked = {name: value for name, value in given.items() if value is not None}
     for name, value in asked.items():
-        known = (
-            *(SWITCH if name == "master_remainders" else MASTER_DTYPES if name == "master_dtype" else MOMENT_DTYPES),
-        )
+        known = _CHOICES.get(name, tuple(MOMENT_DTYPES))
         if isinstance(value, str) and value not in known:
             hint = f"{meant(value, known)}choose one of {', '.join(known)}"
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")

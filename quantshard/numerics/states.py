@@ -5,8 +5,9 @@ Optimizers (`optimizers.state`), their kernels (`kernels.optimizer`) and checkpo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 MASTER: Final = "master_param"
 """The role of the values that a step reads and updates where the parameter is coarser, and their key in state dicts."""
@@ -22,6 +23,11 @@ WEIGHT: Final = "param"
 
 REMAINDER_SUFFIX: Final = "_low"
 """What is appended to `MASTER` in state dicts for the low bytes of a master whose high bytes are the parameter."""
+
+
+def has_master(state: Iterable[Any]) -> bool:
+    """Whether a parameter's entries in an optimizer's state have a master, whichever way it is kept."""
+    return any(str(key).startswith(MASTER) for key in state)
 
 
 class StateSpec(NamedTuple):

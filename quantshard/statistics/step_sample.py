@@ -17,7 +17,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Copy
 from quantshard.kernels.tables import lasting_table
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.numerics.states import MASTER
+from quantshard.numerics.states import MASTER, has_master
 from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.guards import gradient_of
 from quantshard.recipe import TensorRole
@@ -269,7 +269,7 @@ def _codes(storage: QuantizedStorage) -> Tensor:
 
 
 def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    return any(str(key).startswith(MASTER) for key in optimizer.state.get(param, {}))
+    return has_master(optimizer.state.get(param, {}))
 
 
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:

@@ -19,7 +19,7 @@ from quantshard.conversion.convert import show_linears
 from quantshard.errors import ConfigurationError
 from quantshard.layouts.source import CheckpointModel
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.numerics.states import MASTER
+from quantshard.numerics.states import MASTER, has_master
 from quantshard.recipe import HighPrecision
 from quantshard.statistics.sensitivity import (
     GemmError,
@@ -156,7 +156,7 @@ class ModelPair:
         targets = dict(self.exact.named_parameters())
         for name, param in self.model.named_parameters():
             quantized = components.quantized_local(param)
-            if optimizer is not None and any(key.startswith(MASTER) for key in optimizer.state.get(param, {})):
+            if optimizer is not None and has_master(optimizer.state.get(param, {})):
                 values = optimizer.get_unscaled_state(param, MASTER)
             else:
                 values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()

@@ -200,7 +200,8 @@ def test_masters_beside_codes_and_whole_ones(tmp_path: Path, whole: dict[str, An
         optimizer.param_groups[0].pop("rounding_seed", None)
     elif there == {}:
         pytest.skip("a float32 master has no seed of rounding")
-    load_loudly(path, model, optimizer)
+    told = load_loudly(path, model, optimizer)
+    assert told.endswith("c: the masters of 2 weights are kept otherwise here, and were made of the stored ones")
     before = built("block", **there)[0].state_dict()
     assert not differing(model.state_dict(), before)
     for name, master in masters_of(model, optimizer).items():
