@@ -108,12 +108,19 @@ def test_one_look(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_run_that_is_gone(run: Path) -> None:
+def test_a_run_that_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked for again and again, then told in a line."""
     write(run / "metrics.jsonl", [entry(1)])
-    threading.Timer(0.3, lambda: run.rename(run.parent / "moved")).start()
+    slept: list[float] = []
+
+    def moved_at_the_third(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            run.rename(run.parent / "moved")
+
+    monkeypatch.setattr("quantshard.cli.report.time.sleep", moved_at_the_third)
     code, _, (line,) = told("watch", "run", "--every", "0.1")
-    assert code == 1 and "run cannot be read any more: cannot read run/config.toml" in line
+    assert code == 1 and len(slept) >= 3 and "run cannot be read any more: cannot read run/config.toml" in line
 
 
 def test_ctrl_c_ends_watching(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

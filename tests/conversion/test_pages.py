@@ -109,7 +109,7 @@ OPTIONS: dict[str, Any] = {
     "1": {},
     "2": {},
     "3": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
-    "4": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, "master_weight_dtype": torch.float16},
+    "4": {"preset": "lean8"},
     "5": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, "master_weights": False},
 }
 
