@@ -7,7 +7,8 @@ oracle (`numerics`), the recipe tables and a kernel that specialises on a row na
 more call of `_row` at the end of this file.
 
 Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0
-(E2M1, E8M0), IEEE 754 (FP16, FP32).
+(E2M1, E8M0), IEEE 754 (FP16, FP32). UE5M3 is E4M3 with an exponent bit in place of the sign: all ones is NaN, and there
+is no infinity.
 """
 
 from __future__ import annotations
@@ -46,6 +47,16 @@ class Encoding:
     native: torch.dtype | None
 
     @property
+    def is_signed(self) -> bool:
+        """Whether there are codes of negative values; without them, these become zero."""
+        return self.bits > self.exponent_bits + self.mantissa_bits
+
+    @property
+    def magnitude(self) -> int:
+        """The bits of a code but the sign, all ones: NaN of encodings that have one and no infinity."""
+        return (1 << (self.bits - self.is_signed)) - 1
+
+    @property
     def multiplied(self) -> torch.dtype:
         """The dtype that PyTorch's scaled matrix products ask for."""
         return torch.float4_e2m1fn_x2 if self.native is None else self.native
@@ -59,7 +70,7 @@ class Encoding:
     def extended(self) -> Encoding:
         """Of an encoding of 8 bits that with 8 bits of mantissa more: its high byte, rounded, is a code of this one
         (`numerics.split_codes.split`), up to the largest whose high byte is that of `max`."""
-        assert self.bits == 8 and self.mantissa_bits > 0, self
+        assert self.bits == 8 and self.mantissa_bits > 0 and self.is_signed, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)
         name = f"E{self.exponent_bits}M{mantissa + 8}"
@@ -68,6 +79,7 @@ class Encoding:
 
 E4M3: Final = Encoding("E4M3", 8, 4, 3, 7, 448.0, torch.uint8, torch.float8_e4m3fn)
 E5M2: Final = Encoding("E5M2", 8, 5, 2, 15, 57344.0, torch.uint8, torch.float8_e5m2)
+UE5M3: Final = Encoding("UE5M3", 8, 5, 3, 15, 114688.0, torch.uint8, None)
 E2M1: Final = Encoding("E2M1", 4, 2, 1, 1, 6.0, torch.uint8, None)
 E8M0: Final = Encoding("E8M0", 8, 8, 0, 127, 2.0**127, torch.uint8, torch.float8_e8m0fnu)
 FP16: Final = Encoding("FP16", 16, 5, 10, 15, 65504.0, torch.float16, torch.float16)
@@ -185,17 +197,21 @@ class Format:
 
 
 _SCALE_NAME: Final = "scale_inv"
+_E8M0_STATE_SCALE: Final = "scale_e8m0"
+"""A name of its own: second moments of earlier versions, E4M3 under `scale_inv`, are told from these by their keys."""
 FORMATS: Final[dict[str, Format]] = {}
 """Every format by its name: the table."""
 
 
-def _copy(which: Copy, element: Encoding, scale: Encoding, block: tuple[int, int]) -> tuple[Component, Component]:
+def _copy(
+    which: Copy, element: Encoding, scale: Encoding, block: tuple[int, int], scale_name: str
+) -> tuple[Component, Component]:
     prefix = "" if which is Copy.ROWWISE else f"{which.value}_"
     codes_name = "codes" if which is Copy.ROWWISE else which.value
     packed = max(1, 8 // element.bits)  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
     return (
         Component(codes_name, which, Role.CODES, element, (1, packed)),
-        Component(prefix + _SCALE_NAME, which, Role.SCALE, scale, block),
+        Component(prefix + scale_name, which, Role.SCALE, scale, block),
     )
 
 
@@ -205,8 +221,10 @@ def _row(
     scale: Encoding,
     *blocks: tuple[int, int],
     amax: bool = False,
+    scale_name: str = _SCALE_NAME,
 ) -> Format:
-    parts = [part for which, block in zip(Copy, blocks, strict=False) for part in _copy(which, element, scale, block)]
+    copies = zip(Copy, blocks, strict=False)
+    parts = [part for which, block in copies for part in _copy(which, element, scale, block, scale_name)]
     if amax:
         parts.append(Component("amax", Copy.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
     row = FORMATS[name] = Format(name, tuple(parts))
@@ -219,6 +237,7 @@ FP8_128X128: Final = _row("fp8_128x128", E4M3, FP32, (128, 128))
 FP8_1XROW: Final = _row("fp8_1xrow", E4M3, FP32, (1, ALL))
 FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
 FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
+UE5M3_1X128: Final = _row("ue5m3_1x128", UE5M3, E8M0, (1, 128), scale_name=_E8M0_STATE_SCALE)
 
 # Scales in E8M0 are the smallest powers of two under which no amax saturates, by TransformerEngine's rule for MXFP8
 # (torchao's RCEIL). The OCP specification's simplest rule, floor(log2(amax)) less the largest code's exponent, gives

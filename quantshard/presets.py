@@ -11,10 +11,10 @@ import torch
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy, Format
-from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
-from quantshard.recipe import STATE_CELLS
+from quantshard.state_cells import state_cell
 
 ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
 """By which a parameter is stepped, as `quantshard train`, `plan` and groups of `Muon` name it."""
@@ -87,7 +87,7 @@ class StateOptions:
 
     def bytes_of(self, weight: Format) -> StateBytes:
         """Of a weight in this format."""
-        sizes = {state: _state_bytes(dtype) for state, dtype in self.dtypes().items()}
+        sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
         if self.splits(weight):
             sizes[MASTER] = 1.0
         return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
@@ -200,6 +200,6 @@ def is_split(weight: Format, master: torch.dtype) -> bool:
     return weight.copies[Copy.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 
-def _state_bytes(dtype: torch.dtype) -> float:
-    cell = STATE_CELLS[dtype]
+def _state_bytes(state: str, dtype: torch.dtype) -> float:
+    cell = state_cell(dtype, state in NONNEGATIVE)
     return float(dtype.itemsize) if cell is None else cell.format.bytes_per_element

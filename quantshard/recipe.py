@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 
-import torch
-
 from quantshard import formats
 from quantshard.argument_kinds import meant, suggests_fields
 from quantshard.errors import ConfigurationError
@@ -453,20 +451,3 @@ def stock_name(recipe: Recipe) -> str | None:
         parts = [recipe._first, *recipe._others.values()]
         return recipe.name if all(stock_name(part) == part.name for part in parts) else None
     return next((name for name, kind in NAMES.items() if kind() == recipe), None)
-
-
-FP8_STATE = Cell(formats.FP8_1X128, Scaling(power_of_two=True))
-"""How an optimizer stores a moment in 8 bits: E4M3 with one float32 scale for 128 elements of a row. FSDP cuts no
-row, so only tensor parallelism along the columns makes these scales need a reduction. The scale is a power of two, so a
-value that did not change stays as it was when it does."""
-
-FP16_STATE = Cell(formats.FP16_1X128, Scaling(power_of_two=True))
-"""How an optimizer stores a state in FP16: scaled likewise, since squares of small gradients are below its range."""
-
-STATE_CELLS: dict[torch.dtype, Cell | None] = {
-    torch.float32: None, torch.bfloat16: None, torch.float16: FP16_STATE, torch.uint8: FP8_STATE
-}  # fmt: skip
-"""State dtypes, spelled as TransformerEngine does (`torch.uint8` means FP8), and the row of those that are scaled."""
-
-ACTIVATION_CELLS: dict[str, Cell | None] = {"high_precision": None, "fp8": FP8_STATE}
-"""Values of `activation_storage`, and how the inputs of an activation, [tokens, features], are kept then."""

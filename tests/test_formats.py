@@ -20,6 +20,7 @@ BYTES = {  # by hand, from the widths: codes + one scale per block
     "fp8_e5m2": 1,
     "fp8_128x128": 1 + 4 / 16384,
     "fp8_1x128": 1 + 4 / 128,
+    "ue5m3_1x128": 1 + 1 / 128,
     "fp16_1x128": 2 + 4 / 128,
     "fp8_1xrow": 1,  # and one scale for a row of any length
     "mxfp8_1x32": 1 + 1 / 32,

@@ -31,7 +31,7 @@ FLOORS = (
     "argument_kinds formats",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe_table",
-    "recipe kernels",
+    "recipe kernels state_cells",
     "kernel_dispatch presets",
     "collectives",
     "tensor",
@@ -59,7 +59,7 @@ NO_NOUNS = set(
 
 PROGRAMS = ("cli/", "trainer/", "terminal/", "report/")
 
-MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "kernels"}
+MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "state_cells", "kernels"}
 
 PRIVATE_ALLOWED = {
     "_asdict": "public API of named tuples",

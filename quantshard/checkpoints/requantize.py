@@ -27,7 +27,8 @@ from quantshard.errors import CheckpointError, warn_user
 from quantshard.formats import FORMATS, Copy
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
-from quantshard.recipe import STATE_CELLS, Cell, format_of_tag
+from quantshard.recipe import Cell, format_of_tag
+from quantshard.state_cells import STATE_CELLS
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage

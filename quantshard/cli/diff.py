@@ -15,6 +15,7 @@ from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.observe.patterns import counted_name, pattern_groups
+from quantshard.state_cells import STATE_SCALE_SUFFIXES, scaled_state
 from quantshard.terminal import inputs
 from quantshard.terminal.screen import complain, say, say_whole
 
@@ -30,7 +31,6 @@ _GROUPS = {
     RANDOM: "random keys and draws",
     HISTORY: "amax histories",
 }
-_SCALE = "_scale_inv"
 
 
 @dataclass
@@ -153,7 +153,7 @@ def _with_values(comparison: Comparison) -> Comparison:
 
 def _of_values(found: Difference, keys: Container[str]) -> Difference:
     """Without a largest difference, where that is one of codes or scales of an optimizer's state, and not of values."""
-    is_scaled = found.key.endswith(_SCALE) or f"{found.key}{_SCALE}" in keys
+    is_scaled = scaled_state(found.key) or any(found.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
     return replace(found, largest=None) if found.key.startswith(OPTIMIZER) and is_scaled else found
 
 

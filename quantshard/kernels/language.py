@@ -14,7 +14,6 @@ import triton.language as tl
 
 from quantshard import kernels
 from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Encoding, QuantizedCopy, Scaling
-from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
@@ -42,6 +41,7 @@ class KernelEncoding(NamedTuple):
     """What a kernel knows of an encoding; a constant of the kernel.
 
     `lowest`: exponent of the smallest normal number. `cast`: the instruction that converts to it, 0 for none.
+    `signed`: whether it has a sign; without one negative values become zero. `magnitude`: `Encoding.magnitude`.
     """
 
     max: float
@@ -49,6 +49,8 @@ class KernelEncoding(NamedTuple):
     lowest: int
     bits: int
     cast: int
+    signed: bool
+    magnitude: int
 
 
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
@@ -56,7 +58,10 @@ def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
     the interpreter has one, which truncates and is not used."""
     has_cast = not (kernels.INTERPRETED or device.type == "meta") and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
-    return KernelEncoding(encoding.max, encoding.mantissa_bits, 1 - encoding.bias, encoding.bits, cast)
+    lowest, magnitude = 1 - encoding.bias, encoding.magnitude
+    return KernelEncoding(
+        encoding.max, encoding.mantissa_bits, lowest, encoding.bits, cast, encoding.is_signed, magnitude
+    )
 
 
 def takes_pairs(device: torch.device) -> bool:
@@ -152,14 +157,16 @@ def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False,
     positive.
     """
     LACKING: tl.constexpr = 23 - E.mantissa
-    NAN: tl.constexpr = ((1 << (E.bits - 1)) - 1) << LACKING  # 4 bits have none: the largest
+    NAN: tl.constexpr = E.magnitude << LACKING  # 4 bits have none: the largest
+    x = only_encodable(x, E)
     magnitude = tl.minimum(tl.abs(x), E.max, propagate_nan=tl.PropagateNan.ALL) * 2.0 ** (-126 - E.lowest)
     bits = tl.minimum(magnitude.to(tl.int32, bitcast=True), NAN)
     if POSITIVE:
         bits = tl.where(original > 0, tl.maximum(bits, 1 << LACKING), bits)
     if INTERPRETED:  # a CPU makes negative NaNs too
         x = tl.where(x != x, 0.0, x)
-    code = with_sign(x, (bits << (32 - E.bits - LACKING)) + (words >> E.bits).to(tl.int32))
+    code = (bits << (32 - E.bits - LACKING)) + (words >> E.bits).to(tl.int32)
+    code = with_sign(x, code) if E.signed else code.to(tl.uint32, bitcast=True)
     if E.bits == 4:
         return code
     elif E.bits == 8:
@@ -185,6 +192,7 @@ def parts_of(x, E: tl.constexpr):
     """
     if E.bits == 4 and INTERPRETED:  # a GPU's minimum of NaN and a number is the number
         x = tl.where(x != x, E.max, x)
+    x = only_encodable(x, E)
     magnitude = tl.minimum(tl.abs(x), E.max)
     bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
     return x, magnitude, tl.maximum(bits, (127 + E.lowest) << 23).to(tl.float32, bitcast=True)
@@ -196,11 +204,20 @@ def assemble(x, gaps, power, E: tl.constexpr):
 
     A code is the gaps and, times 2**mantissa, the binade's number. NaN becomes the largest positive code.
     """
-    SIGN: tl.constexpr = 1 << (E.bits - 1)
     binade = power.to(tl.int32, bitcast=True) - ((127 + E.lowest) << 23)
     code = (gaps & 0x7FFFFF) + (binade >> (23 - E.mantissa))
-    code |= (x.to(tl.int32, bitcast=True) >> 31) & SIGN
-    return tl.where(x != x, SIGN - 1, code)
+    if E.signed:
+        code |= (x.to(tl.int32, bitcast=True) >> 31) & (E.magnitude + 1)
+    return tl.where(x != x, E.magnitude, code)
+
+
+@triton.jit
+def only_encodable(x, E: tl.constexpr):
+    """x, zero where it is negative and there is no sign: `numerics._encodable`."""
+    if E.signed:
+        return x
+    else:
+        return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit
@@ -232,12 +249,14 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
     else:
         code = codes.to(tl.int32)
         sign = (code << (32 - E.bits)) & -0x80000000
-        bits = ((code << (23 - E.mantissa)) & (((1 << (E.bits - 1)) - 1) << (23 - E.mantissa))) | sign
+        bits = (code << (23 - E.mantissa)) & (E.magnitude << (23 - E.mantissa))
+        if E.signed:
+            bits |= sign
         value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)  # from the lowest binades of float32
         if E.bits == 8:
-            magnitude = code & 0x7F
+            magnitude = code & E.magnitude
             if E.mantissa == 3:  # NaN is the largest magnitude alone
-                value = tl.where(magnitude == 0x7F, float("nan"), value)
+                value = tl.where(magnitude == E.magnitude, float("nan"), value)
             else:  # infinity and NaN as in IEEE 754
                 infinite = (0x7F800000 | sign).to(tl.float32, bitcast=True)
                 value = tl.where(magnitude == 0x7C, infinite, value)
@@ -454,37 +473,6 @@ def expand(
     )  # fmt: skip
     blocks = tl.reshape(grid, (TOGETHER // NEAR, 1, ROWS // TOGETHER // FAR, 1, COLS // BLOCK_COLS, 1))
     return tl.reshape(tl.broadcast_to(blocks, shape), (ROWS, COLS))
-
-
-# ------------------------------------------------------------------------------------------------------ along the rows
-
-
-@triton.jit
-def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
-    """Float32 [ROWS, COLS], times SIGNS -> each 16 elements, so far apart, transformed: `numerics.hadamard16`."""
-    x = x * SIGNS
-    x = _butterflies(x, STEP, ROWS, COLS)
-    x = _butterflies(x, 2 * STEP, ROWS, COLS)
-    x = _butterflies(x, 4 * STEP, ROWS, COLS)
-    return _butterflies(x, 8 * STEP, ROWS, COLS) * 0.25
-
-
-@triton.jit
-def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    pairs = tl.reshape(x, (ROWS * COLS // (2 * STRIDE), 2, STRIDE))
-    a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
-    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
-
-
-# bits, since a kernel cannot index a tuple by a tile
-SIGN_MASK = tl.constexpr(HADAMARD_NEGATIVE)
-
-
-@triton.jit
-def hadamard_signs(columns):
-    """+1 or -1 for each of these global columns."""
-    mask = tl.zeros_like(columns) + SIGN_MASK
-    return 1.0 - 2.0 * ((mask >> (columns % 16)) & 1).to(tl.float32)
 
 
 @triton.jit

@@ -30,8 +30,9 @@ from quantshard.formats import Copy
 from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.kernels import workspace
-from quantshard.recipe import ACTIVATION_CELLS, Cell
+from quantshard.recipe import Cell
 from quantshard.sharding import Shard
+from quantshard.state_cells import ACTIVATION_CELLS
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:

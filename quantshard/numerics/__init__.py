@@ -76,7 +76,8 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
 
     Rounds the float32 value to nearest, ties to even; saturates at +-max, infinities too. NaN becomes the positive NaN
     code, since devices make NaNs of either sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4`
-    does. Equal to PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`.
+    does. Equal to PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`. Of
+    an encoding without a sign negative values become 0.
     """
     if encoding == FP32:
         return x.float()
@@ -107,7 +108,7 @@ def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tenso
     """
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     lacking = 23 - mantissa
-    x = x.float()
+    x = _encodable(x, encoding)
     magnitude = x.abs().clamp_(max=encoding.max)
     subnormal = magnitude < 2.0**lowest
     bits = magnitude.add_(subnormal, alpha=2.0**lowest).view(torch.int32)
@@ -123,7 +124,7 @@ def _round(x: Tensor, encoding: Encoding) -> Tensor:
     The gap between neighbours is 2**(k - mantissa_bits), k the exponent of |x| or, below the normal range, the lowest
     normal exponent. |x| / gap is exact, being a product with a power of two; within a binade codes are linear in it.
     """
-    x = x.float().clamp(-encoding.max, encoding.max)
+    x = _encodable(x, encoding).clamp(-encoding.max, encoding.max)
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     magnitude = x.abs()
     k = (magnitude.view(torch.int32) >> 23).sub_(127).clamp_(min=lowest)
@@ -132,13 +133,18 @@ def _round(x: Tensor, encoding: Encoding) -> Tensor:
     return _coded(x, code, encoding)
 
 
+def _encodable(x: Tensor, encoding: Encoding) -> Tensor:
+    """x in float32, zero where it is negative and the encoding has no sign."""
+    return x.float() if encoding.is_signed else x.float().clamp(min=0.0)
+
+
 def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
     """Codes of |x|, int32, with the sign of x, as they are stored; NaN becomes all ones but the sign, which is a NaN of
     every encoding but E2M1, whose largest number it is."""
-    sign_bit = 1 << (encoding.bits - 1)
-    code |= (x.view(torch.int32) >> 31).bitwise_and_(sign_bit)
+    if encoding.is_signed:
+        code |= (x.view(torch.int32) >> 31).bitwise_and_(encoding.magnitude + 1)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
-    return torch.where(torch.isnan(x), sign_bit - 1, code).to(bits).view(encoding.storage)
+    return torch.where(torch.isnan(x), encoding.magnitude, code).to(bits).view(encoding.storage)
 
 
 def encode_e8m0_round_up(x: Tensor) -> Tensor:
@@ -163,11 +169,14 @@ def decode(codes: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
-    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m where e = 0, of an encoding without infinity and NaN."""
+    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m where e = 0, of an encoding without infinity; one without a
+    sign has one NaN, all ones, and others none."""
     mantissa = encoding.mantissa_bits
     e = (code >> mantissa) & ((1 << encoding.exponent_bits) - 1)
     m = (code & ((1 << mantissa) - 1)) + (e > 0).int() * (1 << mantissa)
     gap = ((e.clamp(min=1) - encoding.bias - mantissa + 127) << 23).view(torch.float32)
+    if not encoding.is_signed:
+        return (m.float() * gap).masked_fill_(code == encoding.magnitude, math.nan)
     return m.float() * gap * (1 - 2 * (code >> (encoding.bits - 1))).float()
 
 

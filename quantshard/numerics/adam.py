@@ -18,8 +18,11 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT)
 """What a step reads and writes of a parameter: running means of the gradient and of its square, and the weight."""
 
-STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, keep_positive=True, words_of=EXP_AVG))
+STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
 """A zero under the square root would blow up the step of an element whose first moment survived."""
+
+NONNEGATIVE = frozenset(spec.role for spec in STATES if spec.nonnegative)
+"""The roles of those that are."""
 
 SMALL_EPS = 2.0**-60
 """From here on, eps keeps updates of less than a learning rate where v vanishes, which it does for gradients below

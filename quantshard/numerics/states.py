@@ -33,12 +33,13 @@ def has_master(state: Iterable[Any]) -> bool:
 class StateSpec(NamedTuple):
     """A state that an optimizer keeps of each parameter beside the master: its role, which is its key in state dicts.
 
-    `keep_positive`: a positive value never becomes zero when it is rounded. `words_of`: role of a state whose words of
-    stochastic rounding it takes, halves exchanged, to save the time of drawing others.
+    `nonnegative`: it has no negative values, as a mean of squares, and a positive one never becomes zero when it is
+    rounded; a negative one would. `words_of`: role of a state whose words of stochastic rounding it takes, halves
+    exchanged, to save the time of drawing others.
     """
 
     role: str
-    keep_positive: bool = False
+    nonnegative: bool = False
     words_of: str | None = None
 
 

@@ -34,10 +34,10 @@ from quantshard.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
 from quantshard.observe.table import Report, Row
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
+from quantshard.state_cells import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 
-_SCALE_SUFFIX = "_scale_inv"
 _REMAINDER_SUFFIX = "_low"
 """Suffix of the entry with what a parameter lacks of its master."""
 
@@ -289,7 +289,8 @@ class _OptimizerStates:
         self.scaled: dict[str, str] = {}
         for param, formats in zip(self.params, every, strict=True):
             held = self.tensors(param)
-            self.scaled |= {state: fmt for state, fmt in formats.items() if state + _SCALE_SUFFIX in held}
+            with_scales = {scaled_state(key) for key in held}
+            self.scaled |= {state: fmt for state, fmt in formats.items() if state in with_scales}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
         """The local tensors of a parameter's state; without scalars beside it, such as a count of steps."""
@@ -307,14 +308,14 @@ class _OptimizerStates:
             if key.endswith(_REMAINDER_SUFFIX)
             else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
             for key, value in self.tensors(param).items()
-            if not key.endswith(_SCALE_SUFFIX)
+            if not scaled_state(key)
         }
 
     def sizes(self, param: Tensor) -> dict[str, int]:
         """State -> bytes on this rank, scales included."""
         found: dict[str, int] = {}
         for key, value in self.tensors(param).items():
-            state = key.removesuffix(_SCALE_SUFFIX).removesuffix(_REMAINDER_SUFFIX)
+            state = scaled_state(key) or key.removesuffix(_REMAINDER_SUFFIX)
             found[state] = found.get(state, 0) + _nbytes(value)
         return found
 

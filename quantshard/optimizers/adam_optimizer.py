@@ -57,8 +57,9 @@ class AdamOptimizer(KernelOptimizer):
 
     @cached_property
     def _bounds_ratio(self) -> bool:
-        """Whether scaled first moments are so much coarser than the second that an update needs a bound."""
-        return floor_of(self._dtypes[EXP_AVG]) > floor_of(self._dtypes[EXP_AVG_SQ])
+        """Whether scaled first moments are so much coarser than the second, which is of squares, that an update needs a
+        bound."""
+        return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
 
     def _is_bounded(self, param: Tensor) -> bool:
         return self._bounds_ratio and self._states[param][EXP_AVG].storage is not None

@@ -51,8 +51,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             are trained are quantized, float32, bfloat16 or float16.
         defaults: entries of groups that do not set them; `lr` must be one of them.
         state_dtypes: by role, how a state is stored: `torch.float32` (the default), `torch.bfloat16`, `torch.float16`
-            (scaled by a power of two for 128 elements of a row) or `torch.uint8` (FP8 E4M3 with a float32 scale for
-            128). Scaled ones are for 2-D parameters; those of others stay float32.
+            (scaled by a power of two for 128 elements of a row) or `torch.uint8` (FP8 likewise: E4M3, and UE5M3 of
+            nonnegative ones). Scaled ones are for 2-D parameters; those of others stay float32.
         capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
             in `step`; see `FusedAdam`. The formula must do as much.
         master_weights: False keeps no masters: weights are read, updated and rounded into their own format.

@@ -29,7 +29,8 @@ class FusedAdam(AdamOptimizer):
 
     State dtypes: `torch.float32`; `torch.bfloat16`; `torch.float16`, scaled by a power of two for 128 elements of a
     row, for unscaled it would overflow above 65504 and lose the squares of gradients below 2e-4; `torch.uint8`, FP8
-    E4M3 with a float32 scale for 128 elements. Scaled states are for 2-D parameters; those of others stay float32.
+    with a power of two for 128 elements: E4M3 of the first moment, of the second, which has no sign and holds squares,
+    UE5M3 (`state_cells`). Scaled states are for 2-D parameters; those of others stay float32.
 
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
     `skipped_steps` counts it.

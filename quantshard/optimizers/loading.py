@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, warn_user
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers import guards
-from quantshard.tensor import components
+from quantshard.tensor import components, stored_moments
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -56,11 +56,12 @@ def load_optimizer_state(
     """
     groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
     _check_groups(groups, optimizer)
-    loads = [
-        (names[param], optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
+    found = [
+        (param, optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
         for index, param in zip(saved["params"], own["params"], strict=True)
     ]
+    loads = _of_this_version(found, names)
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
     changed = False
@@ -73,6 +74,24 @@ def load_optimizer_state(
     for saved, own in zip(groups, optimizer.param_groups, strict=True):
         _load_group(own, saved)
     return changed
+
+
+def _of_this_version(
+    found: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]
+) -> list[tuple[str, dict[str, Any], Mapping[str, Any]]]:
+    """Of parameters with their live and loaded states: names, and the states as this version stores them."""
+    loads: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = []
+    rounded: list[str] = []
+    for param, live, loaded in found:
+        states, of_other_scales = stored_moments.converted(param, live, loaded)
+        rounded += [f"{names[param]} {role}" for role in of_other_scales]
+        loads.append((names[param], live, states))
+    if rounded:
+        warn_user(
+            f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that "
+            "are no powers of two, and are rounded to codes of now, by a sixteenth at most; training goes on from there"
+        )
+    return loads
 
 
 def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:

@@ -236,8 +236,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 "so a captured one would repeat it; use masters, or capturable=False"
             )
         states = {
-            spec.role: make_state(param, self._dtypes[spec.role], spec.keep_positive)
-            for spec in self.group_states(group)
+            spec.role: make_state(param, self._dtypes[spec.role], spec.nonnegative) for spec in self.group_states(group)
         }
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:

@@ -25,7 +25,8 @@ from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.presets import is_split
-from quantshard.recipe import STATE_CELLS, Cell
+from quantshard.recipe import Cell
+from quantshard.state_cells import STATE_CELLS, state_cell
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
@@ -117,13 +118,13 @@ class OptimizerState(ABC):
 class FloatState(OptimizerState):
     """A float32 or bfloat16 state: one tensor of the parameter's shape.
 
-    `keep_positive`: see `StateSpec`.
+    `nonnegative`: see `StateSpec`.
     """
 
-    def __init__(self, param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> None:
+    def __init__(self, param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> None:
         self.owner = param
         self.tensor = components.zeros_like(param, dtype)
-        self.keep_positive = keep_positive
+        self.nonnegative = nonnegative
 
     @property
     def local(self) -> Tensor:
@@ -159,7 +160,7 @@ class FloatState(OptimizerState):
         dtype = self.local.dtype
         words = None if draw is None else draw.words(self.place, values.device)
         new = rounding.round_to(values, dtype, words)
-        if self.keep_positive and self.rounds:
+        if self.nonnegative and self.rounds:
             limits = torch.finfo(dtype)
             new.masked_fill_((new == 0) & (values > 0), limits.smallest_normal * limits.eps)
         self.local.copy_(new)
@@ -170,7 +171,7 @@ class PlainWeight(FloatState):
 
     def __init__(self, param: Tensor) -> None:
         self.owner = self.tensor = param
-        self.keep_positive = False
+        self.nonnegative = False
 
 
 class RemainderState(OptimizerState):
@@ -213,15 +214,15 @@ class RemainderState(OptimizerState):
 class QuantizedState(OptimizerState):
     """A state in components of a format row, blocked by index in the global tensor.
 
-    `keep_positive`: see `StateSpec`.
+    `nonnegative`: see `StateSpec`.
     """
 
-    def __init__(self, param: Tensor, cell: Cell, keep_positive: bool = False) -> None:
+    def __init__(self, param: Tensor, cell: Cell, nonnegative: bool = False) -> None:
         self.owner = param
         self._storage = storages.empty(cell, components.shard_of(param), private_torch.local_tensor(param).device).map(
             torch.zero_
         )
-        self.keep_positive = keep_positive
+        self.nonnegative = nonnegative
 
     @property
     def storage(self) -> QuantizedStorage:
@@ -259,7 +260,7 @@ class QuantizedState(OptimizerState):
         begun.commit(
             values, None if draw is None else draw.words(TensorRegion.of_shard(self.storage.shard), values.device)
         )
-        if self.keep_positive:
+        if self.nonnegative:
             for copy in self.storage.cell.format.copies.values():
                 codes = self.storage.components[copy.codes.name]
                 bits = codes.view(torch.uint8 if codes.itemsize == 1 else torch.int16)
@@ -365,10 +366,10 @@ def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
         )
 
 
-def floor_of(dtype: torch.dtype) -> float:
+def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
     """How small a value can be beside others under one scale (`Encoding.floor`), of the states of matrices that this
-    dtype asks for; 0 where each has an exponent of its own."""
-    cell = STATE_CELLS[dtype]
+    dtype asks for; 0 where each has an exponent of its own. `nonnegative`: see `StateSpec`."""
+    cell = state_cell(dtype, nonnegative)
     return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
 
 
@@ -392,11 +393,11 @@ def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bo
     return dtype is torch.bfloat16 if weight is None else is_split(weight, master)
 
 
-def make_state(param: Tensor, dtype: torch.dtype, keep_positive: bool = False) -> OptimizerState:
+def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
     """A zero state for a parameter, of its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
-    cell = STATE_CELLS[dtype]
-    return FloatState(param, dtype, keep_positive) if cell is None else QuantizedState(param, cell, keep_positive)
+    cell = state_cell(dtype, nonnegative)
+    return FloatState(param, dtype, nonnegative) if cell is None else QuantizedState(param, cell, nonnegative)
 
 
 def make_weight(param: Tensor) -> OptimizerState:

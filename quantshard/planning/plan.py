@@ -29,6 +29,7 @@ from quantshard.argument_kinds import (
 )
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
+from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.observe import costs
 from quantshard.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
@@ -40,8 +41,8 @@ from quantshard.optimizers.state import check_dtype, needs_master, splits, store
 from quantshard.planning.peak import ParameterShare, step_memory
 from quantshard.planning.rehearsal import TrainingStep
 from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, check_remainders, chosen_options
-from quantshard.recipe import STATE_CELLS
 from quantshard.sharding import Shard
+from quantshard.state_cells import state_cell
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -409,7 +410,7 @@ def _optimizer(
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
-        cell = STATE_CELLS[dtype]
+        cell = state_cell(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
         states[state] = SHORT_DTYPES[dtype_name(dtype)]
     told = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(asked[state])] for state in kept))

@@ -31,7 +31,7 @@ from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
-from quantshard.recipe import STATE_CELLS
+from quantshard.state_cells import STATE_CELLS
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 from quantshard.transformer_engine.pieces import WeightPiece
@@ -296,7 +296,7 @@ class _CheckpointConverter:
         state = make_state(
             torch.empty(shape, dtype=torch.float32, device="cpu"),
             entry.properties.dtype,
-            keep_positive=role == EXP_AVG_SQ,
+            nonnegative=role == EXP_AVG_SQ,
         )
         assign(state, values.float())
         if label not in self.report.own:

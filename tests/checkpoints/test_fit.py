@@ -150,7 +150,10 @@ def test_states_that_are_no_tensors(tmp_path: Path) -> None:
             r"torch\.bfloat16 \[18, 24\] here; build it with the options that it was saved with, or load the model "
             r"alone and call the optimizer's reseed_masters\(\)$",
         ),
-        ({"exp_avg_sq_dtype": torch.uint8}, "'rounding_seed', it lacks 2 of this one's tensors .*exp_avg_sq_scale_inv"),
+        (
+            {"exp_avg_sq_dtype": torch.uint8},
+            "'rounding_seed', it lacks 2 of this one's tensors .*exp_avg_sq_scale_",
+        ),
         ({"master_weights": False}, r"it has 4 tensors that this one lacks \(first: \['optimizer.state.0.master_param"),
     ],
 )

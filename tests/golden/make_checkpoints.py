@@ -1,9 +1,9 @@
-"""Write tiny checkpoints of the present format version, one of each recipe, and the digests of what is in them.
+"""Write tiny checkpoints of the present layout, one of each recipe, and the digests of what is in them.
 
     python -m tests.golden.make_checkpoints
 
-writes `checkpoints-v1.tar.xz` beside this file, and prints the digests that tests/checkpoints/test_versions.py holds.
-It is run when the version changes, and then writes another file: those of older versions stay as they are.
+writes `checkpoints-LAYOUT.tar.xz` beside this file, and prints the digests that tests/checkpoints/test_versions.py
+holds. It is run when the layout changes, and then writes another file: those of older ones stay as they are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import nn
 
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
-from quantshard.tensor.components import CHECKPOINT_VERSION
 from tests.checkpoints.small import built, written
 from tests.distributed.models import RECIPES
+
+LAYOUT = "v1-ue5m3"
+"""The version of the format and what was added last within it: second moments of 8 bits in UE5M3, where v1 has E4M3."""
 
 SHAPES = ((21, 6), (6, 3))
 FOLDER = Path(__file__).parent
@@ -33,15 +35,16 @@ def options(recipe: str) -> dict[str, object]:
     return {"shapes": SHAPES, "exp_avg_dtype": moment, "exp_avg_sq_dtype": moment}
 
 
-def archive(version: int) -> Path:
-    """Where the checkpoints of a version are."""
-    return FOLDER / f"checkpoints-v{version}.tar.xz"
+def archive(layout: str) -> Path:
+    """Where the checkpoints of a layout are."""
+    return FOLDER / f"checkpoints-{layout}.tar.xz"
 
 
-def digest(model: nn.Module, optimizer: FusedAdam) -> str:
-    """Of all that a checkpoint holds, and of the values that the weights stand for."""
+def digest(model: nn.Module, optimizer: FusedAdam, states: dict[int, dict[str, torch.Tensor]] | None = None) -> str:
+    """Of all that a checkpoint holds, and of the values that the weights stand for; `states`: in place of the
+    optimizer's."""
     found = hashlib.sha256()
-    for index, entries in optimizer.state_dict()["state"].items():
+    for index, entries in (optimizer.state_dict()["state"] if states is None else states).items():
         for key, value in sorted(entries.items()):
             add(found, f"{index}.{key}", value)
     for key, value in sorted(model.state_dict().items()):
@@ -62,7 +65,7 @@ def main() -> None:
         for recipe in RECIPES:
             written(Path(folder) / recipe, recipe, **options(recipe))
             print(f'        "{recipe}": "{digest(*built(recipe, **options(recipe)))}",')
-        with lzma.open(archive(CHECKPOINT_VERSION), "wb", preset=9 | lzma.PRESET_EXTREME) as packed:
+        with lzma.open(archive(LAYOUT), "wb", preset=9 | lzma.PRESET_EXTREME) as packed:
             with tarfile.open(fileobj=packed, mode="w") as tar:
                 for path in sorted(Path(folder).rglob("*")):
                     info = tarfile.TarInfo(path.relative_to(folder).as_posix())

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from quantshard import formats, numerics, recipe, sharding
+from quantshard import formats, numerics, sharding
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.formats import Scaling
 from quantshard.kernels.optimizer import multi_tensor
@@ -27,6 +27,7 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
 from quantshard.recipe import Cell
+from quantshard.state_cells import state_cell
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage
@@ -128,17 +129,17 @@ def values_of(shape, spread=3.0):
     return x
 
 
-def make(kind, shard, values, shared=frozenset()):
+def make(kind, shard, values, nonnegative=False):
     """A thing of this kind that holds the values, rounded to nearest."""
     if kind in FLOATS:
         return Thing(values.to(FLOATS[kind]).to(DEVICE))
-    cell = CELLS.get(kind) or recipe.STATE_CELLS[STATES[kind]]
+    cell = CELLS.get(kind) or state_cell(STATES[kind], nonnegative)
     history = torch.zeros(cell.scaling.history, device=DEVICE)
     storage = storages.empty(cell, shard, DEVICE, {AMAX_HISTORY: history} if cell.scaling.history else {})
     storage = storage.map(torch.zero_)
     if values.numel():
         Requantization(storage, values.to(DEVICE), {}, FlatMax()).commit(values.to(DEVICE))
-    return Thing(storage=storage, shared=shared)
+    return Thing(storage=storage)
 
 
 @dataclass
@@ -237,9 +238,10 @@ def case(weight, moments="float32", master="float32", shape=(5, 7), *, second=No
         made.plain.copy_(numerics.split_bfloat16(values)[0])
     else:
         held = None if master is None else make(master, shard, values)
+    squares = make(second or moments, shard, values_of(shape, 8).abs(), nonnegative=True)
     return Case(
-        made, make(moments, shard, values_of(shape, 4)), make(second or moments, shard, values_of(shape, 8).abs()),
-        held, MatrixRegion(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
+        made, make(moments, shard, values_of(shape, 4)), squares, held,
+        MatrixRegion(global_shape, origin, shape), values_of(shape).clamp(-1e18, 1e18).to(grad_dtype).to(DEVICE),
         stream, group, (moments, second or moments),
     )  # fmt: skip
 

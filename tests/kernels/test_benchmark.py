@@ -47,10 +47,10 @@ def test_steps_of_optimizers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     found |= adam.measure([(3, 34), (2, 128)], DEVICE, 2, "torch")
     fp32, fp8, lean8, torch_adamw = found.values()
     assert fp32["right"] and fp8["right"] and lean8["right"] and torch_adamw["right"] is None
-    scales = 2 + 4  # of 32x32 blocks
+    scales, of_moments = 2 + 4, (4 + 1) * (3 + 2)  # of 32x32 blocks, and of 1x128
     assert fp32["bytes"] == 358 * (2 + 8 + 16 + 1) + scales and torch_adamw["bytes"] == 358 * (4 + 8 + 16) + 2 * 2 * 4
-    assert fp8["bytes"] == 358 * (2 + 8 + 4 + 1) + scales + 2 * 2 * 4 * (3 + 2)
-    assert lean8["bytes"] == 358 * (2 + 2 + 4 + 2) + 2 * scales + 2 * 2 * 4 * (3 + 2)  # a weight is read as well
+    assert fp8["bytes"] == 358 * (2 + 8 + 4 + 1) + scales + 2 * of_moments
+    assert lean8["bytes"] == 358 * (2 + 2 + 4 + 2) + 2 * (scales + of_moments)  # a weight is read as well
     assert [len(case["ms"]) for case in (fp32, torch_adamw)] == [1, 2]
     assert "| torchao AdamWFp8, bf16 | cannot be imported |" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import operands
 from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate, activate_stored, is_gated
-from quantshard.recipe import ACTIVATION_CELLS
+from quantshard.state_cells import ACTIVATION_CELLS
 from tests.modules.test_mlp import bytes_kept
 
 FP8 = STORAGES["fp8"]

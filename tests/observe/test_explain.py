@@ -110,7 +110,7 @@ def test_optimizer_formats_and_bytes():
     report = explain(model, optimizer)
     up = row_of(report, "up.weight")
     assert up.optimizer == {"exp_avg": "FP8", "exp_avg_sq": "FP8", "master_param": "fp32"}
-    assert up.optimizer_bytes == 200 * 96 * (1 + 1 + 4) + 2 * 200 * 4  # a scale for each row of 96
+    assert up.optimizer_bytes == 200 * 96 * (1 + 1 + 4) + 200 * (4 + 1)  # a scale for each row of 96
     assert up.notes == ()
     bias = row_of(report, "up.bias")
     assert bias.optimizer == {"exp_avg": "fp32", "exp_avg_sq": "fp32", "master_param": "fp32"}
@@ -210,9 +210,9 @@ def test_bytes_a_parameter_and_the_preset(monkeypatch):
     report = explain(model, qs.optimizers.FusedAdam(model.parameters(), preset="lean8", ema_decay=0.9))
     told = report.parameter
     assert (told.preset, told.weights, told.is_quantized) == ("lean8", 1, True)
-    assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 1, 2 * (1 + 4 / 128))
+    assert (told.weight, told.master, told.moments) == (1 + 1 / 1024, 1, 1 + 4 / 128 + 1 + 1 / 128)
     assert told.average == 4 and told.together == told.weight + told.master + told.moments + 4
-    line = "bytes a parameter of 1 quantized weights: weight 1.00 + master 1.00 + moments 2.06 + average 4.00 = 8.06"
+    line = "bytes a parameter of 1 quantized weights: weight 1.00 + master 1.00 + moments 2.04 + average 4.00 = 8.04"
     assert f"{line} (preset lean8)" in str(report)
     assert json.loads(report.to_json())["parameter"]["together"] == told.together
     default = explain(model, qs.optimizers.FusedAdam(model.parameters()))

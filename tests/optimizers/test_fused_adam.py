@@ -250,28 +250,33 @@ def test_betas_and_eps_are_used():
 
 @pytest.mark.parametrize("shape", [(6, 130), (3, 128), (1, 1), (4, 300)], ids=str)
 def test_states_of_8_bits_take_a_quarter(shape):
-    """A byte an element and a float32 scale for each 128 of a row; vectors keep float32."""
+    """A byte an element, and for each 128 of a row a scale: float32, of the second moment a byte; vectors keep
+    float32."""
     param, vector = nn.Parameter(random(*shape)), nn.Parameter(torch.zeros(5))
     optimizer = FusedAdam([param, vector], **FP8)
     rows, cols = shape
     state = optimizer.state[param]
-    assert set(state) == {key for moment in MOMENTS for key in (moment, f"{moment}_scale_inv")}
-    for moment in MOMENTS:
-        assert state[moment].dtype == torch.uint8 and state[moment].shape == shape
-        assert state[f"{moment}_scale_inv"].dtype == torch.float32
-        assert state[f"{moment}_scale_inv"].shape == (rows, -(-cols // 128))
-    assert sum(t.nbytes for t in state.values()) == 2 * (rows * cols + 4 * rows * -(-cols // 128))
+    scales = {"exp_avg_scale_inv": torch.float32, "exp_avg_sq_scale_e8m0": torch.uint8}
+    assert {key: t.dtype for key, t in state.items()} == dict.fromkeys(MOMENTS, torch.uint8) | scales
+    assert all(state[moment].shape == shape for moment in MOMENTS)
+    assert all(state[scale].shape == (rows, -(-cols // 128)) for scale in scales)
+    assert sum(t.nbytes for t in state.values()) == 2 * rows * cols + 5 * rows * -(-cols // 128)
     assert {key: t.dtype for key, t in optimizer.state[vector].items()} == dict.fromkeys(MOMENTS, torch.float32)
 
 
-def spacings(exact, scale):
-    """The spacing of E4M3 around `exact`: 3 bits of mantissa, down to 2**-9; and 4 roundings to float32."""
-    exponent = (exact.abs() / scale).clamp(min=2.0**-6, max=448.0).log2().floor()
+def spacings(exact, scale, moment):
+    """The spacing around `exact` of E4M3, 3 bits of mantissa down to 2**-9, or of the second moment's UE5M3, as many
+    down to 2**-17; and 4 roundings to float32."""
+    lowest, highest = (2.0**-14, 114688.0) if moment == "exp_avg_sq" else (2.0**-6, 448.0)
+    exponent = (exact.abs() / scale).clamp(min=lowest, max=highest).log2().floor()
     return (exponent - 3).exp2() * scale + 4 * 2.0**-24 * exact.abs()
 
 
 def scale_of(optimizer, param, moment):
-    grid = optimizer.state[param][f"{moment}_scale_inv"]
+    state = optimizer.state[param]
+    grid = state.get(f"{moment}_scale_inv")
+    if moment == "exp_avg_sq":
+        grid = (state["exp_avg_sq_scale_e8m0"].float() - 127).exp2()
     return grid.repeat_interleave(128, dim=1)[:, : param.shape[1]]
 
 
@@ -290,7 +295,7 @@ def test_moments_of_8_bits_are_within_a_spacing(cell):
             assert same(optimizer.state[param].get("master_param", param.detach()), exact.master)
             for moment in MOMENTS:
                 read, wanted = optimizer.get_unscaled_state(param, moment), getattr(exact, moment)
-                allowed = spacings(wanted, scale_of(optimizer, param, moment))
+                allowed = spacings(wanted, scale_of(optimizer, param, moment), moment)
                 assert ((read - wanted).abs() <= allowed).all(), (name, step, moment)
 
 
@@ -392,13 +397,14 @@ def test_set_and_get_states(name, dtypes):
         found = optimizer.get_unscaled_state(param, name)
         assert found.dtype == torch.float32
         if dtypes and name != "master_param":
-            assert ((found - new).abs() <= spacings(new, scale_of(optimizer, param, name)) / 2).all()  # to nearest
+            allowed = spacings(new, scale_of(optimizer, param, name), name) / 2  # to nearest
+            assert ((found - new).abs() <= allowed).all()
             optimizer.set_scaled_state(param, name, found)
             assert same(optimizer.get_unscaled_state(param, name), found)  # the scale may be another power of two
         else:
             assert same(found, new)
         changed = differing(others, everything(optimizer))
-        assert changed and {entry.split()[1].removesuffix("_scale_inv") for entry in changed} == {name}
+        assert changed and {entry.split()[1].partition("_scale_")[0] for entry in changed} == {name}
 
 
 @state_dtypes
@@ -586,7 +592,7 @@ def trained(cell=MXFP8, seed_shift=0, steps=2, **options):
 @state_dtypes
 def test_keys_of_the_state_dict(dtypes):
     _, optimizer = trained(**dtypes)
-    moments = {*MOMENTS} | ({f"{moment}_scale_inv" for moment in MOMENTS} if dtypes else set())
+    moments = {*MOMENTS} | ({"exp_avg_scale_inv", "exp_avg_sq_scale_e8m0"} if dtypes else set())
     expected = {0: moments | {"master_param"}, 1: moments, 2: moments | {"master_param"}, 3: {*MOMENTS}}
     state = optimizer.state_dict()["state"]
     assert {index: set(entries) for index, entries in state.items()} == expected

@@ -178,7 +178,7 @@ def test_states_of_fewer_bits(stored: Path, tmp_path: Path) -> None:
     options = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
     new = like(tmp_path / "new", "current", 128, **options)
     done = transformer_engine.convert(stored / "current", new, tmp_path / "out", lossy=True)
-    assert done.inexact == {"0.weight exp_avg_sq": "torch.float32 there, rounded to fp8_1x128 here"}
+    assert done.inexact == {"0.weight exp_avg_sq": "torch.float32 there, rounded to ue5m3_1x128 here"}
     assert "0.weight exp_avg" in done.exact  # whole multiples of 2**-10 up to 96, which bfloat16 has
     model, optimizer = built("current", 128, **options)
     checkpoints.load(tmp_path / "out", model, optimizer)

@@ -19,14 +19,14 @@ from quantshard import numerics, sharding
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
-from quantshard.recipe import STATE_CELLS, format_of_tag
+from quantshard.recipe import format_of_tag
+from quantshard.state_cells import stored_state_cell
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 STATE_MARK = ".state."
 """Part of the key of every optimizer state."""
 
-_SCALE_SUFFIX = "_scale_inv"
 _AT_ONCE = 1 << 20
 """Elements looked at at a time."""
 
@@ -73,8 +73,8 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
         if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
             found[weight] = _weight(weight, reader.tensor(key), entries)
     for key, entry in entries.items():
-        if STATE_MARK in key and key + _SCALE_SUFFIX in entries and isinstance(entry, TensorStorageMetadata):
-            cell = STATE_CELLS.get(entry.properties.dtype)
+        if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
+            cell = stored_state_cell(key, entry.properties.dtype, entries)
             if cell is not None:
                 shape = tuple(entry.size)
                 found[key] = _with_parts(key, cell.tag, cell.format, shape, entries, ())

@@ -114,7 +114,7 @@ def step_kernel_config(
         )
 
     specs = p.algorithm.states
-    state1, *others = (state(p.stored[spec.role], spec.keep_positive) for spec in specs)
+    state1, *others = (state(p.stored[spec.role], spec.nonnegative) for spec in specs)
     rowwise = weight(Copy.ROWWISE)
     high = rowwise.kind == StateKind.SCALED and written and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"

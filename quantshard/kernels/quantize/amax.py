@@ -192,6 +192,6 @@ def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
     return TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
 
 
-_NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0)
+_NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)
 NO_RULE = ql.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
 """The rule of tiles that are not quantized."""

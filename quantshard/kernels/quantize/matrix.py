@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
+from quantshard.kernels.quantize import hadamard
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.kernels.quantize.targets import (
@@ -124,11 +125,11 @@ def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
     if H.hadamard:
         if H.transposed:
             tl.static_assert(H.together == 16)
-            signs = ql.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
-            x = ql.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+            signs = hadamard.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            x = hadamard.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
         else:
-            signs = ql.hadamard_signs(tl.arange(0, H.cols))[None, :]
-            x = ql.hadamard16(x, signs, H.rows, H.cols, 1)
+            signs = hadamard.hadamard_signs(tl.arange(0, H.cols))[None, :]
+            x = hadamard.hadamard16(x, signs, H.rows, H.cols, 1)
         x = ql.rounded(x, dtype)
     return x
 

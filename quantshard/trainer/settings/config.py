@@ -17,6 +17,7 @@ from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
 from quantshard.presets import ADAMW, ALGORITHMS, StateOptions
+from quantshard.state_cells import ACTIVATION_CELLS
 from quantshard.trainer.settings import optimizer_states
 from quantshard.trainer.settings.combinations import check_combinations
 from quantshard.trainer.settings.mesh import MeshSpec
@@ -30,7 +31,7 @@ CHOICES = {
     "optimizer": ALGORITHMS,
     "schedule": ("cosine", "linear", "wsd", "constant"),
     "recompute": ("none", "activation", "layer"),
-    "activation_storage": tuple(recipe.ACTIVATION_CELLS),
+    "activation_storage": tuple(ACTIVATION_CELLS),
     "params_dtype": ("bfloat16", "float32"),
     "reduce_dtype": ("bfloat16", "float32"),
     "master_dtype": (AUTO, *MASTER_DTYPES),
@@ -371,7 +372,7 @@ class TrainSettings:
     @property
     def stores_codes(self) -> bool:
         """Whether what activations read is kept as codes."""
-        return recipe.ACTIVATION_CELLS[self.activation_storage] is not None
+        return ACTIVATION_CELLS[self.activation_storage] is not None
 
     def _check_mesh(self, axes: MeshSpec) -> None:
         if self.dp_replicate not in (1, axes.dp_replicate):
