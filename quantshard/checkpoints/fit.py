@@ -22,7 +22,7 @@ from quantshard.checkpoints.requantize import is_history
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.numerics.states import AVERAGE
+from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
 from quantshard.tensor import components
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
@@ -49,11 +49,12 @@ def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers
     return found | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
 
 
-def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None) -> set[str]:
-    """Entries of the optimizer's groups that the checkpoint lacks and that stay as they are: none of its own."""
+def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
+    """Entries of the optimizer's groups that the checkpoint lacks and that stay as they are: none of its own, but for
+    the seed with which it rounds, if `own_seed`: the one of the checkpoint rounded nothing."""
     if optimizer is None:
         return set()
-    own = {"params", *components.own_settings(optimizer)}
+    own = {"params", *components.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
     lacking = (key for key in wanted if key.startswith(_GROUPS) and key not in stored)
     return {key for key in lacking if _group_entry(key)[1].partition(".")[0] not in own}
 

@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch
 from quantshard.argument_kinds import PATH, check_arguments
-from quantshard.checkpoints import fit, optimizer_states, rank_state
+from quantshard.checkpoints import fit, optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement, manifest
 from quantshard.checkpoints.disk.manifest import Manifest
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
+from quantshard.checkpoints.state_conversion import StateConversion
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import NoMetadataError, read_metadata
@@ -84,6 +85,7 @@ class LoadPlan:
             only `lossy` allows; or what an object will replace.
         extra: the caller's entries by name, likewise.
         conversions: the parameters that are made anew, with their formats there and here and from what.
+        states: the optimizer's states that are kept in another dtype here.
         settings: the optimizer's entries that are no tensors, and what each becomes.
         ignored: entries of either side that are not read: what conversions make, and what stays as it is here.
         rank_states: of each of this rank's objects, by name, the key and the state that it loads.
@@ -98,6 +100,7 @@ class LoadPlan:
     reading: Mapping[str, Any]
     extra: Mapping[str, Tensor | None]
     conversions: list[ParameterConversion]
+    states: list[StateConversion]
     ignored: Collection[str]
     settings: Mapping[str, Any] = field(default_factory=dict)
     rank_states: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
@@ -189,16 +192,19 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     if optimizer is not None:
         state["optimizer"] = optimizer_states.to_load(optimizer, every, numbers)
     conversions = _conversions(request, contents, state["model"])
+    states = state_conversion.state_conversions(contents.metadata, model, optimizer)
+    states = [change for change in states if request.requantize or change.is_earlier]
     wanted, places = private_torch.flatten_state_dict(state)
     others = fit.elsewhere(every, model, numbers)
     stored = {
         key: entry for key, entry in every.items() if key.startswith(("model.", "optimizer.")) and key not in others
     }
-    ignored = fit.kept(stored, wanted, optimizer) | {
+    ignored = fit.kept(stored, wanted, optimizer, own_seed=request.requantize) | {
         key
         for key in (stored | wanted if request.requantize else ())
         if requantization.left_out(conversions, key, stored.get(key), wanted.get(key))
     }
+    ignored |= {key for change in states for key in change.keys}
     stored, wanted = ({k: v for k, v in entries.items() if k not in ignored} for entries in (stored, wanted))
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}
     fit.check_model(path, stored, wanted, None if request.requantize and request.lossy else casts)
@@ -208,7 +214,9 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
         key.removeprefix(f"{EXTRA}."): placeholder(entry) for key, entry in every.items() if key.startswith(f"{EXTRA}.")
     }
     ignored |= stored.keys() - wanted.keys()
-    return LoadPlan(request, contents.metadata, contents.manifest, state, places, wanted, extra, conversions, ignored)
+    return LoadPlan(
+        request, contents.metadata, contents.manifest, state, places, wanted, extra, conversions, states, ignored
+    )
 
 
 def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds, suggests_names
-from quantshard.checkpoints import fit, optimizer_states, rank_state
+from quantshard.checkpoints import fit, optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
@@ -22,7 +22,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
 from quantshard.checkpoints.parameter_numbers import check_alike
 from quantshard.checkpoints.partial_load import loading
-from quantshard.checkpoints.requantize import ParameterConversion
+from quantshard.checkpoints.requantize import ParameterConversion, RequantizedWarning
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.reader import read_into
@@ -45,7 +45,8 @@ def load(
     Args:
         path: the directory. It may come from anybody: nothing in it is run (docs/security.md).
         requantize: whether weights of another recipe are quantized anew, to the nearest, from the masters that the
-            checkpoint has; warns of it. Moments are loaded as they are, so they must be of the same kinds.
+            checkpoint has, and masters and moments that the optimizer keeps in another dtype rounded to it (those of
+            `MasterWeights` and PyTorch's optimizers are not); warns of it.
         lossy: whether those without masters are quantized from what their codes stand for, and plain tensors of
             another dtype cast.
         verify: whether the files that ranks will read are compared with the checksums of the manifest first, which
@@ -89,10 +90,14 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         if plan.manifest is None:
             checksums.warn_of_none(path, plan.metadata)
         guard.writes = True
-        extra, left_out = _apply(plan)
+        extra, left_out, rounded = _apply(plan)
     if left_out and agreement.rank() == 0:
         warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
-    return LoadResult(extra, plan.left, requantization.tell(path, plan.conversions))
+    told = [*requantization.told(plan.conversions), *state_conversion.told(plan.states, rounded)]
+    requantized = f"{path}: {'; '.join(told)}" if told else ""
+    if requantized:
+        warn_user(requantized, RequantizedWarning)
+    return LoadResult(extra, plan.left, requantized)
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
@@ -134,11 +139,11 @@ def _shared_contents(request: LoadRequest) -> CheckpointContents:
     return replace(contents, other_scales=[name for names in found for name in names])
 
 
-def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str]]:
+def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Write what is planned. A collective call.
 
     Returns:
-        The caller's entries, and what is said of those that are left out, by key.
+        The caller's entries; what is said of those that are left out, by key; and what `write_states` rounded.
     """
     path = plan.request.path
     reading = {**plan.reading, EXTRA: dict(plan.extra)}
@@ -150,9 +155,10 @@ def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str]]:
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(path, plan.metadata, plan.conversions))
+    rounded = state_conversion.write_states(path, plan.metadata, plan.states, plan.request.optimizer)
     # Modules, optimizers and objects of the caller's can refuse on one rank alone, as no plan foresees.
     agreement.alike(lambda: _load_states(plan, masters))
-    return extra, left_out
+    return extra, left_out, rounded
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from quantshard import limits, private_torch
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.errors import ConfigurationError
-from quantshard.tensor import components, stored_moments
+from quantshard.tensor import components
 
 STATES = "optimizer.state."
 """What the keys of states begin with: this, the parameter's number, and the state's own name."""
@@ -56,9 +56,9 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     """
     state: dict[str, Any] = optimizer.state_dict()
     if numbers is not None:
-        return _as_stored(numbers.to_checkpoint(state), stored)
+        return numbers.to_checkpoint(state)
     if allocates(optimizer):
-        return _as_stored(state, stored)
+        return state
     by_number = _by_number(stored)
     lacking = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
     state["state"] = {key: own for key, own in state["state"].items() if key not in lacking}
@@ -68,16 +68,6 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
         if not _covers(state["state"].get(number, {}), theirs):
             state["state"][number] = _made(optimizer, group, param, theirs)
     return state
-
-
-def _as_stored(state: dict[str, Any], stored: Entries) -> dict[str, Any]:
-    """A state dict of live tensors, others in the place of those that earlier versions stored otherwise."""
-    names: dict[str, set[str]] = {}
-    for key in stored:
-        number, _, name = key.removeprefix(STATES).partition(".")
-        names.setdefault(number, set()).add(name)
-    states = {key: stored_moments.placeholders(live, names.get(str(key), ())) for key, live in state["state"].items()}
-    return {**state, "state": states}
 
 
 def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:

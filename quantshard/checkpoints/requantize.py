@@ -23,7 +23,7 @@ from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
-from quantshard.errors import CheckpointError, warn_user
+from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Copy
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
@@ -298,19 +298,15 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
         write(change.param, value)
 
 
-def tell(path: Path_, found: list[ParameterConversion]) -> str:
-    """Warn of what was quantized anew: how many weights, from what to what, by which values; or of masters alone that
-    were made anew. "" if nothing was."""
+def told(found: list[ParameterConversion]) -> list[str]:
+    """What was quantized anew, in words: how many weights, from what to what, by which values; or that masters alone
+    were made anew. Nothing if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
-    lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
-    said = f"{path}: weights were quantized anew: {lines}"
-    if not counts:
-        kept = [c for c in found if c.sets_master and c.own != HIGH_PRECISION]
-        if not kept:
-            return ""
-        said = f"{path}: the masters of {len(kept)} weights are kept otherwise here, and were made of the stored ones"
-    warn_user(said, RequantizedWarning)
-    return said
+    if lines := ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items()):
+        return [f"weights were quantized anew: {lines}"]
+    kept = [c for c in found if c.sets_master and c.own != HIGH_PRECISION]
+    said = f"the masters of {len(kept)} weights are kept otherwise here, and were made of the stored ones"
+    return [said] if kept else []
 
 
 def _told(source: str) -> str:

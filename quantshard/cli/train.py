@@ -25,7 +25,14 @@ from quantshard.trainer.models import model_choice
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.schedule import check_schedule
 from quantshard.trainer.settings.config import TYPES, TrainSettings, setting_fields
-from quantshard.trainer.settings.optimizer_states import above_file, below_flags, dropped_preset, float_momentum
+from quantshard.trainer.settings.optimizer_states import (
+    FLOAT32_STATES,
+    above_file,
+    below_flags,
+    dropped_preset,
+    float_momentum,
+    of_preset,
+)
 from quantshard.trainer.settings.settings_file import given_processes, given_values
 from quantshard.trainer.settings.unused_settings import check_used
 from quantshard.trainer.worker import WorkerJob
@@ -151,6 +158,10 @@ def resume(
         str | None,
         typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"keep masters and moments by another preset, or {FLOAT32_STATES}: float32"),
+    ] = None,
     lossy: Annotated[
         bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
     ] = False,
@@ -168,6 +179,8 @@ def resume(
     given |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
+    if preset is not None:
+        given |= of_preset(preset)
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):
         if paths:
             given[name] = [str(Path(path).absolute()) for path in paths]

@@ -18,6 +18,9 @@ AVERAGE: Final = "ema_param"
 EMA_DECAY: Final = "ema_decay"
 """The entry of an optimizer's groups that says how slowly the average follows."""
 
+ROUNDING_SEED: Final = "rounding_seed"
+"""The entry of groups that an optimizer has which rounds states, masters or parameters stochastically."""
+
 WEIGHT: Final = "param"
 """The role of the parameter itself, which is no state."""
 

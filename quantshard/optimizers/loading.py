@@ -14,8 +14,8 @@ from quantshard import private_torch
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
-from quantshard.optimizers import guards
-from quantshard.tensor import components, stored_moments
+from quantshard.optimizers import guards, stored_moments
+from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, WEIGHT, StateSpec
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import guards, loading, options, parameter_registry
 from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
 from quantshard.optimizers.state import (
@@ -30,8 +30,6 @@ from quantshard.optimizers.step import rounded_roles
 from quantshard.presets import check_remainders
 from quantshard.tensor import components
 
-SEED = "rounding_seed"
-
 
 class MasterOptimizer(torch.optim.Optimizer):
     """An optimizer's parameters, with their masters and the `states` that it declares; `ElementwiseOptimizer` steps
@@ -41,7 +39,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     states: ClassVar[tuple[StateSpec, ...]] = ()
     """The states of each parameter, which begin as zeros. Roles are their keys in state dicts, so they stay."""
 
-    group_entries = (SEED,)
+    group_entries = (ROUNDING_SEED,)
     """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
 
     rate_dtype = torch.float32
@@ -162,7 +160,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     @property
     def _seed(self) -> int | None:
         """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
-        seed: int | None = self.param_groups[0].get(SEED)
+        seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
 
     def _raise_for_bad_steps(self) -> None:
@@ -184,7 +182,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
         for group in self.param_groups:
             if any(components.quantized_local(swap.new) is not None for swap in swaps):
-                group.pop(SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
+                group.pop(ROUNDING_SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
         for swap in swaps:
             if swap.new.requires_grad:
                 self._initialize(swap.new, self.param_groups[swap.group])
@@ -204,7 +202,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             if param.requires_grad:
                 self._initialize(param, group)
         if self._seed is not None:
-            group[SEED] = self._seed
+            group[ROUNDING_SEED] = self._seed
         if self._capturable:
             first = next(iter([*group["params"], *self._names]), torch.empty(0, dtype=torch.float32, device="cpu"))
             make_tensors(group, private_torch.local_tensor(first).device, self.rate_dtype)
@@ -250,7 +248,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for group in self.param_groups:
-                group[SEED] = seed
+                group[ROUNDING_SEED] = seed
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -305,7 +303,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         seed = (
             {}
             if self._seed is None
-            else {f"{self._name}'s {SEED}": torch.tensor([self._seed], dtype=torch.int64, device="cpu")}
+            else {f"{self._name}'s {ROUNDING_SEED}": torch.tensor([self._seed], dtype=torch.int64, device="cpu")}
         )
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 

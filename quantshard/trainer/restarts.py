@@ -16,13 +16,13 @@ from typing import Any
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.trainer.settings.mesh import MeshSpec
-from quantshard.trainer.settings.optimizer_states import as_settings, with_states
+from quantshard.trainer.settings.optimizer_states import STATE_SETTINGS, as_settings, with_states
 from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
     "steps mesh dp_replicate keep_last keep_every async_save deterministic data checkpoints device cuda_graphs".split()
 )
-"""Settings that a later start may change: those of `resume`, but for the recipe, and the device."""
+"""Settings that a later start may change: those of `resume`, but for the recipe and the preset, and the device."""
 
 _ALWAYS = ("deterministic", "device")
 """Settings that a process follows before it can know those of the run, so that they are as now, given or not."""
@@ -62,6 +62,8 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
         what = f"{name} = {shown_value(now[name])}"
         if setting.metadata["panel"] in _KEPT_PANELS and name not in CHANGEABLE and name not in _SPLITS:
             way = "start another run with --init-from"
+            if name == "preset" or name in STATE_SETTINGS:
+                way = "give its optimizer other states after that, by quantshard resume --preset"
             if name == "recipe":
                 way = f"quantize its weights anew after that, by quantshard resume --recipe {shlex.quote(now[name])}"
             raise ConfigurationError(

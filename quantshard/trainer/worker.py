@@ -60,8 +60,9 @@ class WorkerJob:
     `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
     `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
     among them, the data are looked for there, with "recipe" the weights are quantized anew, with `lossy` also those
-    that have no masters. `copy_to`: where to save what was loaded once more; "" for nowhere. `restart`: the run may be
-    there or not, with a checkpoint or without; if it is there, of the settings `new` those that were `given` hold.
+    that have no masters, and with "preset" masters and moments are rounded. `copy_to`: where to save what was loaded
+    once more; "" for nowhere. `restart`: the run may be there or not, with a checkpoint or without; if it is there, of
+    the settings `new` those that were `given` hold.
     """
 
     resume: bool
@@ -358,7 +359,7 @@ def _announce(
     if restored is not None:
         note(f"resumed after step {done}, from {restored.path}")
         if restored.requantized:
-            note(f"{restored.requantized}; losses go on from other weights than were saved")
+            note(f"{restored.requantized}; losses go on from other numbers than were saved")
 
 
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
@@ -397,9 +398,9 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
 
 
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
-    """Whether weights of another recipe are quantized anew, and whether without masters too: as asked for now, or else
-    as before, since until the first save the run's checkpoints are of the recipe before."""
-    if "recipe" in order.overrides:
+    """Whether weights of another recipe are quantized anew, and states of another preset rounded; and whether without
+    masters too: as asked for now, or else as before, since until the first save the run's checkpoints are as before."""
+    if {"recipe", "preset"} & order.overrides.keys():
         return True, order.lossy
     return run.requantized()
 

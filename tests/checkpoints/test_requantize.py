@@ -230,10 +230,81 @@ def test_without_an_optimizer(tmp_path: Path) -> None:
     load_loudly(path, built("mxfp8")[0], lossy=True)
 
 
-def test_other_moments_are_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "c", "block")
-    with pytest.raises(CheckpointError, match="of another optimizer: its group 0 has no"):
-        checkpoints.load(path, *built("mxfp8", exp_avg_dtype=torch.uint8), requantize=True)
+# States
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+
+
+def moments_of(first: str, second: str) -> dict[str, torch.dtype]:
+    return {"exp_avg_dtype": DTYPES[first], "exp_avg_sq_dtype": DTYPES[second]}
+
+
+def states_of(model: nn.Module, optimizer: FusedAdam) -> dict[str, torch.Tensor]:
+    """Of all parameters, float32."""
+    return {
+        f"{name} {role}": optimizer.get_unscaled_state(param, role).clone()
+        for name, param in model.named_parameters()
+        for role in ("exp_avg", "exp_avg_sq", "master_param")
+        if role != "master_param" or any(key.startswith(role) for key in optimizer.state[param])
+    }
+
+
+@pytest.mark.parametrize("old", DTYPES)
+@pytest.mark.parametrize("new", DTYPES)
+def test_moments_of_another_dtype(tmp_path: Path, old: str, new: str) -> None:
+    """Those of the checkpoint, rounded to nearest as they are kept here; unasked they are refused."""
+    others = moments_of(new, "float32" if new == "bfloat16" else "bfloat16")
+    if new == "fp8":
+        others = moments_of(new, new)
+    source, states = built("current", **moments_of(old, old))
+    path = written(tmp_path / "c", "current", **moments_of(old, old))
+    wanted = states_of(source, states)
+    model, optimizer = built("current", seed=9, **others)
+    if dict(zip(("exp_avg_dtype", "exp_avg_sq_dtype"), [DTYPES[old]] * 2, strict=True)) != others:
+        with pytest.raises(CheckpointError, match="of another optimizer"):
+            checkpoints.load(path, model, optimizer)
+        told = load_loudly(path, model, optimizer)
+        assert re.search(r": states are kept in other dtypes here: \d exp_avg", told)
+    else:
+        assert load_loudly(path, model, optimizer) == ""
+    likewise, kept = built("current", seed=9, **others)
+    for (name, param), own in zip(likewise.named_parameters(), model.parameters(), strict=True):
+        for role in ("exp_avg", "exp_avg_sq"):
+            kept.set_scaled_state(param, role, wanted[f"{name} {role}"])  # to nearest
+            assert same(kept.get_unscaled_state(param, role), optimizer.get_unscaled_state(own, role)), (name, role)
+        assert same(optimizer.get_unscaled_state(own, "master_param"), wanted[f"{name} master_param"])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param, dtype=param.dtype)
+    optimizer.step()
+    saved = states_of(model, optimizer)
+    checkpoints.save(tmp_path / "again", model, optimizer)
+    model, optimizer = built("current", seed=4, **others)
+    checkpoints.load(tmp_path / "again", model, optimizer)
+    assert not differing(states_of(model, optimizer), saved)
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, "lean8"), ("lean8", None), ("lean6", "lean8")])
+def test_states_of_another_preset(tmp_path: Path, old: str | None, new: str | None) -> None:
+    """With another recipe in one load; all that was made anew is told in one warning."""
+    source, states = built("current", preset=old)
+    path, wanted = written(tmp_path / "c", "current", preset=old), states_of(source, states)
+    model, optimizer = built("mxfp8", seed=9, preset=new)
+    told = load_loudly(path, model, optimizer)
+    assert "weights were quantized anew: 2 from fp8_e4m3 to mxfp8_32x32 by their masters; states are kept in" in told
+    for name, now in states_of(model, optimizer).items():
+        off = (now - wanted[name]).abs()
+        assert (off <= wanted[name].abs() / 16 + wanted[name].abs().amax() * 2.0**-18).all(), name
+        assert now.any()
+
+
+def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "c", "current")
+    model, optimizer = built("current", shapes=((24, 18), (18, 7)), exp_avg_dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="of another model"):
+        checkpoints.load(path, model, optimizer, requantize=True)
+    with pytest.raises(CheckpointError, match="of another optimizer"):
+        plain = torch.optim.AdamW(built("current")[0].parameters())
+        checkpoints.load(path, built("current")[0], plain, requantize=True)
 
 
 # On ranks
@@ -258,6 +329,8 @@ def save_on_ranks(cases: list[Case], path: str) -> None:
             for param in model.parameters():  # masters are what no code can say
                 held = optimizer.get_unscaled_state(param, "master_param")
                 optimizer.set_scaled_state(param, "master_param", held * 1.01 + 1e-4)
+                optimizer.set_scaled_state(param, "exp_avg", held * 0.1)
+                optimizer.set_scaled_state(param, "exp_avg_sq", held * held)
         checkpoints.save(f"{path}/{case.recipe}", model, optimizer)
 
 
@@ -270,17 +343,29 @@ def load_on_ranks(cases: list[tuple[str, Case]], path: str) -> list[dict[str, st
     return found
 
 
-CROSSINGS = [("bf16", "nvfp4"), ("nvfp4", "block"), ("block", "delayed"), ("mxfp8", "bf16"), ("delayed", "mxfp8")]
+CROSSINGS = {
+    ("bf16", "nvfp4"): (torch.float32, torch.uint8),
+    ("nvfp4", "block"): (torch.uint8, torch.bfloat16),
+    ("block", "delayed"): (torch.float16, torch.float16),
+    ("mxfp8", "bf16"): (torch.bfloat16, torch.float16),
+    ("delayed", "mxfp8"): (torch.uint8, torch.float32),
+}
+"""Recipes, there and here, and dtypes of moments."""
 
 
 @pytest.mark.distributed
 def test_any_mesh_to_any_mesh(tmp_path: Path) -> None:
-    """Saved on 2 ranks, loaded on 1 and 3: all bits are those of one rank, which are those of the masters."""
+    """Saved on 2 ranks, loaded on 1 and 3: all bits are those of one rank, which are those of the masters; of moments
+    too, which are kept in other dtypes."""
     shapes = ((40, 150), (150, 1))
-    run_ranks(2, save_on_ranks, [Case(old, (2,), shapes=shapes) for old, _ in CROSSINGS], str(tmp_path))
+    saved = [Case(old, (2,), shapes=shapes, moments=of_old) for (old, _), (of_old, _) in CROSSINGS.items()]
+    run_ranks(2, save_on_ranks, saved, str(tmp_path))
     on = {}
     for ranks in (1, 3):
-        cases = [(old, Case(new, (ranks,), shapes=shapes, seed=9)) for old, new in CROSSINGS]
+        cases = [
+            (old, Case(new, (ranks,), shapes=shapes, seed=9, moments=of_new))
+            for (old, new), (_, of_new) in CROSSINGS.items()
+        ]
         every = run_ranks(ranks, load_on_ranks, cases, str(tmp_path))
         assert all(found == every[0] for found in every)
         on[ranks] = every[0]

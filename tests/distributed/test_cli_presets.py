@@ -75,6 +75,18 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     one_line(quantshard(*again, "--exp-avg-sq-dtype", "fp8"), "exp_avg_sq_dtype = 'bfloat16', .* 'fp8' is given")
     assert quantshard(*again, "--preset", "lean6").returncode == 0
 
+    # And gone over to by its name
+    one_line(quantshard("resume", runs["without"], "--preset", "leen6"), "did you mean 'lean6'.*, none$")
+    told = quantshard("resume", runs["without"], "--preset", "lean8", "--steps", 4)
+    shown = " ".join(told.stdout.split())
+    assert told.returncode == 0 and "the masters of 7 weights are kept otherwise here" in shown, told.stderr
+    assert re.search(
+        r"other dtypes here: \d exp_avg from float32 to fp8_1x128, \d exp_avg_sq from float32 to ue5", shown
+    )
+    assert RunDir(runs["without"]).read_config()[0].preset == "lean8"
+    found = json.loads(quantshard("explain", last["without"], "--json").stdout)["parameter"]
+    assert found["preset"] == "lean8" and found["master"] == 1
+
 
 def as_an_earlier_release_left_it(run: RunDir) -> None:
     """Muon's momentum was as `exp_avg_dtype` said, by a preset of the name that now keeps it in BF16."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.presets import MUON, PRESETS, StateOptions, check_preset
 from quantshard.trainer.settings.schema import shown_value
@@ -30,6 +31,9 @@ STATE_SETTINGS: Final = {
     "momentum_dtype": "momentum_buffer_dtype",
 }
 """The settings that a preset decides, and what `FusedAdam` and `Muon` call them."""
+
+FLOAT32_STATES: Final = "none"
+"""What `resume --preset` is given for float32 masters and moments."""
 
 SWITCH: Final = {"on": True, "off": False}
 """Whether of masters only the remainders are kept, by the words of settings and options."""
@@ -98,6 +102,23 @@ def with_states(recorded: Mapping[str, Any]) -> dict[str, Any]:
     if recorded.get("optimizer") == "muon" and "momentum_dtype" not in recorded:
         found |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
     return found
+
+
+def of_preset(preset: str) -> dict[str, Any]:
+    """The settings of a run whose masters and moments are to be kept as a preset says, or `FLOAT32_STATES`.
+
+    Raises:
+        ConfigurationError: there is no such preset.
+    """
+    if preset != FLOAT32_STATES:
+        known = [*PRESETS, FLOAT32_STATES]
+        if preset not in known:
+            raise ConfigurationError(
+                f"--preset {preset}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} "
+                f"and, for float32 masters and moments, {FLOAT32_STATES}"
+            )
+    decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
+    return {"preset": "" if preset == FLOAT32_STATES else preset, "master_weights": True, **decided}
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -6,10 +6,9 @@ E4M3's values are those of UE5M3 over 256, so of codes `c` under a scale `S` tha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from quantshard import numerics, private_torch
@@ -21,19 +20,6 @@ from quantshard.tensor import storage as storages
 
 _OLD, _NEW = (cell.format.copies[Copy.ROWWISE] for cell in (FP8_STATE, FP8_NONNEGATIVE_STATE))
 _RATIO: Final = _NEW.codes.encoding.max / _OLD.codes.encoding.max
-
-
-def placeholders(live: Mapping[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """A parameter's live states with other tensors, to read into, in the place of those that were stored otherwise.
-
-    `stored`: the keys that there are in the checkpoint.
-    """
-    found = dict(live)
-    for role in _earlier(live, stored):
-        found[role] = torch.zeros_like(live[role])
-        scale = found.pop(role + _NEW.scale.key_suffix)
-        found[role + _OLD.scale.key_suffix] = torch.zeros_like(scale, dtype=_OLD.scale.encoding.storage)
-    return found
 
 
 def converted(param: Tensor, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -66,7 +52,7 @@ def converted(param: Tensor, live: Mapping[str, Any], loaded: Mapping[str, Any])
     return found, rounded
 
 
-def _earlier(live: Mapping[str, Any], stored: Collection[str]) -> list[str]:
+def _earlier(live: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """The roles of states that are stored as before, where the live ones are not."""
     new, old = _NEW.scale.key_suffix, _OLD.scale.key_suffix
     return [role for role in NONNEGATIVE if role + new in live and role + old in stored]
