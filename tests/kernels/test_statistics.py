@@ -158,7 +158,8 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
 
 @pytest.mark.parametrize("recipe", exhaustive([("block",), ("mxfp8",), ("nvfp4",)], [("block",)]))
 def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
-    """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values."""
+    """The gradient of a layer whose input needs none is quantized for wgrad alone, and tells of its values. In NVFP4,
+    whose gradient is transformed before, its values are looked at by themselves, all of them."""
     monkeypatch.setattr(kernel_dispatch, "KERNEL_DEVICES", {DEVICE})
     monkeypatch.setattr(error, "LARGE", 1)
     parts, real = [], error.add_error
@@ -172,7 +173,8 @@ def test_an_operand_that_is_the_only_one_is_measured_whole(recipe, monkeypatch):
             grad[200, 5], grad[201, 6] = 77.0, math.inf  # in no column of tiles that is measured of a large second one
             y.backward(grad)
             [sample] = [*statistics.step(), *statistics.close()]
-        assert sum(parts) == (2 if needed else 1), "second operands of input and gradient, measured by a part"
+        seen_before = needed or recipe == "nvfp4"
+        assert sum(parts) == (2 if seen_before else 1), "second operands of input and gradient, measured by a part"
         parts.clear()
         [row] = [row for row in sample.rows if row.role == "grad_output"]
         assert (row.amax, row.nonfinite) == (77.0, 1 / grad.numel()) and [a.kind for a in sample.alarms] == ["nan"], (
