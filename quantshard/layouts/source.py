@@ -150,6 +150,10 @@ class CheckpointModel:
                 found.setdefault(keys[f"{start}."], {})[state] = described
         return found
 
+    def state_key(self, name: str, state: str) -> str:
+        """The key of a state of a parameter, of those that `states` has."""
+        return self._states[name] + state
+
     def _object(self, key: str) -> Any:
         if key not in self._stored:
             return None

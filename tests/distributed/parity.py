@@ -120,6 +120,14 @@ def amaxes_of_all_ranks(
     return found
 
 
+def whole_amax_of_all_ranks(values: Tensor, split: Any) -> Tensor:
+    """`operands.whole_amax`, of the activations of all data-parallel ranks together."""
+    found, reduction = values.abs().amax().float().reshape(1), flat_max.FlatMax()
+    reduction.add(found, process_groups.world())
+    reduction.reduce()
+    return found.view(())
+
+
 @contextmanager
 def as_asked(case: Case) -> Iterator[None]:
     with ExitStack() as stack:
@@ -130,6 +138,7 @@ def as_asked(case: Case) -> Iterator[None]:
             stack.enter_context(patch.object(backend, "matmul", exact_matmul))
         if case.global_amaxes:
             stack.enter_context(patch.object(operands, "_amaxes", amaxes_of_all_ranks))
+            stack.enter_context(patch.object(operands, "whole_amax", whole_amax_of_all_ranks))
         yield
 
 
