@@ -11,11 +11,14 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
+import quantshard
 from benchmarks import convert_models as converted
-from benchmarks import host, power
+from benchmarks import host, moment_reach, power
 from benchmarks import optimizers as bench
 from benchmarks.optimizers import Compared, Run
+from quantshard import checkpoints
 from quantshard.kernels import workspace
+from quantshard.optimizers import FusedAdam
 from quantshard.trainer.data import collect
 from tests.modules.graphed import rerun
 
@@ -187,3 +190,21 @@ def test_what_logging_costs_is_told():
     ]  # fmt: skip
     for _, middle, _, share in rows:
         assert float(middle) > 0 and abs(float(share.strip(" %")) - float(middle) / 100) < 0.1
+
+
+def test_how_far_second_moments_reach(tmp_path, monkeypatch, capsys):
+    """One element in each block of 128 below E4M3's smallest code beside the largest, one below UE5M3's too."""
+    torch.manual_seed(0)
+    with quantshard.quantized_model_init(recipe="current"):
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([quantshard.Linear(256, 8) for _ in range(2)])})
+    optimizer = FusedAdam(model.named_parameters())
+    for param in (param for param in model.parameters() if param.ndim == 2):
+        values = torch.full((8, 256), 2.0**-5)
+        values[:, ::128], values[:, 1::128], values[:, 2::128], values[3] = 1.0, 2.0**-18, 2.0**-40, 0.0
+        optimizer.set_scaled_state(param, "exp_avg_sq", values)
+    checkpoints.save(tmp_path / "c", model, optimizer)
+    found = moment_reach.by_kind(tmp_path / "c")
+    assert found == {"weight": moment_reach.Reach(2 * 7 * 256, (2 / 128, 1 / 128), -5.0)}
+    monkeypatch.setattr("sys.argv", ["moment_reach.py", str(tmp_path / "c")])
+    moment_reach.main()
+    assert "| weight | 3,584 | 1.5625 | 0.7812 | -5.0 |" in capsys.readouterr().out
