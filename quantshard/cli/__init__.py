@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from inspect import cleandoc
@@ -36,6 +37,10 @@ _MODULES: tuple[Any, ...] = (
 )
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = tuple(module.register for module in _MODULES)
 """What adds commands to the command line."""
+
+_LIBRARIES = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of binaries which are of no use here, and of the libraries' own code, when transformers imports
+torchao: in front of an answer that has nothing to do with them."""
 
 __all__ = ["app", "main"]
 
@@ -94,6 +99,8 @@ def main() -> None:
     """Run the command of `sys.argv`; a mistake of the user's ends in one line and exit code 2 (usage) or 1."""
     code: object = 0
     prepare_output()
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         code = app()(prog_name="quantshard", standalone_mode=False)
     except QuantshardError as error:

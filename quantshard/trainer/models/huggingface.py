@@ -183,7 +183,8 @@ def converted(
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
         way_out = "" if recipes.single is None else f"; --recipe {HIGH_PRECISION} leaves it as it is"
-        raise ConfigurationError(f"{where}: {error}{way_out}") from None
+        said = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))  # as the settings call it
+        raise ConfigurationError(f"{where}: {said}{way_out}") from None
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
