@@ -104,8 +104,11 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
             )
 
 
-def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Refuse a checkpoint of another optimizer; arguments and errors as of `check_model`."""
+def check_optimizer(
+    path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer, can_convert: bool
+) -> None:
+    """Refuse a checkpoint of another optimizer; arguments and errors as of `check_model`. `can_convert`: there are
+    states in other dtypes, which a load by `requantize=True` would take."""
     reseeds = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
     alone = f"load the model alone{reseeds}"
     if not any(key.startswith(_OPTIMIZER) for key in stored):
@@ -117,7 +120,8 @@ def check_optimizer(path: Path_, stored: Stored, wanted: Mapping[str, Any], opti
     if found := list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer))):
         raise CheckpointError(
             f"{path} is of another optimizer: {', '.join(found)}; build it with the options that it was saved with, "
-            f"or {alone}"
+            + ("load it with requantize=True, which takes states of other dtypes, " if can_convert else "")
+            + f"or {alone}"
         )
 
 

@@ -192,8 +192,8 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     if optimizer is not None:
         state["optimizer"] = optimizer_states.to_load(optimizer, every, numbers)
     conversions = _conversions(request, contents, state["model"])
-    states = state_conversion.state_conversions(contents.metadata, model, optimizer)
-    states = [change for change in states if request.requantize or change.is_earlier]
+    convertible = state_conversion.state_conversions(contents.metadata, model, optimizer)
+    states = [change for change in convertible if request.requantize or change.is_earlier]
     wanted, places = private_torch.flatten_state_dict(state)
     others = fit.elsewhere(every, model, numbers)
     stored = {
@@ -209,7 +209,7 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}
     fit.check_model(path, stored, wanted, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
-        fit.check_optimizer(path, stored, wanted, optimizer)
+        fit.check_optimizer(path, stored, wanted, optimizer, can_convert=len(convertible) > len(states))
     extra = {
         key.removeprefix(f"{EXTRA}."): placeholder(entry) for key, entry in every.items() if key.startswith(f"{EXTRA}.")
     }

@@ -93,7 +93,9 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         extra, left_out, rounded = _apply(plan)
     if left_out and agreement.rank() == 0:
         warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
-    told = [*requantization.told(plan.conversions), *state_conversion.told(plan.states, rounded)]
+    if rounded:
+        warn_user(f"{path}: {state_conversion.told_of_earlier(rounded)}", RequantizedWarning)
+    told = [*requantization.told(plan.conversions), *state_conversion.told(plan.states)]
     requantized = f"{path}: {'; '.join(told)}" if told else ""
     if requantized:
         warn_user(requantized, RequantizedWarning)

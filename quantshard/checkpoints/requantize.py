@@ -299,14 +299,18 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
 
 
 def told(found: list[ParameterConversion]) -> list[str]:
-    """What was quantized anew, in words: how many weights, from what to what, by which values; or that masters alone
-    were made anew. Nothing if nothing was."""
+    """What was quantized anew, in words: how many weights, from what to what, by which values; and of how many others
+    the masters were made, of what. Nothing if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
-    if lines := ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items()):
-        return [f"weights were quantized anew: {lines}"]
-    kept = [c for c in found if c.sets_master and c.own != HIGH_PRECISION]
-    said = f"the masters of {len(kept)} weights are kept otherwise here, and were made of the stored ones"
-    return [said] if kept else []
+    lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
+    kept = [c for c in found if c.sets_master and not c.requantizes and c.own != HIGH_PRECISION]
+    new = sum(c.source == "codes" for c in kept)
+    words = [f"weights were quantized anew: {lines}"] if lines else []
+    if len(kept) > new:
+        words.append(f"masters of weights are kept otherwise here, and were made of the stored ones: {len(kept) - new}")
+    if new:
+        words.append(f"weights have masters here that had none, made of their codes: {new}")
+    return words
 
 
 def _told(source: str) -> str:

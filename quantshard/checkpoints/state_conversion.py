@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.requantize import BATCH_ELEMENTS
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
+from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.recipe import Cell
 from quantshard.state_cells import (
@@ -91,19 +94,35 @@ def _is_known(saved: tuple[torch.dtype, Cell | None]) -> bool:
 
 def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], optimizer: Any) -> list[str]:
     """Read the states and give their values to the optimizer, batch by batch; the keys of those of earlier versions
-    that were rounded here. A collective call."""
+    that were rounded, on any rank. A collective call.
+
+    Raises:
+        CheckpointError: a value is infinite or NaN, which the others under its scale would become too.
+    """
     rounded = []
     for batch in _batches(found):
         tensors: dict[str, Tensor] = {}
         finish = [_reading(change, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
-        for change, done in zip(batch, finish, strict=True):
-            values = done()
-            optimizer.set_scaled_state(change.param, change.role, values)
+        values = [done() for done in finish]
+        agreement.alike(partial(_check_finite, path, batch, values))
+        for change, value in zip(batch, values, strict=True):
+            optimizer.set_scaled_state(change.param, change.role, value)
             now = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
-            if change.is_earlier and not torch.equal(now, values):
+            if change.is_earlier and not torch.equal(now, value):
                 rounded.append(change.key)
-    return rounded
+    earlier = [change.key for change in found if change.is_earlier]  # the same on every rank
+    anywhere = {key for keys in agreement.gathered(rounded) for key in keys} if earlier else set()
+    return [key for key in earlier if key in anywhere]
+
+
+def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor]) -> None:
+    for change, value in zip(batch, values, strict=True):
+        if count := int(value.isfinite().logical_not().sum()):
+            raise CheckpointError(
+                f"{path}: {count} values of {change.key} are infinite or NaN, and rounded to another dtype they would "
+                "spoil those that share a scale with them. The model is loaded in part: load another checkpoint"
+            )
 
 
 def _batches(found: list[StateConversion]) -> Iterator[list[StateConversion]]:
@@ -130,18 +149,19 @@ def _reading(change: StateConversion, tensors: dict[str, Tensor]) -> Callable[[]
     return storage.dequantize
 
 
-def told(found: list[StateConversion], rounded: list[str]) -> list[str]:
-    """What is kept in another dtype here, of how many parameters, and what of earlier versions was `rounded`, in words;
-    nothing where every value is what it was."""
+def told(found: list[StateConversion]) -> list[str]:
+    """What is kept in another dtype here, of how many parameters, in words; nothing of earlier versions."""
     counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in found if not c.is_earlier)
     lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
-    words = [f"states are kept in other dtypes here: {lines}"] if lines else []
-    if rounded:
-        words.append(
-            f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that "
-            "are no powers of two, and are rounded, by a sixteenth at most"
-        )
-    return words
+    return [f"states are kept in other dtypes here: {lines}"] if lines else []
+
+
+def told_of_earlier(rounded: list[str]) -> str:
+    """What is said of states of earlier versions that were rounded, by key."""
+    return (
+        f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that are "
+        "no powers of two, and are rounded, by a sixteenth at most"
+    )
 
 
 def _named(kind: tuple[torch.dtype, Cell | None]) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quantshard import numerics, private_torch
 from quantshard.formats import Copy
-from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.state_cells import FP8_NONNEGATIVE_STATE, FP8_STATE
 from quantshard.tensor import components
 from quantshard.tensor import storage as storages
@@ -55,4 +54,5 @@ def converted(param: Tensor, live: Mapping[str, Any], loaded: Mapping[str, Any])
 def _earlier(live: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """The roles of states that are stored as before, where the live ones are not."""
     new, old = _NEW.scale.key_suffix, _OLD.scale.key_suffix
-    return [role for role in NONNEGATIVE if role + new in live and role + old in stored]
+    roles = [key.removesuffix(new) for key in live if key.endswith(new)]
+    return [role for role in roles if role + old in stored]

@@ -24,6 +24,9 @@ CHANGEABLE = frozenset(
 )
 """Settings that a later start may change: those of `resume`, but for the recipe and the preset, and the device."""
 
+_RESUMED = ("recipe", "preset", *STATE_SETTINGS)
+"""Settings that `resume` alone may change, by making weights or states anew."""
+
 _ALWAYS = ("deterministic", "device")
 """Settings that a process follows before it can know those of the run, so that they are as now, given or not."""
 
@@ -104,9 +107,10 @@ def overrides(
         if value == was or (name == "mesh" and value and MeshSpec.parse(value).processes != processes):
             continue
         if name not in CHANGEABLE:
+            since = " or resumed" if name in _RESUMED else ""
             raise ConfigurationError(
-                f"{run} was started with {name} = {shown_value(was)}, and --auto-resume goes on with it, but {name} = "
-                f"{shown_value(value)} is given; give what it was, or name another --run"
+                f"{run} was started{since} with {name} = {shown_value(was)}, and --auto-resume goes on with it, but "
+                f"{name} = {shown_value(value)} is given; give what it was, or name another --run"
             )
         found[name] = list(value) if isinstance(value, tuple) else value
     return found | {name: getattr(now, name) for name in _ALWAYS}

@@ -400,9 +400,11 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
     """Whether weights of another recipe are quantized anew, and states of another preset rounded; and whether without
     masters too: as asked for now, or else as before, since until the first save the run's checkpoints are as before."""
-    if {"recipe", "preset"} & order.overrides.keys():
-        return True, order.lossy
-    return run.requantized()
+    if not {"recipe", "preset"} & order.overrides.keys():
+        return run.requantized()
+    saved = run.saved_steps()[0][-1:]
+    allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == saved]
+    return True, order.lossy or bool(allowed)  # of what was not saved since
 
 
 def _join(wanted: str) -> ProcessInfo:

@@ -22,12 +22,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from typer.testing import CliRunner
 
 import quantshard as qs
+from quantshard import checkpoints
 from quantshard.checkpoints import save
 from quantshard.checkpoints.inspect import compare as module
 from quantshard.checkpoints.inspect.compare import Comparison, compare, largest_difference
 from quantshard.cli import diff
 from quantshard.errors import CheckpointError
 from quantshard.layouts.source import CheckpointModel
+from quantshard.state_cells import STATE_CELLS
+from tests.checkpoints.small import built
 from tests.checkpoints.test_untrusted import change_entry
 from tests.distributed.pool import run_ranks
 
@@ -439,3 +442,22 @@ def test_differences_of_codes_are_not_given_as_values(preset, tmp_path):
     assert (states["exp_avg_sq"] is None) == (preset == "lean8")
     said = command(tmp_path / "a", tmp_path / "b").stdout
     assert "master_param_low: " in said and "by at most" not in said.partition("master_param_low: ")[2].splitlines()[0]
+
+
+def test_states_in_two_formats_are_compared_by_value(tmp_path, monkeypatch):
+    """An earlier version's second moments, saved again as they are stored now, are equal; others are named."""
+    with monkeypatch.context() as patch:
+        patch.setattr("quantshard.optimizers.state.state_cell", lambda dtype, nonnegative: STATE_CELLS[dtype])
+        checkpoints.save(tmp_path / "old", *built("current", preset="lean8"))
+    model, optimizer = built("current", seed=9, preset="lean8")
+    checkpoints.load(tmp_path / "old", model, optimizer)
+    checkpoints.save(tmp_path / "new", model, optimizer)
+    assert compare(tmp_path / "old", tmp_path / "new").equal and compare(tmp_path / "new", tmp_path / "old").equal
+    value = optimizer.get_unscaled_state(model[0].weight, "exp_avg_sq").clone()
+    value[2, 3] *= 2
+    optimizer.set_scaled_state(model[0].weight, "exp_avg_sq", value)
+    checkpoints.save(tmp_path / "other", model, optimizer)
+    [found] = compare(tmp_path / "old", tmp_path / "other").differences
+    assert found.key == "optimizer.state.0.exp_avg_sq" and found.index == (2, 3) and found.count == 1
+    assert found.what.startswith("fp8_1x128 and ue5m3_1x128, compared by value: ")
+    assert found.largest == float(value[2, 3]) / 2

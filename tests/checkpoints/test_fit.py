@@ -147,8 +147,9 @@ def test_states_that_are_no_tensors(tmp_path: Path) -> None:
         (
             {"exp_avg_dtype": torch.bfloat16},
             r"its group 0 has no 'rounding_seed', optimizer\.state\.0\.exp_avg is torch\.float32 \[18, 24\] there and "
-            r"torch\.bfloat16 \[18, 24\] here; build it with the options that it was saved with, or load the model "
-            r"alone and call the optimizer's reseed_masters\(\)$",
+            r"torch\.bfloat16 \[18, 24\] here; build it with the options that it was saved with, load it with "
+            r"requantize=True, which takes states of other dtypes, or load the model alone and call the "
+            r"optimizer's reseed_masters\(\)$",
         ),
         (
             {"exp_avg_sq_dtype": torch.uint8},

@@ -201,7 +201,7 @@ def test_masters_beside_codes_and_whole_ones(tmp_path: Path, whole: dict[str, An
     elif there == {}:
         pytest.skip("a float32 master has no seed of rounding")
     told = load_loudly(path, model, optimizer)
-    assert told.endswith("c: the masters of 2 weights are kept otherwise here, and were made of the stored ones")
+    assert told.endswith("c: masters of weights are kept otherwise here, and were made of the stored ones: 2")
     before = built("block", **there)[0].state_dict()
     assert not differing(model.state_dict(), before)
     for name, master in masters_of(model, optimizer).items():
@@ -295,6 +295,31 @@ def test_states_of_another_preset(tmp_path: Path, old: str | None, new: str | No
         off = (now - wanted[name]).abs()
         assert (off <= wanted[name].abs() / 16 + wanted[name].abs().amax() * 2.0**-18).all(), name
         assert now.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_state_that_is_not_finite_is_refused(tmp_path: Path, bad: float) -> None:
+    """Its block of 128 would be it."""
+    source, states = built("current")
+    values = states.get_unscaled_state(source[0].weight, "exp_avg_sq").clone()
+    values[1, 2] = bad
+    states.set_scaled_state(source[0].weight, "exp_avg_sq", values)
+    checkpoints.save(tmp_path / "c", source, states)
+    model, optimizer = built("current", seed=9, preset="lean8")
+    with pytest.raises(CheckpointError, match=r"1 values of optimizer\.state\.0\.exp_avg_sq are infinite or NaN"):
+        checkpoints.load(tmp_path / "c", model, optimizer, requantize=True)
+
+
+def test_masters_that_were_not_there_are_told(tmp_path: Path) -> None:
+    """And not taken for the stored ones'; the refusal before it names what would take other states."""
+    options = {"master_weights": False, "exp_avg_dtype": torch.bfloat16}
+    path = written(tmp_path / "c", "current", **options)
+    with pytest.raises(CheckpointError, match="load it with requantize=True, which takes states of other dtypes, or"):
+        checkpoints.load(path, *built("current"))
+    told = load_loudly(path, *built("current", seed=9))
+    assert ": weights have masters here that had none, made of their codes: 2; states are kept in other dtypes" in told
+    told = load_loudly(path, *built("mxfp8", seed=9), lossy=True)
+    assert "by their dequantized codes, WITHOUT masters; states are kept in other dtypes" in told
 
 
 def test_states_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from quantshard import Linear, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import ElementwiseOptimizer, StateSpec
+from quantshard.state_cells import STATE_CELLS
 from tests.distributed.models import bits, set_gradients
 from tests.tensor.test_tensor import random
 
@@ -91,3 +92,38 @@ def test_a_formula_that_forgets_a_state_is_refused():
         ConfigurationError, match=r"Forgetful.update returned the states \[\]; .* \['momentum_buffer'\]"
     ):
         forgetful([param], SETTINGS).step()
+
+
+class Squares(ElementwiseOptimizer):
+    """Gradient descent by a mean of squares of its own name."""
+
+    states = (StateSpec("energy", nonnegative=True),)
+
+    def update(self, param, grad, master, states, settings):
+        energy = 0.9 * states["energy"] + 0.1 * grad * grad
+        return master - settings["lr"] * grad, {"energy": energy}
+
+
+def test_nonnegative_states_of_8_bits(monkeypatch):
+    """Without a sign, a positive one never zero, a negative one zero; a state dict of before is loaded by its values,
+    whatever the state is called."""
+
+    def made():
+        param = torch.nn.Parameter(torch.ones(3, 200))
+        return param, Squares([param], {"lr": 0.1}, state_dtypes={"energy": torch.uint8})
+
+    monkeypatch.setattr("quantshard.optimizers.state.state_cell", lambda dtype, nonnegative: STATE_CELLS[dtype])
+    param, optimizer = made()
+    optimizer.set_scaled_state(param, "energy", torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) ** 8)
+    before, state = optimizer.get_unscaled_state(param, "energy").clone(), optimizer.state_dict()
+    monkeypatch.undo()
+    param, optimizer = made()
+    optimizer.load_state_dict(state)
+    assert set(optimizer.state[param]) == {"energy", "energy_scale_e8m0"}
+    assert torch.equal(optimizer.get_unscaled_state(param, "energy"), before) and before.unique().numel() > 50
+    param.grad = torch.full((3, 200), 1e-12)
+    param.grad[:, 0] = 1.0
+    optimizer.step()
+    assert (optimizer.get_unscaled_state(param, "energy") > 0).all()
+    optimizer.set_scaled_state(param, "energy", -torch.ones(3, 200))
+    assert not optimizer.get_unscaled_state(param, "energy").any()

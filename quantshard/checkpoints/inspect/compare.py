@@ -3,7 +3,8 @@
 One process reads both, one entry at a time: each tensor is put together from its shards as stock DCP does it, then the
 bytes are compared, not the values, so two NaNs are equal if their bits are and 0 differs from -0. Entries that are not
 tensors (an optimizer's groups, the step) are compared by value, their floats by their bits too; they are read without
-running code from the file. What each rank had for itself (its random generators) is compared where as many
+running code from the file. So are states of an optimizer that are codes in one format here and in another there, as
+second moments of earlier versions. What each rank had for itself (its random generators) is compared where as many
 ranks wrote both.
 """
 
@@ -11,20 +12,29 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from quantshard import numerics
 from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 from quantshard.checkpoints.untrusted.reader import SafeReader, decoded, why_unread
+from quantshard.formats import Copy
+from quantshard.recipe import Cell
+from quantshard.state_cells import scaled_state, stored_state_cell
+
+_STATES = "optimizer.state."
+
+BY_VALUE = "compared by value"
+"""What a difference says of codes in two formats."""
 
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""
@@ -92,7 +102,14 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     differences: list[Difference] = []
     tensors = others = compared = 0
     keys = _compared(entries_a, entries_b)
+    recoded = _recoded(keys, entries_a, entries_b)
     for key in keys:
+        if scaled_state(key) in recoded:
+            continue
+        if key in recoded:
+            tensors += 1
+            differences += _values(key, recoded[key], a, b)
+            continue
         if key not in entries_a or key not in entries_b:
             here, there = (path_a, path_b) if key in entries_a else (path_b, path_a)
             side = "A" if key in entries_a else "B"
@@ -125,6 +142,36 @@ def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 # Comparing
+
+
+def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Cell, Cell]]:
+    """The states that are codes under scales on both sides, in two formats."""
+    found = {}
+    for key in keys:
+        one, two = (_cell(key, entries) for entries in (a, b))
+        if one is not None and two is not None and one != two and a[key].size == b[key].size:
+            found[key] = one, two
+    return found
+
+
+def _cell(key: str, entries: Mapping[str, Any]) -> Cell | None:
+    entry = entries.get(key)
+    if not key.startswith(_STATES) or not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 2:
+        return None
+    return stored_state_cell(key, entry.properties.dtype, entries)
+
+
+def _values(key: str, cells: tuple[Cell, Cell], *readers: SafeReader) -> list[Difference]:
+    """Whether a state has other values, float32."""
+    values = []
+    for cell, reader in zip(cells, readers, strict=True):
+        parts = {part.name: _tensor(key + part.key_suffix, reader) for part in cell.format.components}
+        copy = cell.format.copies[Copy.ROWWISE]
+        rows, cols = parts[copy.codes.name].shape
+        values.append(numerics.dequantize(copy, parts, (rows, cols)))
+    found = _bits(key, *values)
+    where = " and ".join(cell.tag for cell in cells)
+    return [] if found is None else [replace(found, what=f"{where}, {BY_VALUE}: {found.what}")]
 
 
 def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:

@@ -114,7 +114,7 @@ def of_preset(preset: str) -> dict[str, Any]:
         known = [*PRESETS, FLOAT32_STATES]
         if preset not in known:
             raise ConfigurationError(
-                f"--preset {preset}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} "
+                f"--preset {preset!r}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} "
                 f"and, for float32 masters and moments, {FLOAT32_STATES}"
             )
     decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
