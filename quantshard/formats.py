@@ -14,7 +14,7 @@ is no infinity.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import Final
@@ -34,7 +34,9 @@ class Encoding:
 
     `bits` per value, `storage` the dtype of the tensor that holds it (FP8 and E8M0 as uint8, since gloo cannot gather
     float8; E2M1 two to a byte, the element of lower index in the low nibble), `max` the largest finite value, and
-    `native` the torch dtype with the same bits, where there is one.
+    `native` the torch dtype with the same bits, where there is one. `is_signed`: there are codes of negative values;
+    without them, these become zero. `magnitude`: the bits of a code but the sign, all ones, which is NaN in encodings
+    that have one and no infinity. (Both are kept, since each launch asks for them.)
     """
 
     name: str
@@ -45,16 +47,12 @@ class Encoding:
     max: float
     storage: torch.dtype
     native: torch.dtype | None
+    is_signed: bool = field(init=False, compare=False)
+    magnitude: int = field(init=False, compare=False)
 
-    @property
-    def is_signed(self) -> bool:
-        """Whether there are codes of negative values; without them, these become zero."""
-        return self.bits > self.exponent_bits + self.mantissa_bits
-
-    @property
-    def magnitude(self) -> int:
-        """The bits of a code but the sign, all ones: NaN of encodings that have one and no infinity."""
-        return (1 << (self.bits - self.is_signed)) - 1
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_signed", self.bits > self.exponent_bits + self.mantissa_bits)
+        object.__setattr__(self, "magnitude", (1 << (self.bits - self.is_signed)) - 1)
 
     @property
     def multiplied(self) -> torch.dtype:

@@ -269,7 +269,9 @@ def test_a_run_of_an_earlier_release_goes_on_though_it_says_less_of_masters():
     now = TrainSettings(master_dtype="float32", exp_avg_dtype="fp8").resolved()
     before = TrainSettings(exp_avg_dtype="fp8")
     overrides("run", before, now, ["master_dtype", "exp_avg_dtype"], 1)
-    with pytest.raises(ConfigurationError, match=r"started with master_dtype = 'float32', .* 'float16' is given"):
+    with pytest.raises(
+        ConfigurationError, match=r"started or resumed with master_dtype = 'float32', .* 'float16' is given"
+    ):
         overrides("run", before, replace(now, master_dtype="float16"), ["master_dtype"], 1)
 
 

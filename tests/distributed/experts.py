@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import quantshard as qs
 from quantshard.checkpoints import load_plan
+from quantshard.numerics.states import ROUNDING_SEED
 from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
 
@@ -427,7 +428,7 @@ def skipped() -> tuple[bool, int, bool]:
     ranks have one rounding seed."""
     with small():
         model, optimizer = language_model("mxfp8", dist.get_world_size() // 2, 2)
-        seeds = {group[qs.optimizers.masters.SEED] for group in optimizer.param_groups}
+        seeds = {group[ROUNDING_SEED] for group in optimizer.param_groups}
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, seeds)
         before = model_bits(model, optimizer)
