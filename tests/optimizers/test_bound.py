@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import Hyperparameters, adam, largest_ratio
 from quantshard.optimizers import FusedAdam
 from tests.covering import exhaustive
@@ -107,3 +109,12 @@ def test_what_is_within_keeps_its_bits_and_what_is_not_is_brought_to_the_edge():
         assert all(map(torch.equal, adam(grad, master, sign * 2 * edge, v, h, bounded=True), inside))
     nothing = adam(grad, master, torch.full((1000,), 0.5), torch.zeros(1000), h, bounded=True)
     assert not nothing.exp_avg.any() and not nothing.master.any()
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_which_pairs_are_brought_within_it(first, second):
+    """Those whose first moment is the coarser one: they have no use for betas without a bound, others have."""
+    dtypes = {"exp_avg_dtype": DTYPES[first], "exp_avg_sq_dtype": DTYPES[second]}
+    needs_bound = (first, second) in {("fp8", "fp16"), *itertools.product(("fp8", "fp16"), ("bf16", "fp32"))}
+    with pytest.raises(ConfigurationError, match="there is no bound on an update") if needs_bound else nullcontext():
+        FusedAdam([nn.Parameter(torch.ones(2, 2))], betas=(0.99, 0.9), **dtypes)
