@@ -9,10 +9,10 @@ where masters are to be of another kind than the stored ones, those of all of th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,7 @@ def write_weights(
 
     A collective call of every rank, once it is run to its end.
     """
-    for batch in _batches(found):
+    for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
         finish = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
@@ -239,10 +239,14 @@ def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Te
             )
 
 
-def _batches(found: list[ParameterConversion]) -> Iterator[list[ParameterConversion]]:
-    batch: list[ParameterConversion] = []
+Change = TypeVar("Change")
+
+
+def batches(found: Iterable[Change], param_of: Callable[[Change], Tensor]) -> Iterator[list[Change]]:
+    """As many changes of parameters at a time as have `BATCH_ELEMENTS` together, one at least."""
+    batch: list[Change] = []
     for change in found:
-        if batch and sum(c.param.numel() for c in batch) + change.param.numel() > BATCH_ELEMENTS:
+        if batch and sum(param_of(each).numel() for each in (*batch, change)) > BATCH_ELEMENTS:
             yield batch
             batch = []
         batch.append(change)
@@ -258,7 +262,7 @@ def _reading(
     if change.source == "split master" and change.saved != HIGH_PRECISION:
         fmt, _ = format_of_tag(change.saved)
         assert fmt is not None, change.saved
-        storage = _codes_of(change, weight, Cell(fmt), tensors)
+        storage = _codes_of(change.param, weight, Cell(fmt), tensors)
         rest = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
         copy, origin = fmt.copies[Copy.ROWWISE], storage.shard.origin
         return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(rest), origin)
@@ -276,17 +280,25 @@ def _reading(
         fmt, _ = format_of_tag(change.saved)
         assert fmt is not None, change.saved
         cell = Cell(fmt)
-    if cell is None:
-        plain = tensors[key] = components.zeros_like(change.param, dtype or torch.float32)
-        return lambda: private_torch.local_tensor(plain).float()
-    return _codes_of(change, key, cell, tensors).dequantize
+    return stored_values(change.param, key, dtype or torch.float32, cell, tensors)
 
 
-def _codes_of(change: ParameterConversion, key: str, cell: Cell, tensors: dict[str, Tensor]) -> QuantizedStorage:
+def stored_values(
+    param: Tensor, key: str, dtype: torch.dtype, cell: Cell | None, tensors: dict[str, Tensor]
+) -> Callable[[], Tensor]:
+    """Add to `tensors` what is read of a tensor of a parameter's shape, which is stored under a key as plain numbers of
+    a dtype or by a cell; the function then gives this rank's values, float32."""
+    if cell is not None:
+        return _codes_of(param, key, cell, tensors).dequantize
+    plain = tensors[key] = components.zeros_like(param, dtype)
+    return lambda: private_torch.local_tensor(plain).float()
+
+
+def _codes_of(param: Tensor, key: str, cell: Cell, tensors: dict[str, Tensor]) -> QuantizedStorage:
     """What components under a key are read into; they are added to `tensors`."""
-    device = private_torch.local_tensor(change.param).device
-    storage = storages.empty(cell, components.shard_of(change.param), device)
-    for name, part in components.storage_tensors(storage, change.param).items():
+    device = private_torch.local_tensor(param).device
+    storage = storages.empty(cell, components.shard_of(param), device)
+    for name, part in components.storage_tensors(storage, param).items():
         tensors[key + cell.format.by_name[name].key_suffix] = part
     return storage
 
@@ -303,11 +315,12 @@ def told(found: list[ParameterConversion]) -> list[str]:
     the masters were made, of what. Nothing if nothing was."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
-    kept = [c for c in found if c.sets_master and not c.requantizes and c.own != HIGH_PRECISION]
+    others = [c for c in found if c.sets_master and not c.requantizes]
+    kept = [c for c in others if c.own != HIGH_PRECISION or c.source != "codes"]  # plain values lose nothing
     new = sum(c.source == "codes" for c in kept)
     words = [f"weights were quantized anew: {lines}"] if lines else []
     if len(kept) > new:
-        words.append(f"masters of weights are kept otherwise here, and were made of the stored ones: {len(kept) - new}")
+        words.append(f"masters are kept otherwise here, and were made of the stored ones: {len(kept) - new}")
     if new:
         words.append(f"weights have masters here that had none, made of their codes: {new}")
     return words

@@ -7,7 +7,7 @@ A rank reads its own part, in batches of `requantize.BATCH_ELEMENTS`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
-from quantshard.checkpoints.requantize import BATCH_ELEMENTS
+from quantshard.checkpoints.requantize import batches, stored_values
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -32,8 +32,6 @@ from quantshard.state_cells import (
     scaled_state,
     stored_state_cell,
 )
-from quantshard.tensor import components
-from quantshard.tensor import storage as storages
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,9 @@ def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], 
         CheckpointError: a value is infinite or NaN, which the others under its scale would become too.
     """
     rounded = []
-    for batch in _batches(found):
+    for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
-        finish = [_reading(change, tensors) for change in batch]
+        finish = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
         values = [done() for done in finish]
         agreement.alike(partial(_check_finite, path, batch, values))
@@ -123,30 +121,6 @@ def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor
                 f"{path}: {count} values of {change.key} are infinite or NaN, and rounded to another dtype they would "
                 "spoil those that share a scale with them. The model is loaded in part: load another checkpoint"
             )
-
-
-def _batches(found: list[StateConversion]) -> Iterator[list[StateConversion]]:
-    batch: list[StateConversion] = []
-    for change in found:
-        if batch and sum(c.param.numel() for c in batch) + change.param.numel() > BATCH_ELEMENTS:
-            yield batch
-            batch = []
-        batch.append(change)
-    if batch:
-        yield batch
-
-
-def _reading(change: StateConversion, tensors: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """Add to `tensors` what must be read, by key; the function then gives the local float32 values."""
-    (dtype, cell), param = change.saved, change.param
-    if cell is None:
-        plain = tensors[change.key] = components.zeros_like(param, dtype)
-        return lambda: private_torch.local_tensor(plain).float()
-    storage = storages.empty(cell, components.shard_of(param), private_torch.local_tensor(param).device)
-    by_name = cell.format.by_name
-    for name, part in components.storage_tensors(storage, param).items():
-        tensors[change.key + by_name[name].key_suffix] = part
-    return storage.dequantize
 
 
 def told(found: list[StateConversion]) -> list[str]:

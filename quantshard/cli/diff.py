@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantshard.checkpoints.inspect.compare import BY_VALUE, Comparison, Difference, compare, largest_difference
+from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
 from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -153,7 +153,7 @@ def _with_values(comparison: Comparison) -> Comparison:
 
 def _of_values(found: Difference, keys: Container[str]) -> Difference:
     """Without a largest difference, where that is one of codes or scales of an optimizer's state, and not of values."""
-    if BY_VALUE in found.what:
+    if found.by_value:
         return found
     is_scaled = scaled_state(found.key) or any(found.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
     return replace(found, largest=None) if found.key.startswith(OPTIMIZER) and is_scaled else found

@@ -458,6 +458,6 @@ def test_states_in_two_formats_are_compared_by_value(tmp_path, monkeypatch):
     optimizer.set_scaled_state(model[0].weight, "exp_avg_sq", value)
     checkpoints.save(tmp_path / "other", model, optimizer)
     [found] = compare(tmp_path / "old", tmp_path / "other").differences
-    assert found.key == "optimizer.state.0.exp_avg_sq" and found.index == (2, 3) and found.count == 1
+    assert found.by_value and found.key == "optimizer.state.0.exp_avg_sq" and found.index == (2, 3) and found.count == 1
     assert found.what.startswith("fp8_1x128 and ue5m3_1x128, compared by value: ")
     assert found.largest == float(value[2, 3]) / 2

@@ -33,9 +33,6 @@ from quantshard.state_cells import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
 
-BY_VALUE = "compared by value"
-"""What a difference says of codes in two formats."""
-
 _SLICE_ELEMENTS = 1 << 24
 """Elements compared at a time, so that comparing takes little memory beside the two tensors."""
 
@@ -47,7 +44,8 @@ class Difference:
     `what`: in words, with the first place where it differs and what stands there in each checkpoint. `index`: that
     place in the global tensor, if both are tensors of one shape and dtype; `count`: how many of its `elements` differ.
     `largest`: the largest difference of two floating-point values, infinite where one is NaN; None for codes and what
-    is no tensor. `only_in`: "A" or "B" for an entry that the other has not.
+    is no tensor. `only_in`: "A" or "B" for an entry that the other has not. `by_value`: it is of codes in two formats,
+    whose values were compared.
     """
 
     key: str
@@ -57,6 +55,7 @@ class Difference:
     elements: int = 0
     largest: float | None = None
     only_in: str = ""
+    by_value: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}: {self.what}"
@@ -171,7 +170,7 @@ def _values(key: str, cells: tuple[Cell, Cell], *readers: SafeReader) -> list[Di
         values.append(numerics.dequantize(copy, parts, (rows, cols)))
     found = _bits(key, *values)
     where = " and ".join(cell.tag for cell in cells)
-    return [] if found is None else [replace(found, what=f"{where}, {BY_VALUE}: {found.what}")]
+    return [] if found is None else [replace(found, what=f"{where}, compared by value: {found.what}", by_value=True)]
 
 
 def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:
