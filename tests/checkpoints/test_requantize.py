@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import quantshard as qs
 from quantshard import checkpoints, numerics
@@ -398,3 +401,38 @@ def test_any_mesh_to_any_mesh(tmp_path: Path) -> None:
         assert all(found == every[0] for found in every)
         on[ranks] = every[0]
     assert on[1] == on[3]
+
+
+def row_parallel(ranks: int, **options: Any) -> tuple[nn.Module, FusedAdam]:
+    """A layer whose 160 inputs two ranks cut at 80, in the midst of a block of 128."""
+    torch.manual_seed(3)
+    with qs.quantized_model_init(recipe="current"):
+        layer = qs.Linear(
+            160, 9, bias=False, parallel_mode="row", tp_mesh=init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        )
+    return layer, FusedAdam(layer.named_parameters(), **options)
+
+
+def global_states(ranks: int, path: str, **options: Any) -> dict[str, torch.Tensor]:
+    """Load a checkpoint into the layer on so many ranks; the whole states."""
+    layer, optimizer = row_parallel(ranks, **options)
+    load_loudly(Path(path), layer, optimizer)
+    held = {role: optimizer.get_unscaled_state(layer.weight, role) for role in ("exp_avg", "exp_avg_sq")}
+    return {role: value.full_tensor() if isinstance(value, DTensor) else value for role, value in held.items()}
+
+
+def save_filled(path: str) -> None:
+    layer, optimizer = row_parallel(1)
+    drawn = torch.randn(9, 160, generator=torch.Generator().manual_seed(2)) ** 3
+    for role, value in (("exp_avg", drawn), ("exp_avg_sq", drawn.square())):
+        optimizer.set_scaled_state(layer.weight, role, value)
+    checkpoints.save(path, layer, optimizer)
+
+
+@pytest.mark.distributed
+def test_blocks_that_ranks_share(tmp_path: Path) -> None:
+    """1 and 2 ranks of tensor parallelism: moments of 8 bits have the scale of the whole block."""
+    run_ranks(1, save_filled, str(tmp_path / "c"))
+    on = {n: run_ranks(n, partial(global_states, preset="lean8"), n, str(tmp_path / "c")) for n in (1, 2)}
+    assert all(not differing(found, on[1][0]) for found in on[2])
+    assert all(value.unique().numel() > 100 for value in on[1][0].values())
