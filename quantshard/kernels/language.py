@@ -1,7 +1,7 @@
 """Functions that kernels are put together from, on tiles of values: the oracle's steps in Triton.
 
-An encoding reaches a kernel as a `KernelEncoding`, the rule of a scale as a `ScaleRule`, so that none of these names a
-format. Divisions are `tl.div_rn`, since Triton's own `/` is an approximation.
+An encoding reaches a kernel as a `KernelEncoding`, the rule of a scale as a `ScaleRule` (`scale_rule`): none of these
+names a format. Divisions are `tl.div_rn`, since Triton's own `/` is an approximation.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 
 from quantshard import kernels
-from quantshard.formats import ALL, E4M3, E5M2, E8M0, FP32, Encoding, QuantizedCopy, Scaling
+from quantshard.formats import E4M3, E5M2, Encoding
 
-FLOAT32_MAX: Final = torch.finfo(torch.float32).max
-LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
 # Instructions that the compiler would not choose, or make more of. MERGE_SIGN: bits of $1 where the mask has ones, else
@@ -217,7 +215,7 @@ def only_encodable(x, E: tl.constexpr):
     if E.signed:
         return x
     else:
-        return tl.where(x < 0, 0.0, x)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -240,6 +238,19 @@ def rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def nan_where_infinite(bound, x):
+    """x, NaN where `bound` is not finite.
+
+    Arithmetic in place of a comparison: of its few predicates a thread has most in use for masks of loads, and with one
+    more for each value the compiler lets these loads wait for each other.
+    """
+    if INTERPRETED:
+        return tl.where(bound - bound == 0, x, float("nan"))
+    else:
+        return tl.fma(bound, 0.0, x)
+
+
+@triton.jit
 def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
     """Codes, uint8, one for each element -> float32, or float16 for codes of 8 bits, exactly: `numerics.decode`."""
     if E.cast == 1:
@@ -254,126 +265,17 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
             bits |= sign
         value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)  # from the lowest binades of float32
         if E.bits == 8:
-            magnitude = code & E.magnitude
-            if E.mantissa == 3:  # NaN is the largest magnitude alone
-                value = tl.where(magnitude == E.magnitude, float("nan"), value)
+            if E.mantissa == 3:  # NaN is the largest magnitude alone, 15 / 14 of the largest number
+                value = nan_where_infinite(value * (1.925 * 2.0**127 / E.max), value)
             else:  # infinity and NaN as in IEEE 754
+                magnitude = code & E.magnitude
                 infinite = (0x7F800000 | sign).to(tl.float32, bitcast=True)
                 value = tl.where(magnitude == 0x7C, infinite, value)
                 value = tl.where(magnitude > 0x7C, float("nan"), value)
         return value.to(TO)
 
 
-# -------------------------------------------------------------------------------------------------------------- scales
-
-
-@triton.jit
-def e8m0_round_up(x):
-    """Float32, not negative -> E8M0 codes, uint8: `numerics.encode_e8m0_round_up`."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = bits >> 23
-    fraction = bits & 0x7FFFFF
-    up = fraction > tl.where(exponent == 0, 0x400000, 0)
-    code = tl.minimum(exponent + up.to(tl.int32), 0xFE)
-    return tl.where(x != x, 0xFF, code).to(tl.uint8)
-
-
-@triton.jit
-def decode_e8m0(codes):
-    """E8M0 codes, uint8 -> float32, exactly; 0xFF is NaN and 0 the subnormal 2**-127."""
-    code = codes.to(tl.int32)
-    bits = tl.where(code == 0, 0x00400000, code << 23)
-    return tl.where(code == 0xFF, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-class ScaleRule(NamedTuple):
-    """How scales derive from amaxes: `numerics.scales`; a constant of a kernel.
-
-    `kind`: by the encoding of the stored scale, 0 for float32, 1 for E8M0, 2 for an FP8 scale under one of the whole
-    tensor. `element`: of the codes, `stored`: of the scale. `top`: largest code, the margin taken off. `largest`: what
-    a float32 scale that overflows becomes.
-    """
-
-    kind: int
-    element: KernelEncoding
-    stored: KernelEncoding
-    top: float
-    largest: float
-    power_of_two: bool
-    epsilon: float
-
-
-def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
-    """The rule of one copy of a format, for values of `dtype`."""
-    kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
-    return ScaleRule(
-        kind,
-        element(copy.codes.encoding, device),
-        element(copy.scale.encoding, device),
-        copy.codes.encoding.max * 2.0**-scaling.margin,
-        FLOAT32_MAX if copy.block == (ALL, ALL) else min(torch.finfo(dtype).max, FLOAT32_MAX),
-        scaling.power_of_two,
-        scaling.epsilon,
-    )
-
-
-@triton.jit
-def scales(amax, second, R: tl.constexpr):
-    """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
-    if R.kind == 0 and R.power_of_two and R.top >= 4:  # else top / amax may be subnormal, with no exponent to write
-        return powers_of_two(amax, R)
-    elif R.kind == 0:
-        multiplier = fp32_encode_scale(amax, R)
-        return tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier), multiplier
-    elif R.kind == 1:
-        stored = e8m0_round_up(amax * (1.0 / R.element.max))
-        return stored, decode_e8m0(254 - stored)
-    else:
-        encoding: tl.constexpr = R.stored
-        whole = tensor_encode_scale(second, R)
-        stored = encode(amax * (whole * (1.0 / R.element.max)), encoding).to(tl.uint8)
-        product = decode(stored, encoding) * tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
-        multiplier = tl.div_rn(tl.zeros_like(product) + 1.0, product)
-        return stored, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)  # as fmin: NaN is dropped
-
-
-@triton.jit
-def powers_of_two(amax, R: tl.constexpr):
-    """`scales` without a division, for scales that are powers of two.
-
-    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. For
-    a subnormal amax that exponent is beyond the largest, and the quotient counts as infinity, which it is.
-    """
-    if R.epsilon > 0:
-        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
-    bits = amax.to(tl.int32, bitcast=True)
-    top = (tl.zeros_like(amax) + R.top).to(tl.int32, bitcast=True)
-    largest = (tl.zeros_like(amax) + R.largest).to(tl.int32, bitcast=True) & 0x7F800000
-    power = ((top - bits) & -0x800000) + (127 << 23)
-    power = tl.where(power.to(tl.uint32, bitcast=True) > 254 << 23, largest, power)
-    power = tl.where((bits > 0) & (bits < 0x7F800000), power, 127 << 23)  # of 0, infinity and NaN one
-    inverse = tl.maximum((254 << 23) - power, 0x400000)  # that of 2**127 is subnormal
-    return inverse.to(tl.float32, bitcast=True), power.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def fp32_encode_scale(amax, R: tl.constexpr):
-    """`numerics._fp32_encode_scale`."""
-    if R.epsilon > 0:
-        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.div_rn(tl.zeros_like(amax) + R.top, amax)
-    scale = tl.where(scale == float("inf"), R.largest, scale)
-    if R.power_of_two:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where((amax < float("inf")) & (amax != 0), scale, 1.0)
-
-
-@triton.jit
-def tensor_encode_scale(amax, R: tl.constexpr):
-    """NVFP4's S_enc: `numerics._tensor_encode_scale`."""
-    scale = tl.div_rn(tl.zeros_like(amax) + R.stored.max * R.element.max, amax)
-    scale = tl.where(scale < LARGEST_FLOAT32, scale, LARGEST_FLOAT32)
-    return tl.where((amax == 0) | (scale == 0), 1.0, scale)
+# --------------------------------------------------------------------------------------------------------------- tiles
 
 
 @triton.jit

@@ -59,6 +59,24 @@ def widest(ptx: str, access: str) -> int:
     return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
 
 
+def waits(assembly: str) -> int:
+    """How often a thread waits for memory before it loads more: an instruction reads what was loaded, and another load
+    follows it. Of instructions in the order in which they stand, whatever branches and loops do."""
+    loading: set[int] = set()
+    found, waited = 0, False
+    for name, operands in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)\s*(.*?);", assembly, re.M):
+        written, _, read = operands.partition(",")
+        if name.startswith(("ST", "RED", "ATOM")):
+            read = operands
+        if loading & {int(number) for number in re.findall(r"\bR(\d+)", read)}:
+            loading, waited = set(), True
+        if name.split(".")[0] == "LDG":
+            found, waited = found + waited, False
+            first, count = int(re.search(r"R(\d+)", written)[1]), {"128": 4, "64": 2}.get(name.split(".")[-1], 1)
+            loading |= set(range(first, first + count))
+    return found
+
+
 def became(kernel: Any) -> dict[str, Any]:
     """Registers and spilled bytes as ptxas counts them, and instructions that tell of speed or of wrong bits."""
     ptx = kernel.asm["ptx"]
@@ -67,14 +85,17 @@ def became(kernel: Any) -> dict[str, Any]:
         path.write_text(ptx)
         command = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(path), "-o", str(path.with_suffix(".o"))]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path.with_suffix(".o"))]
+        assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
+        "waits": waits(assembly),
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
         "bytes of a load": widest(ptx, "ld"),
         "bytes of a store": widest(ptx, "st"),
         "casts": ptx.count("cvt.rn.satfinite"),
-        # but for that of `language.encode`, whose product is exact, and those that are written out in PTX
-        "fused multiply-adds": len(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, (?!0f4A800006)", ptx)),
+        # but for those of `language.encode` and `nan_where_infinite`, whose products are exact, and what is PTX itself
+        "fused multiply-adds": len(re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, (?!0f4A800006|0f00000000)", ptx)),
         "approximate divisions": len(re.findall(r"div\.(full|approx)", ptx)),
     }
 

@@ -55,7 +55,7 @@ SPILLED = {
     },
     "3.8": {
         f"quantize fp8_1xrow, {BOTH}": 460, f"quantize fp8_1x128, {BOTH}": 20, "quantize nvfp4_1x16": 8,
-        "Adam, delayed, FP8 moments": 12,
+        "Adam, delayed, FP8 moments": 16,
     },
     "3.9": {
         f"quantize fp8_1xrow, {BOTH}": 464, f"quantize fp8_1x128, {BOTH}": 24, f"quantize mxfp8_1x32, {BOTH}": 28,
@@ -63,6 +63,10 @@ SPILLED = {
     },
 }  # fmt: skip
 """Bytes, by version of Triton; more programs beside each other are worth them."""
+
+WAITS = {"Adam, delayed, FP8 moments": 18}
+"""At most, of its first kernel. A comparison for each value that is decoded makes 22 or 23 of the 16 or 17: a step took
+1.36 times as long on an H200."""
 
 
 def compiled(cache: Path, *options: str) -> list[dict[str, Any]]:
@@ -96,6 +100,7 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
     for line in found:
         case, kernel = line["case"], line["kernel"]
         assert line["spilled"] <= spilled.get(case, 0), (case, kernel)
+        assert kernel != "step_kernel" or line["waits"] <= WAITS.get(case, line["waits"]), (case, line["waits"])
         assert line["fused multiply-adds"] == FUSED.get(kernel, 0), (case, kernel)
         assert line["approximate divisions"] == 0, (case, kernel)
         widths = BYTES.get(case) or BYTES.get(kernel, (16, 16))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantshard.formats import Encoding
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.experts.segments import FEW_ROWS, MANY_ROWS, ExpertSegments
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.multi_tensor import TYPES
@@ -61,7 +62,7 @@ def scale_at(ptr, there):
     """Scales, decoded if they are stored as E8M0."""
     stored = tl.load(ptr, mask=there, other=0)
     if stored.dtype == tl.uint8:
-        return ql.decode_e8m0(stored)
+        return sr.decode_e8m0(stored)
     else:
         return stored
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer.history import past, push_amax
 from quantshard.kernels.tables import device_table
@@ -186,7 +186,7 @@ def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.
     start = tl.program_id(1).to(tl.int64) * SIZE
     while start < numel:
         at = start + tl.arange(0, SIZE)
-        stored, _ = ql.scales(tl.load(amax + at, mask=at < numel, other=0.0), second, R)
+        stored, _ = sr.scales(tl.load(amax + at, mask=at < numel, other=0.0), second, R)
         tl.store(scale + at, stored, mask=at < numel)
         start += tl.num_programs(1) * SIZE
 

@@ -16,6 +16,7 @@ import torch
 
 from quantshard.formats import ALL, FP16_1X128, Copy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StepParameter, StoredTensor
@@ -68,7 +69,7 @@ def _stored(
         dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
         rule = None
         if dtype is torch.float16 and stochastic:
-            rule = ql.scale_rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
+            rule = sr.scale_rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
         return ks.StateConfig(
             state.kind.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
             keep_positive=options["keep_positive"] and dtype is not torch.float32,
@@ -79,7 +80,7 @@ def _stored(
     device = next(iter(state.components.values())).device
     all_rows, all_cols = (covers == ALL for covers in copy.block)
     return ks.StateConfig(
-        state.kind.value, rule=ql.scale_rule(copy, state.scaling, torch.float32, device),
+        state.kind.value, rule=sr.scale_rule(copy, state.scaling, torch.float32, device),
         block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
         row_all=all_rows, col_all=all_cols, given=given, second=second, measures=measures and given,
         measures_second=measures and second and which is Copy.ROWWISE, writes=writes, **options,
@@ -91,7 +92,7 @@ def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
     assert isinstance(weight, ScaledTensor)
     copy = weight.fmt.copies[Copy.ROWWISE]
     device = weight.components[copy.codes.name].device
-    rule = ql.scale_rule(copy, weight.scaling, torch.float32, device)
+    rule = sr.scale_rule(copy, weight.scaling, torch.float32, device)
     rule = rule._replace(element=ql.element(copy.codes.encoding.extended, device))
     return ks.StateConfig(StateKind.SPLIT.value, rule=rule, writes=writes, stochastic=True)
 

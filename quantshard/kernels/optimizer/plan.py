@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import Component, Copy
-from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
@@ -224,9 +224,9 @@ class StepLaunchPlan:
             measured, used or measured, of(copy.amax),
         ]  # fmt: skip
 
-    def _scale_tables(self) -> list[tuple[ql.ScaleRule, int, Tensor]]:
+    def _scale_tables(self) -> list[tuple[sr.ScaleRule, int, Tensor]]:
         """For each rule of scales: how many entries and the table of `km.scales_kernel`."""
-        rows: dict[ql.ScaleRule, list[list[int]]] = {}
+        rows: dict[sr.ScaleRule, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
             for role, thing in p.scaled.items():
                 for copy in thing.fmt.copies.values():
@@ -235,7 +235,7 @@ class StepLaunchPlan:
                     grid = copy.scale.name if thing.history is None else _USED
                     address = self._workspace.address
                     scale, second = thing.components[copy.scale.name], copy.amax
-                    rule = ql.scale_rule(copy, thing.scaling, torch.float32, self.device)
+                    rule = sr.scale_rule(copy, thing.scaling, torch.float32, self.device)
                     rows.setdefault(rule, []).append([
                         number, address(number, role, grid), scale.data_ptr(),
                         scale.numel() if thing.is_given(copy) else 0,

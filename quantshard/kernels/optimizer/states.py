@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.optimizer.settings import SETTINGS
 from quantshard.kernels.optimizer.stored import Algorithm
 from quantshard.kernels.quantize import random_words as rw
@@ -253,13 +254,15 @@ def split_values(codes, low, tile, C: tl.constexpr, H: tl.constexpr):
     """What a weight's codes and the low bytes beside them stand for, without the scale: `split_codes.decode`."""
     element: tl.constexpr = C.rule.element
     MANTISSA: tl.constexpr = element.mantissa
+    # half way from the largest number to NaN, the largest code: not reached by any remainder of another code
+    BEYOND: tl.constexpr = (2 - 1.5 * 0.5**MANTISSA) * 2.0 ** (2 ** (7 - MANTISSA) - 2 + element.lowest)
     high = tl.load(pointer(codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
     rest = tl.load(pointer(low, tl.int8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
     high = high.to(tl.int32)
     magnitude = tl.maximum(((high & 0x7F) << 8) + rest.to(tl.int32), 0)
     bits = (magnitude << (15 - MANTISSA)) | ((high & 0x80) << 24)
     values = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + element.lowest)  # from float32's lowest binades
-    return tl.where((high & 0x7F) == 0x7F, float("nan"), values)
+    return ql.nan_where_infinite(values * (2.0**128 / (BEYOND * (1 - 0.5**14))), values)
 
 
 @triton.jit
@@ -285,7 +288,7 @@ def stored_scales(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
     if rule.kind == 0:
         return tl.load(pointer(slot.scale, tl.float32, False) + at, mask=inside, other=0.0)
     elif rule.kind == 1:
-        return ql.decode_e8m0(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0))
+        return sr.decode_e8m0(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0))
     else:
         encoding: tl.constexpr = rule.stored
         scale = ql.decode(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0), encoding)
@@ -336,7 +339,7 @@ def multipliers(amax, slot, tile, area, S: tl.constexpr, H: tl.constexpr):
     second = tl.load(pointer(slot.new_second, tl.float32, False)) if S.second else 0.0
     if S.given:
         amax = tl.load(pointer(slot.given, tl.float32, False) + at, mask=inside, other=0.0)
-    stored, multiplier = ql.scales(amax, second, rule)
+    stored, multiplier = sr.scales(amax, second, rule)
     if not S.given:
         dtype: tl.constexpr = tl.float32 if rule.kind == 0 else tl.uint8
         if (

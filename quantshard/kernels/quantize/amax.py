@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels import workspace
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import NAN, grid_of_tile, tile_of, transformed
@@ -193,5 +194,5 @@ def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
 
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)
-NO_RULE = ql.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
+NO_RULE = sr.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
 """The rule of tiles that are not quantized."""

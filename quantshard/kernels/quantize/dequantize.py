@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
 from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling
@@ -104,4 +105,4 @@ def tiles_of(copy: QuantizedCopy, device: torch.device) -> KernelConfig:
     """Tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
-    return tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))
+    return tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))

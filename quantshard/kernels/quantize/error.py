@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, transformed
 from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, registers, tiles, tiling
@@ -351,7 +352,7 @@ def _plan(
     a high tile reads whole. `every`: one in so many columns of tiles."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
-    how = tiling(copy.block, tile, ql.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
+    how = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
     touched_rows, touched_cols = tiles(where, how)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize import hadamard
 from quantshard.kernels.quantize import random_words as rw
@@ -227,7 +228,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
         if ENTRIES >= 32:
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
-            stored, flat = ql.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
+            stored, flat = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
             if H.poison == "given":
                 stored += tl.load(out.poison)
             if H.decoded:
@@ -237,7 +238,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
                 tl.store(to + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
             multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
-            stored, multiplier = ql.scales(amax, second, rule)
+            stored, multiplier = sr.scales(amax, second, rule)
             if H.poison == "amax" and rule.kind == 0:
                 stored = tl.where(amax < float("inf"), stored, float("nan"))
             if H.poison == "given":
@@ -253,11 +254,11 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
 
 @triton.jit
 def decode_scale(stored, second, R: tl.constexpr):
-    """Stored scales -> what decoded codes are multiplied by, float32; `second`: as of `ql.scales`."""
+    """Stored scales -> what decoded codes are multiplied by, float32; `second`: as of `sr.scales`."""
     if R.kind == 0:
         return stored
     elif R.kind == 1:
-        return ql.decode_e8m0(stored)
+        return sr.decode_e8m0(stored)
     else:
         encoding: tl.constexpr = R.stored
         return ql.decode(stored, encoding) * second * (1.0 / (R.element.max * encoding.max))

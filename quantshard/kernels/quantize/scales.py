@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.formats import QuantizedCopy, Scaling
-from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 
 SIZE = 1024
@@ -21,7 +21,7 @@ SIZE = 1024
 def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     valued = at < numel
-    stored, multiplier = ql.scales(tl.load(amax_ptr + at, mask=valued, other=0.0), 0.0, R)
+    stored, multiplier = sr.scales(tl.load(amax_ptr + at, mask=valued, other=0.0), 0.0, R)
     tl.store(stored_ptr + at, stored, mask=valued)
     tl.store(multiplier_ptr + at, multiplier, mask=valued)
 
@@ -36,7 +36,7 @@ def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dty
     stored = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
     multiplier = torch.empty_like(amax)
     if amax.numel() > 0:
-        rule = ql.scale_rule(copy, scaling, dtype, amax.device)
+        rule = sr.scale_rule(copy, scaling, dtype, amax.device)
         launch_kernel(
             scales_kernel, (-(amax.numel() // -SIZE),), amax.device,
             amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False,

@@ -12,6 +12,7 @@ from triton.runtime.jit import TensorWrapper
 
 from quantshard.formats import ALL, QuantizedCopy, Scaling
 from quantshard.kernels import language as ql
+from quantshard.kernels import scale_rule as sr
 from quantshard.kernels import workspace
 from quantshard.numerics import Pair, RandomBits
 
@@ -50,7 +51,7 @@ class KernelConfig(NamedTuple):
     block_cols: int
     row_all: bool
     col_all: bool
-    rule: ql.ScaleRule
+    rule: sr.ScaleRule
     together: int = 1
     transposed: bool = False
     hadamard: bool = False
@@ -367,7 +368,7 @@ def layout(
             assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
     by_four, short_index, draw_loaded = rounding or (True, True, False)
-    rule = ql.scale_rule(copy, spec.scaling, dtype, device)
+    rule = sr.scale_rule(copy, spec.scaling, dtype, device)
     how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
@@ -431,7 +432,7 @@ def padding(size: int, spec: QuantizeSpec | None) -> int:
     return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
 
 
-def tiling(block: tuple[int, int], tile: tuple[int, int], rule: ql.ScaleRule) -> KernelConfig:
+def tiling(block: tuple[int, int], tile: tuple[int, int], rule: sr.ScaleRule) -> KernelConfig:
     """A tile and the blocks in it."""
     inside = (min(block[0], tile[0]), min(block[1], tile[1]))
     return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)

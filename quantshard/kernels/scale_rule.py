@@ -1,0 +1,124 @@
+"""How scales derive from amaxes, on tiles of amaxes: the oracle's `numerics.scales` in Triton."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from quantshard.formats import ALL, E8M0, FP32, QuantizedCopy, Scaling
+from quantshard.kernels import language as ql
+
+FLOAT32_MAX: Final = torch.finfo(torch.float32).max
+LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
+
+
+@triton.jit
+def e8m0_round_up(x):
+    """Float32, not negative -> E8M0 codes, uint8: `numerics.encode_e8m0_round_up`."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    fraction = bits & 0x7FFFFF
+    up = fraction > tl.where(exponent == 0, 0x400000, 0)
+    code = tl.minimum(exponent + up.to(tl.int32), 0xFE)
+    return tl.where(x != x, 0xFF, code).to(tl.uint8)
+
+
+@triton.jit
+def decode_e8m0(codes):
+    """E8M0 codes, uint8 -> float32, exactly; 0xFF is NaN and 0 the subnormal 2**-127."""
+    bits = tl.maximum(codes.to(tl.int32) << 23, 0x00400000)
+    power = bits.to(tl.float32, bitcast=True)  # infinite for 0xFF
+    return ql.nan_where_infinite(power, power)
+
+
+class ScaleRule(NamedTuple):
+    """How scales derive from amaxes: `numerics.scales`; a constant of a kernel.
+
+    `kind`: by the encoding of the stored scale, 0 for float32, 1 for E8M0, 2 for an FP8 scale under one of the whole
+    tensor. `element`: of the codes, `stored`: of the scale. `top`: largest code, the margin taken off. `largest`: what
+    a float32 scale that overflows becomes.
+    """
+
+    kind: int
+    element: ql.KernelEncoding
+    stored: ql.KernelEncoding
+    top: float
+    largest: float
+    power_of_two: bool
+    epsilon: float
+
+
+def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
+    """The rule of one copy of a format, for values of `dtype`."""
+    kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
+    return ScaleRule(
+        kind,
+        ql.element(copy.codes.encoding, device),
+        ql.element(copy.scale.encoding, device),
+        copy.codes.encoding.max * 2.0**-scaling.margin,
+        FLOAT32_MAX if copy.block == (ALL, ALL) else min(torch.finfo(dtype).max, FLOAT32_MAX),
+        scaling.power_of_two,
+        scaling.epsilon,
+    )
+
+
+@triton.jit
+def scales(amax, second, R: tl.constexpr):
+    """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
+    if R.kind == 0 and R.power_of_two and R.top >= 4:  # else top / amax may be subnormal, with no exponent to write
+        return powers_of_two(amax, R)
+    elif R.kind == 0:
+        multiplier = fp32_encode_scale(amax, R)
+        return tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier), multiplier
+    elif R.kind == 1:
+        stored = e8m0_round_up(amax * (1.0 / R.element.max))
+        return stored, decode_e8m0(254 - stored)
+    else:
+        encoding: tl.constexpr = R.stored
+        whole = tensor_encode_scale(second, R)
+        stored = ql.encode(amax * (whole * (1.0 / R.element.max)), encoding).to(tl.uint8)
+        product = ql.decode(stored, encoding) * tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+        multiplier = tl.div_rn(tl.zeros_like(product) + 1.0, product)
+        return stored, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)  # as fmin: NaN is dropped
+
+
+@triton.jit
+def powers_of_two(amax, R: tl.constexpr):
+    """`scales` without a division, for scales that are powers of two.
+
+    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. For
+    a subnormal amax that exponent is beyond the largest, and the quotient counts as infinity, which it is.
+    """
+    if R.epsilon > 0:
+        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
+    bits = amax.to(tl.int32, bitcast=True)
+    top = (tl.zeros_like(amax) + R.top).to(tl.int32, bitcast=True)
+    largest = (tl.zeros_like(amax) + R.largest).to(tl.int32, bitcast=True) & 0x7F800000
+    power = ((top - bits) & -0x800000) + (127 << 23)
+    power = tl.where(power.to(tl.uint32, bitcast=True) > 254 << 23, largest, power)
+    power = tl.where((bits > 0) & (bits < 0x7F800000), power, 127 << 23)  # of 0, infinity and NaN one
+    inverse = tl.maximum((254 << 23) - power, 0x400000)  # that of 2**127 is subnormal
+    return inverse.to(tl.float32, bitcast=True), power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fp32_encode_scale(amax, R: tl.constexpr):
+    """`numerics._fp32_encode_scale`."""
+    if R.epsilon > 0:
+        amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.div_rn(tl.zeros_like(amax) + R.top, amax)
+    scale = tl.where(scale == float("inf"), R.largest, scale)
+    if R.power_of_two:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((amax < float("inf")) & (amax != 0), scale, 1.0)
+
+
+@triton.jit
+def tensor_encode_scale(amax, R: tl.constexpr):
+    """NVFP4's S_enc: `numerics._tensor_encode_scale`."""
+    scale = tl.div_rn(tl.zeros_like(amax) + R.stored.max * R.element.max, amax)
+    scale = tl.where(scale < LARGEST_FLOAT32, scale, LARGEST_FLOAT32)
+    return tl.where((amax == 0) | (scale == 0), 1.0, scale)
