@@ -1,6 +1,6 @@
 """Records of `convergence.jsonl` from runs of `quantshard train`, which then stand in the tables of the benchmark.
 
-    python benchmarks/convergence_runs.py CORPUS RUN... >> benchmarks/convergence.jsonl
+    python benchmarks/convergence_runs.py CORPUS RUN... [--shared-gpu] >> benchmarks/convergence.jsonl
 
 CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a decoder that is
 built by sizes, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe,
@@ -30,6 +30,8 @@ from quantshard.trainer.settings.optimizer_states import as_settings
 GIB = 1 << 30
 COMPILING = 3
 """Steps at the beginning whose time is that of compiling."""
+TIMES = ("seconds", "tokens_per_s")
+"""What a record tells of how long a run took."""
 AS_USUAL = ("schedule", "lr_floor", "beta1", "beta2", "eps", "weight_decay", "z_loss", "ema", "clip", "params_dtype",
             "reduce_dtype", "dropout")  # fmt: skip
 """What changes a loss, and no arm's name tells."""
@@ -122,8 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--shared-gpu", action="store_true", help="others ran there too: leave out how long it took")
     asked = parser.parse_args()
     found = [with_rate(record(asked.corpus, folder), RunDir(folder).read_config()[0]) for folder in asked.runs]
+    if asked.shared_gpu:
+        found = [{name: value for name, value in each.items() if name not in TIMES} for each in found]
     print("\n".join(map(json.dumps, found)))  # all, or none
 
 

@@ -72,9 +72,9 @@ class ArmResult:
         return [100 * (own / other - 1) for own, other in pairs]
 
     def latest(self, key: str) -> float | None:
-        """Of the record that was added last: what a step takes changes with the code."""
-        found = list(self.records.values())[-1].get(key)
-        return None if found is None else float(found)
+        """Of the record with it that was added last: what a step takes changes with the code."""
+        found = [record[key] for record in self.records.values() if key in record]
+        return float(found[-1]) if found else None
 
     @property
     def devices(self) -> list[str]:
@@ -120,8 +120,9 @@ def add(found: dict[TrainedOn, dict[str, ArmResult]], record: Record) -> None:
 
 
 def _with_rate(record: Record) -> Record:
-    """A record from before rates were in it: that of the whole time, compiling included."""
-    return {"tokens_per_s": record["tokens"] / max(record["seconds"], 1e-9), **record}
+    """A record from before rates were in it: that of the whole time, compiling included, if that was recorded."""
+    rate = {"tokens_per_s": record["tokens"] / max(record["seconds"], 1e-9)} if "seconds" in record else {}
+    return rate | record
 
 
 # The table
@@ -271,15 +272,16 @@ def _weight(recipe: str) -> Any:
 
 
 def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
-    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are, or of
-    others where an arm and BF16 were trained on them alone."""
+    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are (of
+    these, those of the most seeds), or of others where an arm and BF16 were trained on them alone."""
     wanted = [row.arm for row in cost_rows()]
-    dense = [
-        (sum(arm in arms for arm in wanted), trained.tokens, arms)
-        for trained, arms in groups.items()
-        if trained.model == DENSE
-    ]
-    ranked = [arms for *_, arms in sorted(dense, key=lambda each: each[:2], reverse=True)]
+
+    def recorded(arms: dict[str, ArmResult]) -> tuple[int, int]:
+        seeds = [len(arms[arm].records) for arm in wanted if arm in arms]
+        return len(seeds), sum(seeds)
+
+    dense = [arms for trained, arms in groups.items() if trained.model == DENSE]
+    ranked = sorted(dense, key=recorded, reverse=True)
     yield _HEADING
     yield "|---" * 8 + "|"
     for row in cost_rows():

@@ -254,6 +254,26 @@ def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
     assert "not known: it has 0." in alone[0] and alone[-1].startswith("| current lean8 | 9.0000 | - |")
 
 
+def test_runs_that_shared_a_gpu_tell_no_times(tmp_path, monkeypatch, capsys):
+    made = lambda corpus, folder: FIRST | {"heldout": 2.01, "peak_gib": 7.0, "tokens_per_s": 7}  # noqa: E731
+    monkeypatch.setattr(convergence_runs, "record", made)
+    monkeypatch.setattr(convergence_runs, "with_rate", lambda found, settings: found)
+    monkeypatch.setattr(RunDir, "read_config", lambda self: (None,))
+    told = []
+    for options in ([], ["--shared-gpu"]):
+        monkeypatch.setattr("sys.argv", ["convergence_runs.py", "corpus", "run", *options])
+        convergence_runs.main()
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0].keys() - told[1].keys() == {"seconds", "tokens_per_s"} and told[0] | told[1] == told[0]
+    groups = records(tmp_path, {}, {"seed": 1}, *({"arm": "block", "seed": seed} for seed in range(2)))
+    [(trained, arms)] = groups.items()
+    convergence_table.add(groups, told[1] | {"arm": "block", "seed": 2})
+    convergence_table.add(groups, told[1] | {"arm": "shared", "seed": 2})
+    lines = list(convergence_table.table(trained, arms))
+    assert lines[-1] == "| shared | 2.0100 | - | 14.00 | 7.0 | - | 1 |"
+    assert any(line.startswith("| block | 2.0033 | +0.00") and line.endswith("| 7.0 | 100 | 3 |") for line in lines)
+
+
 def test_an_arm_is_compared_with_bf16_of_its_optimizer_and_rate():
     arms = {name: name for name in ("bf16", "bf16 muon", "bf16 muon at 0.002", "current", "current lion")}
     found = {
