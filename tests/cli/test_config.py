@@ -151,6 +151,8 @@ def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
 
 LEAN8 = {"master_weights": True, "master_dtype": "float16", "master_remainders": "on", "exp_avg_dtype": "fp8",
          "exp_avg_sq_dtype": "fp8", "momentum_dtype": "bfloat16"}  # fmt: skip
+FLOAT32 = LEAN8 | dict.fromkeys(("master_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "momentum_dtype"), "float32")
+FLOAT32 |= {"master_remainders": "off"}
 
 
 def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
@@ -218,6 +220,8 @@ def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment
         ),
         ({"master_remainders": "off"}, "", {"master_remainders": "off"}),
         ({"preset": "lean6"}, "lean6", {"exp_avg_sq_dtype": "bfloat16"}),
+        ({"preset": "none"}, "", FLOAT32),
+        ({"preset": "none", "exp_avg_dtype": "fp8"}, "", FLOAT32 | {"exp_avg_dtype": "fp8"}),
     ],
 )
 @pytest.mark.parametrize("said", ["by name", "by a run"])
@@ -236,7 +240,7 @@ def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, 
     settings = settings.resolved()
     assert settings.preset == preset and as_settings(settings.state_options) == LEAN8 | states
     told = dropped_preset(in_file, below, flags, str(file))
-    assert bool(told) == (preset == "")
+    assert bool(told) == (preset == "" and "preset" not in flags)
     if told:
         changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8', momentum_dtype = 'bfloat16'"
         assert told.startswith(f"{file}: preset = 'lean8', but for ") and f"{changed[0]} = {changed[1]!r}" in told

@@ -304,6 +304,7 @@ class TrainSettings:
             init_from=_absolute(self.init_from),
             checkpoints=_absolute(self.checkpoints),
             model=self.model if self.is_by_sizes else _absolute(self.model),
+            preset=optimizer_states.named_preset(self.preset),
             **optimizer_states.as_settings(self.state_options),
         )
 
@@ -344,8 +345,8 @@ class TrainSettings:
         weights = self.weights
         if weights and len(weights) != len(self.data):
             raise ConfigurationError(
-                f"data_weights = {self.data_weights!r} are {len(weights)} shares, but --data names {len(self.data)} "
-                "sources; give one for each, in order"
+                f"data_weights = {shown_value(self.data_weights)}: {len(weights)} given, and --data {len(self.data)} "
+                "times; give one share for each, in order"
             )
         if self.heldout_data and self.heldout not in (0.0, type(self).heldout):
             raise ConfigurationError(

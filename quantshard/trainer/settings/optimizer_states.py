@@ -33,7 +33,7 @@ STATE_SETTINGS: Final = {
 """The settings that a preset decides, and what `FusedAdam` and `Muon` call them."""
 
 FLOAT32_STATES: Final = "none"
-"""What `resume --preset` is given for float32 masters and moments."""
+"""What `--preset` is given for float32 masters and moments, where those of a file or of a run are others."""
 
 SWITCH: Final = {"on": True, "off": False}
 """Whether of masters only the remainders are kept, by the words of settings and options."""
@@ -49,7 +49,7 @@ def word_of(name: str, value: Any) -> Any:
 
 
 def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
-    """What a preset, "" for none, and settings choose together.
+    """What a preset, "" or `FLOAT32_STATES` for none, and settings choose together.
 
     `settings`: by the names of `STATE_SETTINGS`; those that are left out, or `AUTO`, and masters that are not turned
     off, are as the preset has them.
@@ -57,6 +57,7 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
     Raises:
         ConfigurationError: there is no such preset, or a setting contradicts it or another.
     """
+    preset = named_preset(preset)
     options = check_preset(f"preset = {shown_value(preset)}", preset) if preset else StateOptions()
     given = _given(preset, settings)
     for name in _contradicting(options, given) if preset else ():
@@ -71,6 +72,11 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
             + ("no masters" if not chosen.master_weights else "masters in bfloat16, as wide as the weights")
         )
     return chosen
+
+
+def named_preset(preset: str) -> str:
+    """A preset's name, "" for `FLOAT32_STATES`."""
+    return "" if preset == FLOAT32_STATES else preset
 
 
 def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def of_preset(preset: str) -> dict[str, Any]:
                 f"and, for float32 masters and moments, {FLOAT32_STATES}"
             )
     decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
-    return {"preset": "" if preset == FLOAT32_STATES else preset, "master_weights": True, **decided}
+    return {"preset": named_preset(preset), "master_weights": True, **decided}
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -137,7 +143,7 @@ def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -
     """
     if flags.get("preset"):
         return {name: value for name, value in file.items() if name not in STATE_SETTINGS}
-    preset = "" if "preset" in flags else file.get("preset", "")
+    preset = "" if "preset" in flags else named_preset(file.get("preset", ""))
     if not preset:
         return dict(file)
     try:
@@ -183,5 +189,7 @@ def float_momentum(flags: Mapping[str, Any], settings: Any) -> str:
     )
 
 
-HELP: Final = f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}"
+HELP: Final = (
+    f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
+)
 """What the setting of the preset is."""
