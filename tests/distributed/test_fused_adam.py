@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import quantshard as qs
 from quantshard import private_torch
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, RankMismatchError
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, Lion
 from quantshard.tensor import components
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
@@ -50,7 +50,9 @@ CASES: list[Case] = [
 STEPS = 2
 
 
-def build(case: Case, seed: int = 7, sizes: tuple[int, int] = (70, 131)) -> tuple[nn.Sequential, FusedAdam]:
+def build(
+    case: Case, seed: int = 7, sizes: tuple[int, int] = (70, 131), by: type[FusedAdam | Lion] = FusedAdam
+) -> tuple[nn.Sequential, FusedAdam | Lion]:
     """Quantized and plain layers, matrices and vectors, some ranks without rows; sharded over all ranks.
 
     `sizes`: what the first layer takes and gives.
@@ -66,10 +68,10 @@ def build(case: Case, seed: int = 7, sizes: tuple[int, int] = (70, 131)) -> tupl
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = FusedAdam(
-        model.named_parameters(), lr=1e-2, weight_decay=0.1, capturable=capturable,
-        exp_avg_dtype=MOMENTS[moments], exp_avg_sq_dtype=MOMENTS[moments], **MASTERS[masters],
-    )  # fmt: skip
+    kept = {"exp_avg_dtype": MOMENTS[moments]} | ({"exp_avg_sq_dtype": MOMENTS[moments]} if by is FusedAdam else {})
+    optimizer = by(
+        model.named_parameters(), lr=1e-2, weight_decay=0.1, capturable=capturable, **kept, **MASTERS[masters]
+    )
     return model, optimizer
 
 
@@ -82,7 +84,7 @@ def cut_like(param: Tensor, whole: Tensor) -> DTensor:
     return components.as_dtensor(local, param, list(param.placements), tuple(param.shape))
 
 
-def step(model: nn.Module, optimizer: FusedAdam, number: int) -> None:
+def step(model: nn.Module, optimizer: FusedAdam | Lion, number: int) -> None:
     for index, param in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(100 * number + index)
         param.grad = cut_like(param, torch.randn(param.shape, generator=generator))

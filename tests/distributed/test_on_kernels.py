@@ -1,4 +1,4 @@
-"""FusedAdam and Muon in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
+"""Adam, Lion and Muon in kernels on several ranks: the bits of one rank in plain PyTorch, where ranks share blocks too.
 
 Experts at once, spread over ranks: the bits of one process.
 
@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from quantshard.errors import RankMismatchError
 from quantshard.modules.gemms import grouped
-from quantshard.optimizers import FusedAdam
+from quantshard.optimizers import FusedAdam, Lion
 from tests.distributed import experts as experts_case
 from tests.distributed import test_muon as muon_case
 from tests.distributed.models import bits
@@ -43,12 +43,16 @@ CASES: list[Case] = [
     ("mxfp8 two copies", "bf16", "fp8", False),
 ]
 
+LION: list[Case] = [("mxfp8", "split", "fp8", False), ("delayed", "fp32", "bf16", True)]
+
 SIZES = (18, 11)
 STEPS, LAYERS = 3, 2
 """Of `experts.trained`."""
 
 
-def step(model: nn.Module, optimizer: FusedAdam, number: int, changed: Callable[[int, Tensor], Tensor | None]) -> None:
+def step(
+    model: nn.Module, optimizer: FusedAdam | Lion, number: int, changed: Callable[[int, Tensor], Tensor | None]
+) -> None:
     for index, param in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(100 * number + index)
         whole = changed(index, torch.randn(param.shape, generator=generator))
@@ -63,12 +67,12 @@ def with_nan(index: int, grad: Tensor) -> Tensor:
     return grad
 
 
-def run(cases: list[Case], kernels: bool) -> list[dict[str, str]]:
+def run(cases: list[tuple[type[FusedAdam | Lion], Case]], kernels: bool) -> list[dict[str, str]]:
     """Bits after three steps: of the first one gradient is not finite, of the second one is missing; before the last
     FSDP2 replaces the local tensors."""
     found = []
-    for case in cases:
-        model, optimizer = build(case, sizes=SIZES)
+    for by, case in cases:
+        model, optimizer = build(case, sizes=SIZES, by=by)
         with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
             step(model, optimizer, 0, with_nan)
             step(model, optimizer, 1, lambda index, grad: None if index == 2 else grad)
@@ -83,8 +87,9 @@ def run(cases: list[Case], kernels: bool) -> list[dict[str, str]]:
 
 
 def test_the_bits_of_one_rank_without_kernels() -> None:
-    [expected] = run_ranks(1, run, CASES, False)
-    for ranks, cases in ((1, CASES[:2]), (3, CASES)):
+    every = [*((FusedAdam, case) for case in CASES), *((Lion, case) for case in LION)]
+    [expected] = run_ranks(1, run, every, False)
+    for ranks, cases in ((1, every[:2]), (3, every)):
         for found in run_ranks(ranks, run, cases, True):
             assert [case for case, a, b in zip(cases, found, expected, strict=False) if a != b] == []
 
