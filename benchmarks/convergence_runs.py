@@ -4,7 +4,8 @@
 
 CORPUS is the folder of `convergence_corpus.py` on whose `train.bin` they were trained. A run is of a decoder that is
 built by sizes, has ended, and differs from the train command's defaults in what its arm is named by alone: recipe,
-optimizer, how masters and moments are kept, what is kept of activations; its warmup and seed are what the table
+optimizer, how masters and moments are kept (`E4M3`, where second moments of 8 bits were so), what is kept of
+activations; its warmup and seed are what the table
 compares at. A learning rate other than the usual one is named too, as `bf16 muon at 0.002`, and a run that went on by
 another recipe by both, as `nvfp4, current from 80 %`. Tokens a second are medians of the steps after the third.
 """
@@ -64,19 +65,19 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     told = run.read_config()[2]["files"][0].split()[0]
     if told[:8] != corpus_hash(corpus):
         raise ValueError(f"{folder} was trained on a file of SHA-256 {told}, which is not train.bin of {corpus}")
-    size = json.loads(run.parameters.read_text())["parameter"]
+    kept = json.loads(run.parameters.read_text())
     starts = [json.loads(line) for line in run.starts.read_text().splitlines()]
     start = starts[-1]["environment"]
     tokens = settings.global_batch * settings.seq_length
     return {
-        "arm": _arm(settings, starts),
+        "arm": _arm(settings, starts, kept.get("rows", ())),
         "seed": settings.seed,
         "model": settings.model or f"{settings.architecture} {settings.layers}x{settings.hidden}",
         "corpus": corpus_hash(corpus),
         "tokens": settings.steps * tokens,
         "batch": settings.global_batch,
         "heldout": round(lines[-1]["heldout_loss"], 5),
-        "bytes": round(size["together"], 3),
+        "bytes": round(kept["parameter"]["together"], 3),
         "peak_gib": round(max(line["memory_bytes"] for line in lines) / GIB, 2),
         "seconds": round(math.fsum(tokens / line["tokens_per_s"] for line in lines), 1),
         "tokens_per_s": round(statistics.median(line["tokens_per_s"] for line in lines[COMPILING:])),
@@ -92,10 +93,18 @@ def with_rate(found: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
     return found | {"arm": at_rate(found["arm"], settings.lr, USUAL_RATES[settings.optimizer])}
 
 
-def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = ()) -> str:
+def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
-    return " ".join(filter(None, (_recipes(settings, starts), optimizer, _states(settings), stored)))
+    of_before = "E4M3" if any(map(_has_signed_squares, rows)) else ""
+    return " ".join(filter(None, (_recipes(settings, starts), optimizer, of_before, _states(settings), stored)))
+
+
+def _has_signed_squares(row: Mapping[str, Any]) -> bool:
+    """Whether a parameter's second moment is in E4M3, as those of 8 bits were until 2026-11-27: as large as the first,
+    whose scales take four bytes and not one."""
+    sizes = row["state_sizes"]
+    return row["optimizer"].get("exp_avg_sq") == "FP8" and sizes["exp_avg_sq"] == sizes["exp_avg"]
 
 
 def _states(settings: TrainSettings) -> str:

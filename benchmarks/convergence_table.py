@@ -5,7 +5,8 @@
 Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
 difference is from the arm bf16 of the same seed, whose tokens came in the same order, and of the same optimizer and
 learning rate, where there is one; of several seeds the mean, with the least and the most. What bf16 itself differs by
-from seed to seed stands above the table. Tokens a second and peaks are those of the arm's last record.
+from seed to seed stands above the table. Tokens a second and peaks are those of
+the arm's last record that has them.
 """
 
 from __future__ import annotations

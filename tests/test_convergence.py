@@ -83,6 +83,14 @@ def test_runs_of_the_train_command_are_arms(corpus, tmp_path):
     changed = [{"step": step, "recipe": recipe} for step, recipe in starts]
     write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}} | start for start in changed])
     assert convergence_runs.record(corpus, folder.path)["arm"] == "nvfp4, block from 80 % lean8"
+    rows = [
+        {"optimizer": {"exp_avg_sq": "FP8"}, "state_sizes": {"exp_avg": 132, "exp_avg_sq": size}} for size in (129, 132)
+    ]
+    for of_now, row in zip((True, False), rows, strict=True):
+        kept = json.loads(folder.parameters.read_text()) | {"rows": [row]}
+        folder.parameters.write_text(json.dumps(kept))
+        assert convergence_runs.record(corpus, folder.path)["arm"].endswith("% lean8" if of_now else "% E4M3 lean8")
+    folder.parameters.write_text(json.dumps({"parameter": kept["parameter"]}))
     write(folder.starts, [{"environment": {"device": "NVIDIA H200", "torch": "2.11.0"}}])
     (tmp_path / "lines.jsonl").write_text(json.dumps(found) + "\n")
     [(trained, arms)] = convergence_table.read(tmp_path / "lines.jsonl").items()
@@ -265,13 +273,14 @@ def test_runs_that_shared_a_gpu_tell_no_times(tmp_path, monkeypatch, capsys):
         convergence_runs.main()
         told.append(json.loads(capsys.readouterr().out))
     assert told[0].keys() - told[1].keys() == {"seconds", "tokens_per_s"} and told[0] | told[1] == told[0]
-    groups = records(tmp_path, {}, {"seed": 1}, *({"arm": "block", "seed": seed} for seed in range(2)))
+    rates = ({"arm": "block", "seed": seed, "tokens_per_s": 100 + seed} for seed in range(2))
+    groups = records(tmp_path, {}, {"seed": 1}, *rates)
     [(trained, arms)] = groups.items()
     convergence_table.add(groups, told[1] | {"arm": "block", "seed": 2})
     convergence_table.add(groups, told[1] | {"arm": "shared", "seed": 2})
     lines = list(convergence_table.table(trained, arms))
     assert lines[-1] == "| shared | 2.0100 | - | 14.00 | 7.0 | - | 1 |"
-    assert any(line.startswith("| block | 2.0033 | +0.00") and line.endswith("| 7.0 | 100 | 3 |") for line in lines)
+    assert any(line.startswith("| block | 2.0033 | +0.00") and line.endswith("| 7.0 | 101 | 3 |") for line in lines)
 
 
 def test_an_arm_is_compared_with_bf16_of_its_optimizer_and_rate():
@@ -282,6 +291,22 @@ def test_an_arm_is_compared_with_bf16_of_its_optimizer_and_rate():
         "current muon at 0.004": "bf16",
     }  # fmt: skip
     assert {name: convergence_table.reference_of(name, arms) for name in found} == found
+
+
+def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
+    def of(corpus, heldout, *arms, seeds=1):
+        return [{"arm": arm, "corpus": corpus, "heldout": heldout, "seed": at} for at in range(seeds) for arm in arms]
+
+    few, many = ("bf16", "current"), ("bf16", "current", "nvfp4")
+    for groups, loss in (
+        ((of("a", 2.0, *many), of("b", 3.0, *few, seeds=9)), "2.000"),
+        ((of("a", 2.0, *many), of("b", 3.0, *many, seeds=2)), "3.000"),
+        ((of("a", 2.0, *many, seeds=2), of("b", 3.0, *many)), "2.000"),
+    ):
+        lines = list(convergence_table.costs(records(tmp_path, *(each for group in groups for each in group))))
+        assert [line.split("|")[-2].strip() for line in lines[2:6]] == [
+            loss, "not yet run", f"{loss} (+0.00 %)", f"{loss} (+0.00 %)"
+        ]  # fmt: skip
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

@@ -26,6 +26,7 @@ from quantshard.trainer.models import huggingface
 from quantshard.trainer.optimizer import muon_head
 from quantshard.trainer.settings.mesh import TP, MeshSpec
 from quantshard.trainer.settings.optimizer_states import (
+    FLOAT32_STATES,
     MASTER_DTYPES,
     MOMENT_DTYPES,
     STATE_SETTINGS,
@@ -111,7 +112,7 @@ def plan(
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
     ] = None,
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}")
+        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
     ] = None,
     no_master_weights: Annotated[bool, typer.Option("--no-master-weights", help="no masters")] = False,
     master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,

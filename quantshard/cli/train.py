@@ -29,6 +29,7 @@ from quantshard.trainer.settings.optimizer_states import (
     FLOAT32_STATES,
     above_file,
     below_flags,
+    decided_names,
     dropped_preset,
     float_momentum,
     of_preset,
@@ -114,7 +115,7 @@ def train(
             say(told)
         if not launch.is_worker() and (told := float_momentum(own, settings)):
             say(told)
-    settings, given = settings.resolved(), tuple(values)
+    settings, given = settings.resolved(), decided_names(values)
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
         worker.main(run, replace(order, new=asdict(settings), given=given))

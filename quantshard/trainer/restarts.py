@@ -16,7 +16,13 @@ from typing import Any
 from quantshard.errors import ConfigurationError
 from quantshard.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.trainer.settings.mesh import MeshSpec
-from quantshard.trainer.settings.optimizer_states import STATE_SETTINGS, as_settings, with_states
+from quantshard.trainer.settings.optimizer_states import (
+    FLOAT32_STATES,
+    STATE_SETTINGS,
+    as_settings,
+    named_preset,
+    with_states,
+)
 from quantshard.trainer.settings.schema import shown_value
 
 CHANGEABLE = frozenset(
@@ -43,7 +49,7 @@ _PLACES = frozenset("model init_from data heldout_data tokenizer token_cache che
 def recorded(settings: TrainSettings) -> dict[str, Any]:
     """Settings as a start of the run records them."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
-    return found
+    return found | {"preset": named_preset(settings.preset)}
 
 
 def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -109,8 +115,13 @@ def overrides(
         if name not in CHANGEABLE:
             since = " or resumed" if name in _RESUMED else ""
             raise ConfigurationError(
-                f"{run} was started{since} with {name} = {shown_value(was)}, and --auto-resume goes on with it, but "
-                f"{name} = {shown_value(value)} is given; give what it was, or name another --run"
+                f"{run} was started{since} with {name} = {_shown(name, was)}, and --auto-resume goes on with it, but "
+                f"{name} = {_shown(name, value)} is given; give what it was, or name another --run"
             )
         found[name] = list(value) if isinstance(value, tuple) else value
     return found | {name: getattr(now, name) for name in _ALWAYS}
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting's value, as one would give it."""
+    return shown_value(FLOAT32_STATES if name == "preset" and not value else value)

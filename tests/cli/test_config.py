@@ -15,6 +15,7 @@ from quantshard.trainer.settings.optimizer_states import (
     above_file,
     as_settings,
     below_flags,
+    decided_names,
     dropped_preset,
     float_momentum,
 )
@@ -277,6 +278,28 @@ def test_a_run_of_an_earlier_release_goes_on_though_it_says_less_of_masters():
         ConfigurationError, match=r"started or resumed with master_dtype = 'float32', .* 'float16' is given"
     ):
         overrides("run", before, replace(now, master_dtype="float16"), ["master_dtype"], 1)
+
+
+def test_float32_states_are_refused_where_a_run_has_others(tmp_path):
+    """Asked for by `none`, whether the run's are those of a preset, or of settings of their own, or there are no
+    masters; a run that has them goes on, and what stands in its file may be either word."""
+    given = decided_names({"preset": "none", "steps": 4})
+    now = TrainSettings(preset="none").resolved()
+    assert now.preset == "" and overrides("run", TrainSettings().resolved(), now, given, 1)["device"] == now.device
+    for other, says in (
+        ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype = 'fp8', .* exp_avg_dtype = 'float32' is given"),
+        ({"master_weights": False}, "master_weights = False, .* master_weights = True is given"),
+        ({"preset": "lean8"}, "exp_avg_dtype = 'fp8', .* exp_avg_dtype = 'float32' is given"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            overrides("run", TrainSettings(**other).resolved(), now, given, 1)
+    lean = TrainSettings(preset="lean8").resolved()
+    with pytest.raises(ConfigurationError, match=r"with preset = 'none', .* preset = 'lean8' is given"):
+        overrides("run", now, lean, decided_names({"preset": "lean8"}), 1)
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    (tmp_path / "config.toml").write_text(to_toml(now, tables).replace('preset = ""', 'preset = "none"'))
+    found = RunDir(tmp_path).read_config()[0]
+    assert found.preset == "none" and edited("it", found, [{"settings": recorded(now)}]) == ()
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -66,6 +66,8 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
         shown = json.loads(quantshard(*arguments, "--json").stdout)
         [row] = [each for each in shown["rows"] if each["name"] == "layers.0.self_attention.proj.weight"]
         assert row["optimizer"] == AS_LEAN6 and shown["parameter"]["preset"] == "lean6"
+    without = json.loads(quantshard("plan", runs["named"], "--preset", "none", "--json").stdout)["parameter"]
+    assert without["master"] == 4 and without["moments"] == 8 and not without["preset"]
     without = json.loads(quantshard("plan", runs["without"], "--json").stdout)["parameter"]
     assert without["master"] == 0 and without["moments"] == 8 and not without["preset"]
 
@@ -74,6 +76,9 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     one_line(
         quantshard(*again, "--preset", "lean8"),
         "was started or resumed with preset = 'lean6', .* preset = 'lean8' is given",
+    )
+    one_line(
+        quantshard(*again, "--preset", "none"), "with exp_avg_dtype = 'fp8', .* exp_avg_dtype = 'float32' is given"
     )
     one_line(quantshard(*again, "--exp-avg-sq-dtype", "fp8"), "exp_avg_sq_dtype = 'bfloat16', .* 'fp8' is given")
     assert quantshard(*again, "--preset", "lean6").returncode == 0

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,19 @@ SPILLED = {
 }  # fmt: skip
 """Bytes, by version of Triton; more programs beside each other are worth them."""
 
-WAITS = {"Adam, delayed, FP8 moments": 18}
-"""At most, of its first kernel. A comparison for each value that is decoded makes 22 or 23 of the 16 or 17: a step took
-1.36 times as long on an H200."""
+WAITS = {"Adam, delayed, FP8 moments": (18, 20), "Adam, delayed, lean8": (10, 15, 20, 20)}
+"""At most, of the kernels of a step: of aligned tensors and of others; with masters beside codes of the pass that
+measures and then of the one that stores. With a comparison for each value that is decoded the last of these wait 22 and
+25 times, and 23 to 33: a step with FP8 moments took 1.36 times as long on an H200."""
 
 
-def compiled(cache: Path, *options: str) -> list[dict[str, Any]]:
-    """What the kernels of the chosen cases become, by a program without the interpreter."""
+def compiled(cache: Path, *options: str, cases: Iterable[str] = CHOSEN) -> list[dict[str, Any]]:
+    """What the kernels of some cases become, by a program without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
     script = str(ROOT / "tests" / "kernels" / "hopper.py")
     done = subprocess.run(
-        [sys.executable, script, "--once", *options, *dict.fromkeys(CHOSEN)],
+        [sys.executable, script, *options, *dict.fromkeys(cases)],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -85,7 +86,10 @@ def compiled(cache: Path, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.exhaustive
 def test_sizes_of_one_compile(tmp_path: Path) -> None:
     """Triton makes constants of them, on which less can be called than on numbers; its interpreter does not."""
-    assert {line["kernel"] for line in compiled(tmp_path, "--shape", "1", "1")} >= {"error_kernel", "values_kernel"}
+    assert {line["kernel"] for line in compiled(tmp_path, "--once", "--shape", "1", "1")} >= {
+        "error_kernel",
+        "values_kernel",
+    }
 
 
 @pytest.mark.exhaustive
@@ -94,13 +98,12 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
 
     Every kernel of the registry is among them, but for those that long rows, other blocks and other steps take.
     """
-    found = compiled(tmp_path)
+    found = compiled(tmp_path, "--once")
     spilled = SPILLED.get(".".join(triton.__version__.split(".")[:2]), {})
     show("\n".join(f"{line['case']}: {line['kernel']}, {line['registers']} registers" for line in found))
     for line in found:
         case, kernel = line["case"], line["kernel"]
         assert line["spilled"] <= spilled.get(case, 0), (case, kernel)
-        assert kernel != "step_kernel" or line["waits"] <= WAITS.get(case, line["waits"]), (case, line["waits"])
         assert line["fused multiply-adds"] == FUSED.get(kernel, 0), (case, kernel)
         assert line["approximate divisions"] == 0, (case, kernel)
         widths = BYTES.get(case) or BYTES.get(kernel, (16, 16))
@@ -111,3 +114,16 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
         "backward_pieces_kernel", "corrections_kernel", "expert_amax_kernel", "quantize_blocks_kernel",
         "weights_by_blocks_kernel",
     }  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_a_step_loads_all_that_it_reads_before_it_waits(tmp_path: Path, show: Callable[[str], None]) -> None:
+    """But for the addresses of it, and what a pass reads after it has drawn random words."""
+    found = compiled(tmp_path, cases=WAITS)
+    waits = {
+        case: [each["waits"] for each in found if (each["case"], each["kernel"]) == (case, "step_kernel")]
+        for case in WAITS
+    }
+    show("\n".join(f"{case}: {', '.join(map(str, counts))} waits" for case, counts in waits.items()))
+    for case, bounds in WAITS.items():
+        assert len(waits[case]) == len(bounds) and all(map(int.__le__, waits[case], bounds)), (case, waits[case])

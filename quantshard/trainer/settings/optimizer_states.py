@@ -79,6 +79,11 @@ def named_preset(preset: str) -> str:
     return "" if preset == FLOAT32_STATES else preset
 
 
+def decided_names(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of settings that were given, and of those that `FLOAT32_STATES` among them decides."""
+    return (*given, *(STATE_SETTINGS if given.get("preset") == FLOAT32_STATES else ()))
+
+
 def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What settings ask for, as options have it."""
     return {
