@@ -1,5 +1,6 @@
 """The corpus and its windows: what is read, in which order, and that a change of the data is seen."""
 
+import gzip
 import sysconfig
 import time
 from dataclasses import replace
@@ -27,7 +28,7 @@ from quantshard.trainer.data import windows as windows_module
 def folder(tmp_path):
     root = tmp_path / "texts"
     (root / "b").mkdir(parents=True)
-    for name, content in {"b/2.txt": b"defgh", "a.txt": b"abc", "b/1.txt": b"", "c": bytes(range(200))}.items():
+    for name, content in {"b/2.txt": b"defgh", "a.txt": b"abc", "b/1.txt": b"", "c": bytes(range(1, 101)) * 2}.items():
         (root / name).write_bytes(content)
     (root / ".hidden").write_text("no")
     return root
@@ -213,7 +214,7 @@ def mixed(tmp_path):
     for name, low in (("a", 0), ("b", 100), ("kept", 200)):
         (tmp_path / name).write_bytes(bytes(range(low, low + 50)) * 20)
     like = Corpus((), weights=(0.75, 0.25))
-    return collect([str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "kept")], like=like)
+    return collect([str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "kept")], like=like, data_format="text")
 
 
 def test_sources_are_drawn_by_weight_on_any_number_of_processes(mixed):
@@ -296,3 +297,27 @@ def wait_until(true):
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (gzip.compress(b"a text"), "packed by gzip"),
+        (b"PK\x03\x04 and more", "packed by zip"),
+        ("a text".encode("utf-16-le"), "no text in UTF-8; to train"),
+        (b"\x93NUMPY", "no text in UTF-8; to train"),
+        (b"text, and then " * 3000 + b"\xff", "no text in UTF-8; to train"),
+    ],
+)
+def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content, says):
+    """Named, in a folder, or held out; its bytes are data where that is asked for."""
+    (tmp_path / "texts").mkdir()
+    odd, good = tmp_path / "texts" / "odd.txt", tmp_path / "good.txt"
+    odd.write_bytes(content)
+    good.write_bytes(b"a" * 65535 + "\u00e9".encode())  # a letter across the end of what is looked at
+    for paths, heldout in (([str(odd)], []), ([str(odd.parent)], []), ([str(good)], [str(odd)])):
+        with pytest.raises(ConfigurationError, match=r"odd\.txt is no text in UTF-8.*--data-format text") as caught:
+            collect(paths, heldout)
+        assert says in str(caught.value)
+    assert collect([str(good)]).tokens == 65535 + 2 + 1
+    assert collect([str(odd.parent)], data_format="text").tokens == len(content) + 1

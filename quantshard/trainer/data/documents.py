@@ -14,6 +14,7 @@ comparison is not told: of a file it says at most whether it is the one that the
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 import re
@@ -35,6 +36,10 @@ TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": n
 """How token files store a token, little endian."""
 
 CHUNK_BYTES = 1 << 20
+_LOOKED_AT = 1 << 16
+_PACKED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+"""What files of packers begin with."""
+
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
 _SOURCE = re.compile(r"([0-9]{1,9}) files?, weight ([0-9.e+-]{1,30})")
 
@@ -256,6 +261,30 @@ def read_document(path: Path, size: int, dtype: str = "", header: int = 0, vocab
     if changed:
         raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
     return Document(path, size, digest.hexdigest(), dtype, header)
+
+
+def check_text(path: Path) -> None:
+    """See that a file looks like text in UTF-8, by its first bytes: what is packed, or made for a program, would be
+    trained on byte by byte.
+
+    Raises:
+        ConfigurationError: it does not, or cannot be read.
+    """
+    try:
+        with open_regular(path, follow=True) as file:
+            head = file.read(_LOOKED_AT)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    packer = next((packer for magic, packer in _PACKED.items() if head.startswith(magic)), "")
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        text = "\0"
+    if packer or "\0" in text:
+        raise ConfigurationError(
+            f"the data file {path} is no text in UTF-8{f' but packed by {packer}: unpack it' if packer else ''}; to "
+            "train on its bytes as they are, say --data-format text"
+        )
 
 
 def _check_tokens(path: Path, content: bytes, at: int, dtype: str, header: int, vocabulary: int) -> None:

@@ -1,7 +1,7 @@
 """Where data are, and of which kind: texts, JSON lines, parquet, a saved Hugging Face dataset, or tokens.
 
 What a path is follows from its name and from what lies in it, never from what a file says: nothing is read here but
-names and lengths, and whether a folder's README describes a dataset.
+names and lengths, whether a folder's README describes a dataset, and whether a text begins as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 from quantshard.terminal import inputs
-from quantshard.trainer.data.documents import unreadable
+from quantshard.trainer.data.documents import check_text, unreadable
 
 TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "dataset", "raw tokens", "token shards"
 """The kinds of sources."""
@@ -63,12 +63,16 @@ def find(paths: Sequence[str], data_format: str = "auto") -> list[DataSource]:
 
     Raises:
         ConfigurationError: a path is missing or cannot be read, is no regular file, holds files of several kinds, or
-            nothing at all.
+            nothing at all; or a file without a suffix of another kind is no text.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
         return [_source(library, TEXT, _library_sources(library))]
-    return [_found(Path(path).absolute(), data_format) for path in paths]
+    found = [_found(Path(path).absolute(), data_format) for path in paths]
+    for source in found if data_format == "auto" else ():
+        for file, _ in source.files if source.kind == TEXT else ():
+            check_text(file)
+    return found
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:

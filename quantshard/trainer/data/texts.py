@@ -121,8 +121,8 @@ def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
                     waiting = ""
     except UnicodeDecodeError:
         raise ConfigurationError(
-            f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes "
-            "without --tokenizer"
+            f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes, "
+            "without --tokenizer and by --data-format text"
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
