@@ -16,6 +16,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.observe.patterns import counted_name, pattern_groups
 from quantshard.state_cells import STATE_SCALE_SUFFIXES, scaled_state
+from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.terminal import inputs
 from quantshard.terminal.screen import complain, say, say_whole
 
@@ -146,7 +147,10 @@ def _with_values(comparison: Comparison) -> Comparison:
         if is_part and one is not None and two is not None and one.shape == two.shape:
             if owner not in values:
                 values[owner] = largest_difference(a.values(one), b.values(two))
-            entry = replace(entry, largest=values[owner])
+            if name == owner + FORMAT_SUFFIX:  # bytes of a name
+                entry = replace(entry, what=f"{one.tag} and {two.tag}", count=0)
+            else:
+                entry = replace(entry, largest=values[owner])
         found.append(entry)
     return replace(comparison, differences=tuple(found))
 

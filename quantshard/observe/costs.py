@@ -62,7 +62,8 @@ def shared(fmt: Format, shard: Shard, mesh: Mapping[str, int], placements: Seque
     """What sharing blocks costs the rank of `shard`; `mesh`: axis -> size, with one entry of `placements` each."""
     parts = [part for part in _scales(fmt) if shard.shares_blocks(part)]
     shapes = [shard.component_shape(part) for part in parts]
-    reduced = sum(rows * cols * _AMAX_BYTES for rows, cols in shapes)
+    others = any(size > 1 for size, place in zip(mesh.values(), placements, strict=True) if place != REPLICATED)
+    reduced = sum(rows * cols * _AMAX_BYTES for rows, cols in shapes) if others else 0
     blocks = [part for part in parts if ALL not in part.covers]  # the scale of a whole tensor is one, and no block's
     note = warning = ""
     if blocks:

@@ -444,6 +444,18 @@ def test_differences_of_codes_are_not_given_as_values(preset, tmp_path):
     assert "master_param_low: " in said and "by at most" not in said.partition("master_param_low: ")[2].splitlines()[0]
 
 
+def test_formats_of_weights_are_told_by_their_names(tmp_path):
+    """Their entries are bytes of a name, and no values."""
+    for recipe in ("current", "mxfp8"):
+        with qs.quantized_model_init(recipe=recipe):
+            save(tmp_path / recipe, nn.ModuleList([qs.Linear(64, 96, bias=False, params_dtype=torch.bfloat16)]), None)
+    told = json.loads(command(tmp_path / "current", tmp_path / "mxfp8", "--json").stdout)["differences"]
+    entry = next(each for each in told if each["key"] == "model.0.weight_format")
+    assert entry["what"] == "fp8_e4m3 and mxfp8_32x32" and entry["largest"] is None and not entry["count"]
+    said = command(tmp_path / "current", tmp_path / "mxfp8").stdout
+    assert "  model.0.weight_format: fp8_e4m3 and mxfp8_32x32\n" in said and "by at most" in said
+
+
 def test_states_in_two_formats_are_compared_by_value(tmp_path, monkeypatch):
     """An earlier version's second moments, saved again as they are stored now, are equal; others are named."""
     with monkeypatch.context() as patch:

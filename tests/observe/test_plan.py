@@ -246,6 +246,11 @@ def test_reshard_after_forward(recipe, reshard):
 # ------------------------------------------------------------------------------------------------- by hand, and errors
 
 
+def test_one_rank_reduces_no_amaxes():
+    for mesh, reduced in (({}, 0), ({"dp_shard": 1}, 0), ({"dp_replicate": 2, "dp_shard": 1}, 0), ({"dp_shard": 2}, 4)):
+        assert qs.plan(single("current", 64, 64), mesh).rows[0].reduced_bytes == reduced
+
+
 def test_a_weight_by_hand():
     """256 x 64 in blocks of 32 x 32 over 16 ranks: 16 rows each, so two ranks share each of the 8 x 2 blocks."""
     report = qs.plan(single("mxfp8", 256, 64), {"dp_shard": 16}, rank=5)
