@@ -359,7 +359,9 @@ def _announce(
     if restored is not None:
         note(f"resumed after step {done}, from {restored.path}")
         if restored.requantized:
-            note(f"{restored.requantized}; losses go on from other numbers than were saved")
+            goes_on = "losses go on from other numbers than were saved"
+            ends = "no step is left that would save it: ask for more with --steps, or save it elsewhere with --copy-to"
+            note(f"{restored.requantized}; {goes_on if done < task.settings.steps else ends}")
 
 
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:

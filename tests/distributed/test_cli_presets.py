@@ -83,6 +83,10 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     one_line(quantshard(*again, "--exp-avg-sq-dtype", "fp8"), "exp_avg_sq_dtype = 'bfloat16', .* 'fp8' is given")
     assert quantshard(*again, "--preset", "lean6").returncode == 0
 
+    # Of a run that is at its end nothing is saved anew
+    told = quantshard("resume", runs["spelled"], "--preset", "none")
+    assert told.returncode == 0 and "no step is left that would save it: ask for" in " ".join(told.stdout.split())
+
     # And gone over to by its name
     one_line(quantshard("resume", runs["without"], "--preset", "leen6"), "did you mean 'lean6'.*, none$")
     told = quantshard("resume", runs["without"], "--preset", "lean8", "--steps", 4)

@@ -271,6 +271,10 @@ def test_another_recipes_weight_is_refused_by_name(stored, asked):
     assert isinstance(caught.value, ValueError)
     assert "Linear.weight" in str(caught.value)
     assert repr(asked) in str(caught.value)
+    model = torch.nn.Sequential(torch.nn.Identity(), layer)
+    with pytest.raises(RecipeMismatchError, match=r"^1\.weight is stored as .* give it the one by which the weights"):
+        with autocast(recipe=asked):
+            model(data())
     for cell in (recipes.resolve(stored).weight, recipes.resolve(asked).weight):
         assert cell is not None and cell.format.name in str(caught.value)
 

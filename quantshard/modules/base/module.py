@@ -404,7 +404,7 @@ class QuantizedModule(RecipeModule):
             self.register_buffer(name, found := _empty_history(length, device))
         if found.numel() != length:
             raise RecipeMismatchError(
-                f"{type(self).__name__}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
+                f"{context_warnings.name_of(self)}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
                 f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
             )
         return found
@@ -414,7 +414,7 @@ class QuantizedModule(RecipeModule):
         length, history = recipe.weight.scaling.history if recipe.weight else 0, state.get(AMAX_HISTORY)
         if history is not None and history.numel() != length:
             raise RecipeMismatchError(
-                f"{type(self).__name__}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
+                f"{context_warnings.name_of(self)}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
                 f"{recipe.name!r} asks for {length}; use one recipe object for both"
             )
         if history is None or state is self._born_states.get(weight):
@@ -426,11 +426,11 @@ class QuantizedModule(RecipeModule):
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
         if taken:
-            raise limits.fallback_error(taken, f"{type(self).__name__}.{name}")
+            raise limits.fallback_error(taken, f"{context_warnings.name_of(self)}.{name}")
 
     def _warn_of_late_history(self, name: str) -> None:
         if self.training:
-            warnings.warn(f"{type(self).__name__}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
+            warnings.warn(f"{context_warnings.name_of(self)}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
         """Raise unless a weight can be multiplied with in this call, by an input on `device`.
@@ -444,9 +444,9 @@ class QuantizedModule(RecipeModule):
         recipe, stored = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
         if stored is not None and stored.is_stale:
             raise ConfigurationError(
-                f"{type(self).__name__}.{name} was gathered by FSDP before its last update, so this forward would use "
-                "old values; let FSDP free it after the last backward of a step (set_reshard_after_backward(True)), or "
-                "call reshard() on the FSDP-wrapped module after optimizer.step()"
+                f"{context_warnings.name_of(self)}.{name} was gathered by FSDP before its last update, so this forward "
+                "would use old values; let FSDP free it after the last backward of a step (set_reshard_after_backward"
+                "(True)), or call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
         if stored is not None and stored.gathered:
             stored.check_captured(f"{type(self).__name__}.{name}")
@@ -460,8 +460,8 @@ class QuantizedModule(RecipeModule):
         if cell not in (recipe.weight, None) and recipe.table:
             wanted = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
-                f"{type(self).__name__}.{name} is stored as {cell}, but autocast's recipe "
-                f"{recipe.name!r} wants {wanted}; use one recipe object for quantized_model_init and autocast"
+                f"{context_warnings.name_of(self)}.{name} is stored as {cell}, but autocast's recipe "
+                f"{recipe.name!r} wants {wanted}; give it the one by which the weights were made"
             )
         if weight.is_meta:
             self._check_place(name, weight, device)

@@ -10,7 +10,7 @@ import torch
 
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
-from quantshard.presets import MUON, PRESETS, StateOptions, check_preset
+from quantshard.presets import MUON, PRESETS, StateOptions
 from quantshard.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
@@ -58,7 +58,9 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
         ConfigurationError: there is no such preset, or a setting contradicts it or another.
     """
     preset = named_preset(preset)
-    options = check_preset(f"preset = {shown_value(preset)}", preset) if preset else StateOptions()
+    if preset:
+        _check_name(f"preset = {shown_value(preset)}", preset)
+    options = PRESETS[preset] if preset else StateOptions()
     given = _given(preset, settings)
     for name in _contradicting(options, given) if preset else ():
         raise ConfigurationError(
@@ -77,6 +79,15 @@ def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
 def named_preset(preset: str) -> str:
     """A preset's name, "" for `FLOAT32_STATES`."""
     return "" if preset == FLOAT32_STATES else preset
+
+
+def _check_name(where: str, preset: str) -> None:
+    known = [*PRESETS, FLOAT32_STATES]
+    if preset not in known:
+        raise ConfigurationError(
+            f"{where}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} and, for float32 "
+            f"masters and moments, {FLOAT32_STATES}"
+        )
 
 
 def decided_names(given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -121,13 +132,7 @@ def of_preset(preset: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: there is no such preset.
     """
-    if preset != FLOAT32_STATES:
-        known = [*PRESETS, FLOAT32_STATES]
-        if preset not in known:
-            raise ConfigurationError(
-                f"--preset {preset!r}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} "
-                f"and, for float32 masters and moments, {FLOAT32_STATES}"
-            )
+    _check_name(f"--preset {preset!r}", preset)
     decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
     return {"preset": named_preset(preset), "master_weights": True, **decided}
 
