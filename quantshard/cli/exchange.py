@@ -95,7 +95,8 @@ def import_(
 ) -> None:
     """Write a checkpoint of quantized weights from safetensors of any layout, or in high precision.
 
-    The checkpoint holds the model alone; `quantshard.layouts.load` loads into a model of yours, sharded, too.
+    The checkpoint holds the model alone, by the names of quantshard's own decoder, which train has without --model;
+    `quantshard.layouts.load` loads into a model of yours, sharded, too.
     """
     if is_taken(out):
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
@@ -116,7 +117,7 @@ def import_(
         checkpoints.save(out, model, None, {"recipe": recipe_name})
     copied = _copy_beside(folder, out)
     say(*done.lines(), *copied)
-    say(f"wrote {out}, the model's weights by recipe {recipe_name!r}")
+    say(f"wrote {out}, weights of quantshard's own decoder by recipe {recipe_name!r}")
 
 
 def _copy_beside(folder: Path, out: str) -> list[str]:

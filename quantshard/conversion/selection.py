@@ -144,7 +144,7 @@ def _own(module: nn.Linear) -> list[str]:
 def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str:
     if filter is not None:
         chosen = filter(module, name) if callable(filter) else any(matches(pattern, name) for pattern in filter)
-        return "" if chosen else "not chosen by the filter"
+        return "" if chosen else getattr(filter, "leaves_out", "not chosen by the filter")
     last = name.rsplit(".", 1)[-1]
     if is_head or last in HEADS:
         return "the head; a filter that matches it converts it too"

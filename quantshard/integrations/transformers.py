@@ -137,6 +137,9 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
 class _NameFilter:
     """A filter of `convert` that takes these very layers."""
 
+    leaves_out = "not quantized in the files"
+    """What is said of others."""
+
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from quantshard.errors import QuantshardError
+from quantshard import checkpoints
+from quantshard.errors import CheckpointError, QuantshardError
 from quantshard.trainer.data import from_table
 from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
+from quantshard.trainer.models import initialization
 from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses, one_line
@@ -139,3 +143,13 @@ def test_vocabulary_of_another_tokenizer_is_named(sources: Path, tmp_path: Path)
     (tmp_path / "imported" / "config.json").write_text(json.dumps(config | {"model_type": "gemma2"}))
     line = ["train", "--run", tmp_path / "r", "--init-from", tmp_path / "imported", "--data", sources / "text.py"]
     one_line(quantshard(*line, *MORE), "model_type 'gemma2'")
+
+
+def test_names_of_another_model_beside_model_are_told_apart_from_sizes(tmp_path: Path) -> None:
+    """Sizes are no options beside `--model`, so nobody is sent to them."""
+    checkpoints.save(tmp_path / "own", nn.ModuleDict({"embedding": nn.Embedding(8, 4)}), None)
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(8, 4)})
+    for given, says in (("gpt2-small", "--init-from takes the sizes"), (str(tmp_path), "leave --model out")):
+        settings = TrainSettings(model=given, init_from=str(tmp_path / "own"))
+        with pytest.raises(CheckpointError, match=rf"own lacks embed_tokens\.weight, .*{says}"):
+            initialization.check(settings, model)

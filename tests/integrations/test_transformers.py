@@ -212,6 +212,7 @@ def test_the_native_form_brings_every_bit_back(recipe: Any, folder: Path, tmp_pa
     assert not hasattr(model.config, "quantization_config") and getattr(model, "hf_quantizer", None) is None
     found = load(tmp_path)
     assert differing(model, found) == [] and own_recipes(found) == own_recipes(model)
+    assert "not quantized in the files" in str(found.quantshard_report) and "filter" not in str(found.quantshard_report)
     assert torch.equal(model(tokens()).logits, found(tokens()).logits)
     found.save_pretrained(tmp_path / "again")
     assert differing(found, load(tmp_path / "again")) == []

@@ -79,7 +79,7 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
         try:
             check_safetensors(source, model)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_of_its_own(settings) or _WAYS_OUT}") from None
+            raise CheckpointError(f"{error}; {_of_its_own(settings) or _ways_out(settings)}") from None
 
 
 def _of_its_own(settings: TrainSettings) -> str:
@@ -92,10 +92,17 @@ def _of_its_own(settings: TrainSettings) -> str:
     )
 
 
-_WAYS_OUT = (
-    "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, load "
-    "into it by quantshard.layouts.load"
-)
+def _ways_out(settings: TrainSettings) -> str:
+    """What to do where names or sizes are those of another model."""
+    if settings.is_by_sizes:
+        return (
+            "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, "
+            "load into it by quantshard.layouts.load"
+        )
+    return (
+        "--init-from takes the names of the --model here, and what quantshard import has written, or train without "
+        "--model, has those of quantshard's own decoder: leave --model out, or name the safetensors themselves"
+    )
 
 
 def _is_checkpoint(source: str) -> bool:
@@ -114,11 +121,11 @@ def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) ->
     for name, param in model.named_parameters():
         if name not in held:
             other = _first_other(held, model)
-            raise CheckpointError(f"{source} lacks {name}, which this model has; {other}{_WAYS_OUT}")
+            raise CheckpointError(f"{source} lacks {name}, which this model has; {other}{_ways_out(settings)}")
         weight, quantized = held[name], components.quantized_local(param)
         if weight.shape != tuple(param.shape):
             raise CheckpointError(
-                f"{source}: {name} is {list(weight.shape)} there, and {list(param.shape)} here; {_WAYS_OUT}"
+                f"{source}: {name} is {list(weight.shape)} there, and {list(param.shape)} here; {_ways_out(settings)}"
             )
         tag = None if quantized is None else quantized.quantized_storage.cell.tag
         if weight.tag != tag:
@@ -128,7 +135,7 @@ def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) ->
                 "it and change it by quantshard resume --recipe"
             )
     if len(held) > len(dict(model.named_parameters())):
-        raise CheckpointError(f"{source}: {_first_other(held, model)}{_WAYS_OUT}")
+        raise CheckpointError(f"{source}: {_first_other(held, model)}{_ways_out(settings)}")
 
 
 def _first_other(held: dict[str, Any], model: nn.Module) -> str:
