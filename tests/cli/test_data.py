@@ -302,12 +302,13 @@ def wait_until(true):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (gzip.compress(b"a text"), "packed by gzip"),
+        (gzip.compress(b"a text", mtime=0), "packed by gzip"),
         (b"PK\x03\x04 and more", "packed by zip"),
         ("a text".encode("utf-16-le"), "no text in UTF-8; to train"),
         (b"\x93NUMPY", "no text in UTF-8; to train"),
         (b"text, and then " * 3000 + b"\xff", "no text in UTF-8; to train"),
     ],
+    ids=["gzip", "zip", "UTF-16", "NumPy", "later"],
 )
 def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content, says):
     """Named, in a folder, or held out; its bytes are data where that is asked for."""
