@@ -93,7 +93,9 @@ def with_rate(found: dict[str, Any], settings: TrainSettings) -> dict[str, Any]:
     return found | {"arm": at_rate(found["arm"], settings.lr, USUAL_RATES[settings.optimizer])}
 
 
-def _arm(settings: TrainSettings, starts: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+def _arm(
+    settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = (), rows: Sequence[Mapping[str, Any]] = ()
+) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
     stored = "fp8-activations" if settings.stores_codes else ""
     of_before = "E4M3" if any(map(_has_signed_squares, rows)) else ""

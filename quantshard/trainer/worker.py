@@ -293,7 +293,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
             run.write(run.parameters, table.to_json())
-        _announce(run, task, place, trainer, table, restored)
+        _announce(run, task, place, trainer, table, restored, saves=done < task.settings.steps or bool(order.copy_to))
         if order.copy_to:
             trainer.save_to(order.copy_to, done)
             trainer.progress.note(f"saved again, from this mesh, in {order.copy_to}")
@@ -338,7 +338,14 @@ def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trai
 
 
 def _announce(
-    run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, table: Report, restored: Restored | None
+    run: RunDir,
+    task: RunSetup,
+    place: ProcessInfo,
+    trainer: Trainer,
+    table: Report,
+    restored: Restored | None,
+    *,
+    saves: bool,
 ) -> None:
     note = trainer.progress.note
     trainer.progress.report(table.summary(f"{MORE}, and {run.parameters.name} in the run's folder has every parameter"))
@@ -361,7 +368,7 @@ def _announce(
         if restored.requantized:
             goes_on = "losses go on from other numbers than were saved"
             ends = "no step is left that would save it: ask for more with --steps, or save it elsewhere with --copy-to"
-            note(f"{restored.requantized}; {goes_on if done < task.settings.steps else ends}")
+            note(f"{restored.requantized}; {goes_on if saves else ends}")
 
 
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:

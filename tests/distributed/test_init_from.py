@@ -149,7 +149,7 @@ def test_names_of_another_model_beside_model_are_told_apart_from_sizes(tmp_path:
     """Sizes are no options beside `--model`, so nobody is sent to them."""
     checkpoints.save(tmp_path / "own", nn.ModuleDict({"embedding": nn.Embedding(8, 4)}), None)
     model = nn.ModuleDict({"embed_tokens": nn.Embedding(8, 4)})
-    for given, says in (("gpt2-small", "--init-from takes the sizes"), (str(tmp_path), "leave --model out")):
+    for given, says in (("gpt2-small", "--init-from takes the sizes"), (str(tmp_path), "then leave --model out")):
         settings = TrainSettings(model=given, init_from=str(tmp_path / "own"))
         with pytest.raises(CheckpointError, match=rf"own lacks embed_tokens\.weight, .*{says}"):
             initialization.check(settings, model)

@@ -411,4 +411,6 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder / "llama", other)
     result = quantshard(*line, "--model", other, "--init-from", tmp_path / "llama")
-    assert result.returncode == 1 and f"{says}--init-from takes the sizes" in result.stderr
+    assert (
+        result.returncode == 1 and f"{says}--init-from takes the names and sizes of the --model here" in result.stderr
+    )

@@ -100,8 +100,8 @@ def _ways_out(settings: TrainSettings) -> str:
             "load into it by quantshard.layouts.load"
         )
     return (
-        "--init-from takes the names of the --model here, and what quantshard import has written, or train without "
-        "--model, has those of quantshard's own decoder: leave --model out, or name the safetensors themselves"
+        "--init-from takes the names and sizes of the --model here; what quantshard import has written, or train "
+        "without --model, is of quantshard's own decoder: then leave --model out, or name the safetensors themselves"
     )
 
 
