@@ -30,6 +30,7 @@ ADAPTERS = "lora_"
 """How parts of the names of PEFT's adapters begin."""
 
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
+"""Which layers are converted. A function's attribute `leaves_out` is told as the reason of those it does not take."""
 
 _FILTER = ArgumentKind(f"{NAMES.wanted}, or a function of module and name", (*NAMES.types, Callable))
 

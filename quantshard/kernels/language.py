@@ -215,7 +215,7 @@ def only_encodable(x, E: tl.constexpr):
     if E.signed:
         return x
     else:
-        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.where(x < 0, 0.0, x)
 
 
 @triton.jit

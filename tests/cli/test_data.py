@@ -303,7 +303,7 @@ def wait_until(true):
     ("content", "says"),
     [
         (gzip.compress(b"a text", mtime=0), "packed by gzip"),
-        (b"PK\x03\x04 and more", "packed by zip"),
+        (b"PK\x03\x04\x14\x00\x08", "packed by zip"),
         ("a text".encode("utf-16-le"), "no text in UTF-8; to train"),
         (b"\x93NUMPY", "no text in UTF-8; to train"),
         (b"text, and then " * 3000 + b"\xff", "no text in UTF-8; to train"),
@@ -315,7 +315,7 @@ def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content, say
     (tmp_path / "texts").mkdir()
     odd, good = tmp_path / "texts" / "odd.txt", tmp_path / "good.txt"
     odd.write_bytes(content)
-    good.write_bytes(b"a" * 65535 + "\u00e9".encode())  # a letter across the end of what is looked at
+    good.write_bytes(b"BZh" + b"a" * 65532 + "\u00e9".encode())  # a letter across the end of what is looked at
     for paths, heldout in (([str(odd)], []), ([str(odd.parent)], []), ([str(good)], [str(odd)])):
         with pytest.raises(ConfigurationError, match=r"odd\.txt is no text in UTF-8.*--data-format text") as caught:
             collect(paths, heldout)

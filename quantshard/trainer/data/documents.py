@@ -275,12 +275,12 @@ def check_text(path: Path) -> None:
             head = file.read(_LOOKED_AT)
     except OSError as error:
         raise unreadable(path, error) from None
-    packer = next((packer for magic, packer in _PACKED.items() if head.startswith(magic)), "")
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        text = "\0"
-    if packer or "\0" in text:
+        is_text = False
+    if not is_text:
+        packer = next((packer for magic, packer in _PACKED.items() if head.startswith(magic)), "")
         raise ConfigurationError(
             f"the data file {path} is no text in UTF-8{f' but packed by {packer}: unpack it' if packer else ''}; to "
             "train on its bytes as they are, say --data-format text"
