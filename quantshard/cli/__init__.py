@@ -79,12 +79,24 @@ def app() -> typer.Typer:
 
 
 def _usage(line: str, error: Exception) -> str:
-    """What is said of an error of usage: typer's own words, what `resume` takes from the run, and whose help it is."""
+    """What is said of an error of usage: typer's own words, how an argument is given that stands here as an option,
+    what `resume` takes from the run, and whose help it is."""
     context: Any = getattr(error, "ctx", None)
     command = context.command_path if context else _command_given()
     name = getattr(error, "option_name", None)
-    near = near_setting(name) if context and command.endswith(" resume") and isinstance(name, str) else None
-    if near and near not in (flag for param in context.command.params for flag in param.opts):
+    if not context or not isinstance(name, str):
+        return f"{line} (see {command} --help)"
+    arguments = {
+        param.name: getattr(param, "metavar", None) or str(param.name).upper()
+        for param in context.command.params
+        if not any(flag.startswith("-") for flag in param.opts)
+    }
+    own = name.lstrip("-").replace("-", "_")
+    meant = arguments.get(own) or arguments.get(f"{own}s")
+    near = near_setting(name) if command.endswith(" resume") else None
+    if meant:
+        line = f"No such option: {name} (give it alone: {command} {meant})"
+    elif near and near not in (flag for param in context.command.params for flag in param.opts):
         line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"
     return f"{line} (see {command} --help)"
 

@@ -24,6 +24,7 @@ from quantshard.argument_kinds import (
     WHOLE_NUMBER,
     check_arguments,
     meant,
+    nearest,
     shown_argument,
     suggests_names,
 )
@@ -48,6 +49,8 @@ from quantshard.tensor.storage import QuantizedStorage
 
 TP = "tp"
 """The name of the mesh axis of tensor parallelism."""
+_TENSOR_PARALLELISM = ("tensor", "tensor_parallel")
+"""What others call it: no names of axes of data parallelism."""
 
 _ALONE = "alone"
 """The axis that stands for none."""
@@ -221,6 +224,11 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
+        if taken := [axis for axis in sharding_axes if nearest(axis, [TP]) or axis.lower() in _TENSOR_PARALLELISM]:
+            raise ConfigurationError(
+                f"plan: mesh axis {taken[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
+                f"of tensor parallelism {TP!r}, and others by what they are, such as 'dp_shard'"
+            )
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
             raise ConfigurationError(
                 f"plan: mesh {dict(mesh)} must have the axis that fully_shard shards over, at most one before it "

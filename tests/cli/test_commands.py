@@ -63,6 +63,16 @@ def run(monkeypatch, capsys, *arguments):
         (["train", "--run", "r", "--optimizer", "adamm"], 1, "did you mean 'adamw'? choose one of: adamw"),
         (["train", "--run", "r", "--mesh", "dp_shrd=2"], 1, "no axis 'dp_shrd'; did you mean 'dp_shard'? use dp_rep"),
         (["resume", "r", "--lrr", "1"], 2, "--lrr (--lr is one of train; resume keeps what the run has) (see quantsh"),
+        (
+            ["resume", "--run", "r"],
+            2,
+            "No such option: --run (give it alone: quantshard resume DIR) (see quantshard res",
+        ),
+        (
+            ["report", "--run", "r"],
+            2,
+            "No such option: --run (give it alone: quantshard report RUN...) (see quantshard",
+        ),
         (["resume", "r", "--mehs", "1"], 2, "--mehs (Possible options: --mesh) (see quantshard resume --help)"),
         (["plan", "r", "--lr", "1"], 2, "(see quantshard plan --help)"),
         (["resume", "r", "--recipe"], 2, "requires an argument. (see quantshard resume --help)"),

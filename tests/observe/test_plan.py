@@ -297,6 +297,12 @@ def initialized(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("axis", ["data_parallel", "dp", "fsdp", "shard", "x", "batch"])
+def test_an_axis_has_any_name_but_one_for_tensor_parallelism(axis):
+    model = Model("mxfp8", "meta")
+    assert qs.plan(model, {axis: 4}).totals == qs.plan(model, {"dp_shard": 4}).totals
+
+
 def test_planning_leaves_the_model_as_it_is():
     torch.manual_seed(1)
     model = initialized(Model("mxfp8", "cpu"))
@@ -309,6 +315,9 @@ def test_planning_leaves_the_model_as_it_is():
     ("arguments", "message"),
     [
         ({"mesh": {"tp": 2}}, "must have the axis that fully_shard shards over"),
+        ({"mesh": {"dp_shard": 2, "tpp": 2}}, "mesh axis 'tpp' would shard or replicate, as every axis but 'tp' does"),
+        ({"mesh": {"dp": 2, "TP": 2}}, "mesh axis 'TP' would shard or replicate"),
+        ({"mesh": {"dp": 2, "tensor_parallel": 2}}, "mesh axis 'tensor_parallel' would shard or replicate"),
         ({"mesh": {"a": 2, "b": 2, "c": 2}}, "at most one before it"),
         ({"mesh": {"tp": 2, "dp_shard": 2}}, "'tp' only as the last"),
         ({"mesh": {"dp_shard": 4}, "rank": 4}, "no rank 4 in a mesh of {'dp_shard': 4}, which has 4 ranks"),
