@@ -21,6 +21,7 @@ from quantshard.doctor.cases import TOO_FAR, Bound, KernelCase, agrees
 from quantshard.doctor.results import UnavailableError
 from quantshard.doctor.timing import bytes_of
 from quantshard.kernels.quantize import transpose
+from tests.memory import memory_checked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,6 +50,14 @@ def cells():
                     marks = pytest.mark.exhaustive if left else ()
                     yield pytest.param(row, name, SMALL, id=f"{name}, small", marks=marks)
             yield pytest.param(row, name, row.uneven, id=name, marks=() if chosen else pytest.mark.exhaustive)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_tensors_alone():
+    """No kernel reads or writes outside of a tensor."""
+    with memory_checked() as memory:
+        yield
+    assert memory.accesses > 0 or DEVICE.type == "cuda"
 
 
 def case_of(row, name, shape, dtype=BF16) -> KernelCase:
