@@ -171,13 +171,16 @@ def test_recipes_that_are_refused(text, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-MILLIONS = {"llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "gpt2-small": 124.4, "moe-small": 223.0}
+MILLIONS = {
+    "llama3-8b": 8030, "llama3.2-1b": 1236, "qwen3-8b": 8191, "qwen3-0.6b": 596, "smollm2-135m": 134.5,
+    "gpt2-small": 124.4, "moe-small": 223.0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_named_sizes_are_those_models(name):
     """Parameters in millions, by the cards of these models; of the tokens that they have."""
-    vocabulary = {"gpt2-small": 50257, "qwen3-8b": 151936}.get(name, 128256)
+    vocabulary = {"gpt2-small": 50257, "smollm2-135m": 49152}.get(name, 151936 if "qwen3" in name else 128256)
     settings = replace(TrainSettings(), **SIZES[name], vocabulary=vocabulary).resolved()
     settings.check()
     model = models.ModelSpec(settings).described()

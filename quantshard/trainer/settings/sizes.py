@@ -1,8 +1,9 @@
 """Sizes of known models by name: what `--model NAME` sets of the decoder that is built here. Flags go before them.
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without the scaling of its angles, which
-is for more than 8192 tokens), Qwen/Qwen3-8B and openai-community/gpt2. moe-small is a mixture of
-experts for one GPU, and nobody's: 157 million parameters beside the embedding, of which a token meets 25 million.
+is for more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
+moe-small is a mixture of experts for one GPU, and nobody's: 157 million parameters beside the embedding, of which a
+token meets 25 million.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         "qwen3-8b": {
             "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
             "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
+        },
+        "qwen3-0.6b": {
+            "architecture": "llama", "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
+            "ffn": 3072, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "tied": True,
+        },
+        "smollm2-135m": {
+            "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
+            "rope_theta": 100000.0, "norm_eps": 1e-5, "tied": True,
         },
         "moe-small": {
             "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
