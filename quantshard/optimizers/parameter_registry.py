@@ -97,10 +97,33 @@ class ParameterRegistry:
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
         self._held: list[list[Tensor]] = []
+        self._stored_as: dict[Tensor, tuple[torch.dtype | None, torch.Size]] = {}
 
     def add(self, params: Iterable[Tensor]) -> None:
         """A group, at the end."""
         self._held.append(list(params))
+
+    def has_states(self, param: Tensor, of_any_dtype: bool) -> None:
+        """States were made for a parameter as it is now; `of_any_dtype`: they hold all of its values, in their own."""
+        self._stored_as[param] = None if of_any_dtype else param.dtype, param.shape
+
+    def check_stored(self, names: Mapping[Tensor, str]) -> None:
+        """Check that parameters are as they were when their states were made. `Module.half` and transformers' resizing
+        of embeddings keep a parameter and give it other data, which no version of it tells.
+
+        Raises:
+            ConfigurationError: one has another shape, or another dtype where its states do not hold all of it.
+        """
+        for param, (dtype, shape) in self._stored_as.items():
+            if param.shape != shape or (dtype is not None and param.dtype is not dtype):
+                changed = "shape" if param.shape != shape else "dtype"
+                was = tuple(shape) if param.shape != shape else dtype
+                now = tuple(param.shape) if param.shape != shape else param.dtype
+                raise ConfigurationError(
+                    f"{self._optimizer}: {names[param]} had {changed} {was} when its states were made and has {now} "
+                    "now, which they do not fit; cast or resize a model before its optimizer is built, or build a new "
+                    "one"
+                )
 
     def replaced(
         self, groups: list[dict[str, Any]], names: Mapping[Tensor, str], kept: Callable[[], str]
@@ -111,8 +134,10 @@ class ParameterRegistry:
         ranks must call it together then.
 
         Raises:
-            ConfigurationError: something would be lost, or groups or parameters came, went or changed places.
+            ConfigurationError: something would be lost, or groups or parameters came, went or changed places; or see
+                `check_stored`.
         """
+        self.check_stored(names)
         if len(groups) == len(self._held) and all(
             len(group["params"]) == len(held) and all(map(_is, group["params"], held))
             for group, held in zip(groups, self._held, strict=True)
@@ -128,6 +153,8 @@ class ParameterRegistry:
                 "model, before the first step, or build a new optimizer over those that are trained"
             )
         self._held = [list(group["params"]) for group in groups]
+        for one in found:
+            self._stored_as.pop(one.old, None)
         return found
 
     def _check_sizes(self, sizes: list[int]) -> None:

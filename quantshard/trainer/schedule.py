@@ -69,8 +69,9 @@ def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
         )
 
 
-def shortfalls(settings: TrainSettings) -> Iterator[str]:
-    """What a run does not reach of its schedule: it may be meant, by one that goes on for more steps later.
+def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:
+    """What a run does not reach of its schedule: it may be meant, by one that goes on for more steps later. Of one that
+    was resumed after a step, also the steps after its schedule, which `train` was perhaps not asked for.
 
     `settings`: resolved.
     """
@@ -88,5 +89,9 @@ def shortfalls(settings: TrainSettings) -> Iterator[str]:
         yield f"warmup = {warmup} is all of steps = {steps}: the learning rate never falls"
     elif settings.schedule == "wsd" and not round(settings.decay_share * end):
         yield f"decay_share = {settings.decay_share} of {end} steps is none: the learning rate never falls"
-    if falls and max(end, warmup) < steps and settings.lr_floor == 0:
-        yield f"decay_steps = {end}, lr_floor = 0: steps {max(end, warmup) + 1} to {steps} have a learning rate of 0"
+    last = max(end, warmup)
+    if falls and last < steps and settings.lr_floor == 0:
+        yield f"decay_steps = {end}, lr_floor = 0: steps {last + 1} to {steps} have a learning rate of 0"
+    elif falls and last < steps and resumed_after is not None:
+        first = max(last, resumed_after) + 1
+        yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {rate}"

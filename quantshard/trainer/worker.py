@@ -359,7 +359,8 @@ def _announce(
     if task.again and not task.restores:
         note(f"{run.path} has no complete checkpoint, so it begins again")
     lost = run.lost_steps(done) if place.rank == 0 else ""
-    for text in filter(None, (*task.edited, lost, *shortfalls(task.settings))):
+    resumed_after = None if restored is None else done
+    for text in filter(None, (*task.edited, lost, *shortfalls(task.settings, resumed_after))):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)

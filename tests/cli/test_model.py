@@ -158,6 +158,22 @@ def test_what_a_run_does_not_reach_of_its_schedule_is_told(change, says):
     assert told.startswith(says) and bool(told) == bool(says), told
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, ""),
+        ({"steps": 14}, "the schedule ended at step 12: steps 13 to 14 have a learning rate of 0.1"),
+        ({"steps": 20, "schedule": "wsd"}, "the schedule ended at step 12: steps 14 to 20 have a learning rate of 0.1"),
+        ({"steps": 20, "schedule": "constant"}, ""),
+        ({"steps": 14, "lr_floor": 0.0}, "decay_steps = 12, lr_floor = 0: steps 13 to 14 have a learning rate of 0"),
+    ],
+)
+def test_steps_after_the_schedule_of_a_run_that_is_resumed_are_told(change, says):
+    settings = replace(SMALL, lr=1.0, warmup=4, steps=12, decay_steps=12, lr_floor=0.1)
+    done = 13 if change.get("schedule") == "wsd" else 9
+    assert " ".join(shortfalls(replace(settings, **change), done)) == says
+
+
 def test_numbers_that_leave_no_schedule_are_refused_where_they_are_given():
     settings = replace(SMALL, warmup=13, steps=12, decay_steps=0, schedule="cosine")
     for given in ({"warmup"}, {"decay_steps"}):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from quantshard import Linear, autocast, quantized_model_init
-from quantshard.optimizers import FusedAdam, MasterWeights, rounding
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, rounding
 
 OPTIMIZERS = {
     "masters": lambda params: FusedAdam(params, lr=1e-3),
@@ -132,3 +133,58 @@ def test_what_was_adopted_is_not_adopted_again(monkeypatch):
         step(optimizer, params[0], number)
         params[2].grad = torch.ones_like(params[2])
     assert len(adopted) == 1
+
+
+CAST = {
+    **OPTIMIZERS,
+    "lean8": lambda params: FusedAdam(params, lr=1e-3, preset="lean8"),
+    "Muon": lambda params: Muon(params, lr=1e-3),
+    "Lion by remainders": lambda params: Lion(params, lr=1e-3, store_param_remainders=True),
+    "without masters": lambda params: FusedAdam(params, lr=1e-3, master_weights=False),
+}
+NEEDS_DTYPE = {"remainders", "lean8", "Lion by remainders", "without masters"}
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("how", CAST)
+def test_a_model_that_is_cast_keeps_its_masters_or_is_refused(how, steps_before):
+    """A remainder is of the bits of a BF16 weight: joined to those of an FP16 one it made weights of 1 into 0.007."""
+    model = nn.Linear(9, 7, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    optimizer = CAST[how](model.named_parameters())
+    for number in range(steps_before):
+        step(optimizer, model.weight, number)
+    before = model.weight.detach().clone()
+    model.half()
+    if how in NEEDS_DTYPE:
+        with pytest.raises(ConfigurationError, match=r"weight had dtype torch.bfloat16 when .* has torch.float16 now"):
+            step(optimizer, model.weight, 9)
+        assert torch.equal(model.weight, before.half())
+        model.bfloat16()
+    step(optimizer, model.weight, 9)
+    assert torch.equal(model.weight, master_of(optimizer, model.weight).to(model.weight.dtype)) or how in NEEDS_DTYPE
+    assert 0 < (model.weight.float() - before.float()).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("how", CAST)
+def test_a_parameter_that_is_given_another_shape_is_refused(how):
+    """transformers' `resize_token_embeddings` keeps the parameter."""
+    model = nn.Linear(9, 7, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    optimizer = CAST[how](model.named_parameters())
+    step(optimizer, model.weight, 0)
+    model.weight.data = torch.ones(8, 9, device=DEVICE, dtype=torch.bfloat16)
+    model.weight.grad = None
+    with pytest.raises(
+        ConfigurationError, match=r"weight had shape \(7, 9\) when its states were made and has \(8, 9\)"
+    ):
+        step(optimizer, model.weight, 1)
+
+
+@pytest.mark.parametrize("how", CAST)
+def test_a_frozen_parameter_may_be_cast_before_it_is_trained(how):
+    model = nn.Linear(9, 7, bias=False, device=DEVICE, dtype=torch.float32).requires_grad_(False)
+    optimizer = CAST[how](model.named_parameters())
+    model.bfloat16().requires_grad_()
+    optimizer.initialize_state(model.weight)
+    before = model.weight.detach().clone()
+    step(optimizer, model.weight, 1)
+    assert 0 < (model.weight.float() - before.float()).abs().max() < 0.01
