@@ -49,8 +49,9 @@ def verification_lines(found: Verification) -> list[str]:
     """What was found, as lines."""
     lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
     lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]
-    if not found.checksums:
+    if not found.checksums and found.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
     size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
-    state = f"not whole: {len(found.problems)} problems" if found.problems else "whole"
+    count = len(found.problems)
+    state = f"not whole: {count} problem{'s' if count > 1 else ''}" if count else "whole"
     return [*lines, f"{state}: {found.path}, {size}, {human_bytes(found.bytes)}"]

@@ -105,7 +105,7 @@ def betas(where: str, given: Any, with_one: str = "with 1 the bias correction di
         ConfigurationError: they are not two numbers, 0 or more and in float32 less than 1.
     """
     try:
-        beta1, beta2 = map(float, given)
+        beta1, beta2 = (_number(where, "betas", each) for each in given)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{where}(betas={given}): give two numbers, of the first and the second moment"
@@ -124,10 +124,7 @@ def check_decay(where: str, decay: Any) -> None:
     Raises:
         ConfigurationError: it is none.
     """
-    try:
-        number = float(decay)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{where}({EMA_DECAY}={decay!r}): it must be a number") from error
+    number = _number(where, EMA_DECAY, decay)
     if not 0 <= number < 1 - 2.0**-25:  # what rounds to 1 in float32
         raise ConfigurationError(
             f"{where}({EMA_DECAY}={number}): it must be 0 or more and, in float32, less than 1: each step leaves this "
@@ -200,6 +197,8 @@ def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None
         ConfigurationError: one is NaN, or the learning rate or weight decay is infinite or too large.
     """
     for name, value in group.items():
+        if name in ("lr", "weight_decay") and isinstance(value, str | bool):
+            _number(where, name, value)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.device.type != "cpu"):
             continue  # which would wait for the device
         if name in ("lr", "weight_decay"):
@@ -208,11 +207,21 @@ def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None
             raise ConfigurationError(f"{where}({name}={value}): it must be a number")
 
 
-def _check_number(where: str, name: str, value: Any) -> None:
+def _number(where: str, name: str, value: Any) -> float:
+    """Of a number, not of a text that spells one: schedulers of learning rates multiply it."""
+    hint = ""
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{where}({name}={value!r}): it must be a number") from error
+        if not isinstance(value, str | bool):
+            return number
+        hint = "; YAML reads 1e-3 as text, and 1.0e-3 as a number" if isinstance(value, str) else ""
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"{where}({name}={value!r}): it must be a number{hint}")
+
+
+def _check_number(where: str, name: str, value: Any) -> None:
+    number = _number(where, name, value)
     if not 0 <= number < math.inf:
         raise ConfigurationError(f"{where}({name}={number}): it must be a finite number, 0 or more")
     if name == "lr" and number > LARGEST_RATE:
