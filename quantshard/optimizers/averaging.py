@@ -13,12 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from quantshard import private_torch
 from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers import guards
 from quantshard.optimizers.state import OptimizerState, make_weight
 from quantshard.tensor import components, requantize
-from quantshard.tensor.storage import AMAX_HISTORY
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 
 @suggests_names
@@ -33,7 +33,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     number of ranks; others are rounded to nearest into their dtype. Afterwards codes, scales, amax histories and plain
     values are what they were, bit for bit, and a step finds nothing changed. What FSDP2 has gathered is freed at both
     ends. Parameters without an average (frozen ones) and buffers stay as they are. Inside, the model may be evaluated
-    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded.
+    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded. Values that weights are given
+    inside are undone too, with a warning.
 
     A collective call at its beginning where parameters are sharded, with one reduction of amaxes for all of them. A
     rank holds a copy of its parts of the weights meanwhile.
@@ -51,17 +52,26 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     _reshard(model)  # after which the model's parameters are those that are sharded
     owner: Any = optimizer
     kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
+    written: dict[Tensor, int] = {}
     try:
         owner._stand_ins = True
         _write_averages(kept, owner)
+        written = {weight.param: guards.weight_version(weight.param) for weight in kept}
         yield
     finally:
+        lost = [owner._names[param] for param, version in written.items() if guards.weight_version(param) != version]
         with torch.no_grad():
             for weight in kept:
                 weight.put_back()
         _reshard(model)
         owner._stand_ins = False
         owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            warn_user(
+                f"averaged_weights: {lost[0]}{more} got new values inside, as by load_state_dict, which are undone at "
+                "its end, when the weights of before come back; load outside"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,16 +90,22 @@ class _WeightCopy:
     @classmethod
     def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
         weight, version = make_weight(param), guards.weight_version(param)
-        before = [tensor.detach().clone() for tensor in weight.live()]
+        before = [tensor.detach().clone() for tensor in _tensors_of(weight)]
         values = None if weight.storage is None else weight.storage.high_precision
         return cls(param, weight, before, values, optimizer._versions.get(param, version) == version)
 
     def put_back(self) -> None:
-        for tensor, old in zip(self.weight.live(), self.before, strict=True):
+        for tensor, old in zip(_tensors_of(self.weight), self.before, strict=True):
             tensor.detach().copy_(old)
         if self.weight.storage is not None:
             self.weight.written(drawn=False)
             self.weight.storage.high_precision = self.high_precision
+
+
+def _tensors_of(weight: OptimizerState) -> list[Tensor]:
+    """What a write or a load changes of a parameter here."""
+    state = {} if weight.storage is None else weight.storage.state
+    return [*weight.live(), *(state[name] for name in (KEY, DRAWS) if name in state)]
 
 
 def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

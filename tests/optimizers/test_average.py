@@ -259,3 +259,20 @@ def test_reseeded_with_the_masters(kind: str) -> None:
     step(model, optimizer, 0)
     optimizer.reseed_masters()
     assert all(same(optimizer.state[p]["ema_param"], trained_values(optimizer, p)) for p in model.parameters())
+
+
+@every_optimizer
+def test_values_that_are_given_to_averages_are_undone_with_a_warning(kind: str) -> None:
+    model, optimizer = build(kind)
+    step(model, optimizer, 0)
+    before = bits(model)
+    loaded = build(kind, seed=6)[0].state_dict()
+    with pytest.warns(UserWarning, match=r"averaged_weights: 0.weight and 5 more got new values inside.*load outside"):
+        with averaged_weights(model, optimizer):
+            model.load_state_dict(loaded)
+    assert bits(model) == before
+    with pytest.warns(UserWarning, match=r"averaged_weights: 1.bias got new values inside"):
+        with averaged_weights(model, optimizer), torch.no_grad():
+            model[1].bias.add_(1)
+    assert bits(model) == before
+    step(model, optimizer, 1)
