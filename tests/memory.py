@@ -25,6 +25,7 @@ class TensorMemory:
 
     def __init__(self) -> None:
         self.accesses = 0
+        self._before = _ranges()
         self.forget()
 
     def forget(self) -> None:
@@ -33,16 +34,14 @@ class TensorMemory:
         self.ends: list[int] = []
 
     def look(self) -> None:
-        """Find all tensors that Python holds now."""
-        found: dict[int, int] = {}
-        for each in gc.get_objects():
-            if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type != "cpu":
-                continue
-            with suppress(RuntimeError, NotImplementedError):  # not every tensor has a storage
-                storage = each.untyped_storage()
-                found[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
-        self.starts = sorted(found)
-        self.ends = [found[start] for start in self.starts]
+        """Find all tensors that Python holds now. Those of before may be gone, and others lie where they were: what
+        overlaps is one."""
+        for start, end in sorted((self._before | _ranges()).items()):
+            if self.ends and start < self.ends[-1]:
+                self.ends[-1] = max(self.ends[-1], end)
+            else:
+                self.starts.append(start)
+                self.ends.append(end)
 
     def outside(self, addresses: np.ndarray[Any, Any], size: int) -> str:
         """Of elements of `size` bytes: what lies in no tensor, in words; "" if all do."""
@@ -61,6 +60,18 @@ class TensorMemory:
         place = bisect_right(self.starts, int(bad[0])) - 1
         past = f"{int(bad[0]) + size - self.ends[place]} bytes past the end of a tensor" if place >= 0 else "before all"
         return f"{bad.size} of {addresses.size} elements of {size} bytes are in no tensor, the first {past}"
+
+
+def _ranges() -> dict[int, int]:
+    """Of the tensors that the garbage collector knows: the first address, and one past the last."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) not in (torch.Tensor, torch.nn.Parameter) or each.device.type != "cpu":
+            continue
+        with suppress(RuntimeError, NotImplementedError):  # not every tensor has a storage
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
+    return found
 
 
 @contextmanager
@@ -92,8 +103,12 @@ def memory_checked() -> Iterator[TensorMemory]:
         memory.forget()
         return launch(self, *arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.GridExecutor, "__call__", launched)
-        for name in POINTERS:
-            patch.setattr(builder, name, checked(name, getattr(builder, name)))
-        yield memory
+    gc.freeze()  # else each look would go through all that other tests have left
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter.GridExecutor, "__call__", launched)
+            for name in POINTERS:
+                patch.setattr(builder, name, checked(name, getattr(builder, name)))
+            yield memory
+    finally:
+        gc.unfreeze()

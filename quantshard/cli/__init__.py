@@ -84,11 +84,13 @@ def _usage(line: str, error: Exception) -> str:
     context: Any = getattr(error, "ctx", None)
     command = context.command_path if context else _command_given()
     name = getattr(error, "option_name", None)
-    if not context or not isinstance(name, str):
+    params = context.command.params if context else []
+    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+    if not context or not isinstance(name, str) or name in flags:
         return f"{line} (see {command} --help)"
     arguments = {
         param.name: getattr(param, "metavar", None) or str(param.name).upper()
-        for param in context.command.params
+        for param in params
         if not any(flag.startswith("-") for flag in param.opts)
     }
     own = name.lstrip("-").replace("-", "_")
@@ -96,7 +98,7 @@ def _usage(line: str, error: Exception) -> str:
     near = near_setting(name) if command.endswith(" resume") else None
     if meant:
         line = f"No such option: {name} (give it alone: {command} {meant})"
-    elif near and near not in (flag for param in context.command.params for flag in param.opts):
+    elif near and near not in flags:
         line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"
     return f"{line} (see {command} --help)"
 

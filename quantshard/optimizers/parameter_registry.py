@@ -107,14 +107,18 @@ class ParameterRegistry:
         """States were made for a parameter as it is now; `of_any_dtype`: they hold all of its values, in their own."""
         self._stored_as[param] = None if of_any_dtype else param.dtype, param.shape
 
-    def check_stored(self, names: Mapping[Tensor, str]) -> None:
-        """Check that parameters are as they were when their states were made. `Module.half` and transformers' resizing
-        of embeddings keep a parameter and give it other data, which no version of it tells.
+    def check_stored(self, names: Mapping[Tensor, str], replaced: Iterable[ParameterSwap] = ()) -> None:
+        """Check that parameters, but for those that were `replaced`, are as they were when their states were made.
+        `Module.half` and transformers' resizing of embeddings keep a parameter and give it other data, which no version
+        of it tells.
 
         Raises:
             ConfigurationError: one has another shape, or another dtype where its states do not hold all of it.
         """
+        gone = {id(one.old) for one in replaced}
         for param, (dtype, shape) in self._stored_as.items():
+            if id(param) in gone:
+                continue
             if param.shape != shape or (dtype is not None and param.dtype is not dtype):
                 changed = "shape" if param.shape != shape else "dtype"
                 was = tuple(shape) if param.shape != shape else dtype
@@ -137,14 +141,15 @@ class ParameterRegistry:
             ConfigurationError: something would be lost, or groups or parameters came, went or changed places; or see
                 `check_stored`.
         """
-        self.check_stored(names)
         if len(groups) == len(self._held) and all(
             len(group["params"]) == len(held) and all(map(_is, group["params"], held))
             for group, held in zip(groups, self._held, strict=True)
         ):
+            self.check_stored(names)
             return []
         self._check_sizes([len(group["params"]) for group in groups])
         found = list(self._differences(groups, names))
+        self.check_stored(names, found)
         lost = kept()
         if _on_any_rank(bool(lost), [one.new for one in found]):
             raise ConfigurationError(

@@ -224,7 +224,7 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
-        if taken := [axis for axis in sharding_axes if nearest(axis, [TP]) or axis.lower() in _TENSOR_PARALLELISM]:
+        if taken := [axis for axis in sharding_axes if nearest(axis, [TP]) or str(axis).lower() in _TENSOR_PARALLELISM]:
             raise ConfigurationError(
                 f"plan: mesh axis {taken[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
                 f"of tensor parallelism {TP!r}, and others by what they are, such as 'dp_shard'"
