@@ -91,14 +91,13 @@ Cells = dict[tuple[str, int], list[str]]
 
 
 def cells(backend: str) -> Cells:
-    """In turns: a recipe of blocks on 1 rank, and those that keep something each in one setting, on 2 ranks or 3."""
+    """In turns: a recipe of blocks on 1 rank, and two that keep something each in one setting, on 2 ranks or 3."""
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
     return {
         (first, 1): ["block"],
         ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
-        ("autocast inside", 2): ["delayed"],
         ("an MLP on kernels", 2): ["nvfp4"],
     }
 
