@@ -48,6 +48,8 @@ class TensorMemory:
         self.accesses += 1
         if not self.starts:
             self.look()
+        if not self.starts:
+            return "there are no tensors"
         first, last = int(addresses.min()), int(addresses.max())
         place = bisect_right(self.starts, first) - 1
         if place >= 0 and last + size <= self.ends[place]:

@@ -33,8 +33,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     number of ranks; others are rounded to nearest into their dtype. Afterwards codes, scales, amax histories and plain
     values are what they were, bit for bit, and a step finds nothing changed. What FSDP2 has gathered is freed at both
     ends. Parameters without an average (frozen ones) and buffers stay as they are. Inside, the model may be evaluated
-    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded. Values that weights are given
-    inside are undone too, with a warning.
+    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded. Values that are written
+    into weights inside, as by `load_state_dict`, are undone too, with a warning.
 
     A collective call at its beginning where parameters are sharded, with one reduction of amaxes for all of them. A
     rank holds a copy of its parts of the weights meanwhile.
@@ -53,11 +53,13 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     owner: Any = optimizer
     kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
     written: dict[Tensor, int] = {}
+    is_done = False
     try:
         owner._stand_ins = True
         _write_averages(kept, owner)
         written = {weight.param: guards.weight_version(weight.param) for weight in kept}
         yield
+        is_done = True
     finally:
         lost = [owner._names[param] for param, version in written.items() if guards.weight_version(param) != version]
         with torch.no_grad():
@@ -66,7 +68,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         _reshard(model)
         owner._stand_ins = False
         owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
-        if lost:
+        if lost and is_done:  # else an exception is told
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             warn_user(
                 f"averaged_weights: {lost[0]}{more} got new values inside, as by load_state_dict, which are undone at "

@@ -187,6 +187,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                             "call initialize_state(parameter) when you unfreeze it"
                         )
                     continue
+                if grad is not None:
+                    self._members.check_stored(param, self._names[param])
                 states, version = self._states[param], guards.weight_version(param)
                 if self._versions.setdefault(param, version) != version and MASTER in states:
                     self._take_over(param, states[MASTER])

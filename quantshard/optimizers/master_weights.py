@@ -203,9 +203,8 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
         guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
-        is_own = components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64)
-        self._members.has_states(param, of_any_dtype=not is_own)
-        if is_own:
+        self._members.has_states(param, of_any_dtype=True)
+        if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
         master = guards.initial_master(param)
         if isinstance(param, DTensor):
@@ -412,6 +411,7 @@ class MasterWeights(torch.optim.Optimizer):
                     )
                 continue
             if param.grad is not None:
+                self._members.check_stored(param, name)
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
                 self._take_over(param, name)

@@ -244,8 +244,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if EMA_DECAY in self.defaults:
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
-        is_whole = components.quantized_local(param) is not None or (master is not None and not master.writes_weight)
-        self._members.has_states(param, of_any_dtype=is_whole)
+        is_joined = components.quantized_local(param) is None and master is not None and master.writes_weight
+        self._members.has_states(param, of_any_dtype=not is_joined)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])

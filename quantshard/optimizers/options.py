@@ -106,6 +106,8 @@ def betas(where: str, given: Any, with_one: str = "with 1 the bias correction di
     """
     try:
         beta1, beta2 = (_number(where, "betas", each) for each in given)
+    except ConfigurationError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{where}(betas={given}): give two numbers, of the first and the second moment"
@@ -197,7 +199,7 @@ def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None
         ConfigurationError: one is NaN, or the learning rate or weight decay is infinite or too large.
     """
     for name, value in group.items():
-        if name in ("lr", "weight_decay") and isinstance(value, str | bool):
+        if name in ("lr", "weight_decay") and isinstance(value, str):
             _number(where, name, value)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.device.type != "cpu"):
             continue  # which would wait for the device
@@ -212,9 +214,9 @@ def _number(where: str, name: str, value: Any) -> float:
     hint = ""
     try:
         number = float(value)
-        if not isinstance(value, str | bool):
+        if not isinstance(value, str):
             return number
-        hint = "; YAML reads 1e-3 as text, and 1.0e-3 as a number" if isinstance(value, str) else ""
+        hint = "; YAML reads 1e-3 as text, and 1.0e-3 as a number"
     except (TypeError, ValueError):
         pass
     raise ConfigurationError(f"{where}({name}={value!r}): it must be a number{hint}")

@@ -104,30 +104,26 @@ class ParameterRegistry:
         self._held.append(list(params))
 
     def has_states(self, param: Tensor, of_any_dtype: bool) -> None:
-        """States were made for a parameter as it is now; `of_any_dtype`: they hold all of its values, in their own."""
+        """States were made for a parameter as it is now; `of_any_dtype`: they are not joined to its bits."""
         self._stored_as[param] = None if of_any_dtype else param.dtype, param.shape
 
-    def check_stored(self, names: Mapping[Tensor, str], replaced: Iterable[ParameterSwap] = ()) -> None:
-        """Check that parameters, but for those that were `replaced`, are as they were when their states were made.
-        `Module.half` and transformers' resizing of embeddings keep a parameter and give it other data, which no version
-        of it tells.
+    def check_stored(self, param: Tensor, name: str) -> None:
+        """Check that a parameter that is to be stepped is as it was when its states were made. `Module.half` and
+        transformers' resizing of embeddings keep a parameter and give it other data, which no version of it tells.
 
         Raises:
-            ConfigurationError: one has another shape, or another dtype where its states do not hold all of it.
+            ConfigurationError: it has another shape, or another dtype where its states are joined to its bits.
         """
-        gone = {id(one.old) for one in replaced}
-        for param, (dtype, shape) in self._stored_as.items():
-            if id(param) in gone:
-                continue
-            if param.shape != shape or (dtype is not None and param.dtype is not dtype):
-                changed = "shape" if param.shape != shape else "dtype"
-                was = tuple(shape) if param.shape != shape else dtype
-                now = tuple(param.shape) if param.shape != shape else param.dtype
-                raise ConfigurationError(
-                    f"{self._optimizer}: {names[param]} had {changed} {was} when its states were made and has {now} "
-                    "now, which they do not fit; cast or resize a model before its optimizer is built, or build a new "
-                    "one"
-                )
+        dtype, shape = self._stored_as[param]
+        if param.shape == shape and dtype in (None, param.dtype):
+            return
+        changed, was, now = "dtype", str(dtype), str(param.dtype)
+        if param.shape != shape:
+            changed, was, now = "shape", str(tuple(shape)), str(tuple(param.shape))
+        raise ConfigurationError(
+            f"{self._optimizer}: {name} had {changed} {was} when its states were made and has {now} now, which they do "
+            "not fit; give it what it had, or build a new optimizer, after the model is cast or resized"
+        )
 
     def replaced(
         self, groups: list[dict[str, Any]], names: Mapping[Tensor, str], kept: Callable[[], str]
@@ -138,18 +134,15 @@ class ParameterRegistry:
         ranks must call it together then.
 
         Raises:
-            ConfigurationError: something would be lost, or groups or parameters came, went or changed places; or see
-                `check_stored`.
+            ConfigurationError: something would be lost, or groups or parameters came, went or changed places.
         """
         if len(groups) == len(self._held) and all(
             len(group["params"]) == len(held) and all(map(_is, group["params"], held))
             for group, held in zip(groups, self._held, strict=True)
         ):
-            self.check_stored(names)
             return []
         self._check_sizes([len(group["params"]) for group in groups])
         found = list(self._differences(groups, names))
-        self.check_stored(names, found)
         lost = kept()
         if _on_any_rank(bool(lost), [one.new for one in found]):
             raise ConfigurationError(

@@ -24,7 +24,6 @@ from quantshard.argument_kinds import (
     WHOLE_NUMBER,
     check_arguments,
     meant,
-    nearest,
     shown_argument,
     suggests_names,
 )
@@ -49,8 +48,6 @@ from quantshard.tensor.storage import QuantizedStorage
 
 TP = "tp"
 """The name of the mesh axis of tensor parallelism."""
-_TENSOR_PARALLELISM = ("tensor", "tensor_parallel")
-"""What others call it: no names of axes of data parallelism."""
 
 _ALONE = "alone"
 """The axis that stands for none."""
@@ -210,6 +207,12 @@ def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None
     return frozenset(id(param) for params in chosen for _, param in params)
 
 
+def _is_tensor_parallel(axis: object) -> bool:
+    """Whether an axis is named like one of tensor parallelism, as others call it."""
+    name = str(axis).lower().replace("-", "_")
+    return name.startswith(TP) or name in ("tensor", "tensor_parallel")
+
+
 @dataclass(frozen=True)
 class _MeshRank:
     """One rank of a mesh."""
@@ -224,7 +227,7 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
-        if taken := [axis for axis in sharding_axes if nearest(axis, [TP]) or str(axis).lower() in _TENSOR_PARALLELISM]:
+        if taken := [axis for axis in sharding_axes if _is_tensor_parallel(axis)]:
             raise ConfigurationError(
                 f"plan: mesh axis {taken[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
                 f"of tensor parallelism {TP!r}, and others by what they are, such as 'dp_shard'"

@@ -92,6 +92,5 @@ def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Ite
     last = max(end, warmup)
     if falls and last < steps and settings.lr_floor == 0:
         yield f"decay_steps = {end}, lr_floor = 0: steps {last + 1} to {steps} have a learning rate of 0"
-    elif falls and last < steps and resumed_after is not None:
-        first = max(last, resumed_after) + 1
+    elif falls and resumed_after is not None and (first := max(last, resumed_after) + 1) <= steps:
         yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {rate}"

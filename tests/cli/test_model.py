@@ -165,6 +165,7 @@ def test_what_a_run_does_not_reach_of_its_schedule_is_told(change, says):
         ({"steps": 14}, "the schedule ended at step 12: steps 13 to 14 have a learning rate of 0.1"),
         ({"steps": 20, "schedule": "wsd"}, "the schedule ended at step 12: steps 14 to 20 have a learning rate of 0.1"),
         ({"steps": 20, "schedule": "constant"}, ""),
+        ({"steps": 9, "decay_steps": 6}, ""),  # none is left
         ({"steps": 14, "lr_floor": 0.0}, "decay_steps = 12, lr_floor = 0: steps 13 to 14 have a learning rate of 0"),
     ],
 )

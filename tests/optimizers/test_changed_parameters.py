@@ -142,7 +142,7 @@ CAST = {
     "Lion by remainders": lambda params: Lion(params, lr=1e-3, store_param_remainders=True),
     "without masters": lambda params: FusedAdam(params, lr=1e-3, master_weights=False),
 }
-NEEDS_DTYPE = {"remainders", "lean8", "Lion by remainders", "without masters"}
+NEEDS_DTYPE = {"remainders", "lean8", "Lion by remainders"}
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
@@ -163,6 +163,23 @@ def test_a_model_that_is_cast_keeps_its_masters_or_is_refused(how, steps_before)
     step(optimizer, model.weight, 9)
     assert torch.equal(model.weight, master_of(optimizer, model.weight).to(model.weight.dtype)) or how in NEEDS_DTYPE
     assert 0 < (model.weight.float() - before.float()).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("how", CAST)
+def test_what_is_not_stepped_any_more_may_be_cast(how):
+    """A part that was frozen, and a model that is exported."""
+    model = nn.Sequential(*(nn.Linear(9, 9, bias=False, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)))
+    optimizer = CAST[how](model.named_parameters())
+    for layer in model:
+        step(optimizer, layer.weight, 0)
+        optimizer.zero_grad()
+    model[0].half().requires_grad_(False)
+    before = model[1].weight.detach().clone()
+    step(optimizer, model[1].weight, 1)
+    assert not torch.equal(model[1].weight, before)
+    optimizer.zero_grad()
+    model.half()
+    assert len(optimizer.state_dict()["state"]) == 2
 
 
 @pytest.mark.parametrize("how", CAST)

@@ -81,7 +81,7 @@ def test_those_that_took_their_places_before_the_first_step_are_trained(make, on
     optimizer, reference = make(groups_of(first)), make(groups_of(twins))
     optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does when it wraps an optimizer
     put(optimizer, others, one_by_one)
-    first["fp32"].data = torch.empty(0)  # freed, which is nothing to tell of
+    first["fp32"].data = torch.empty(0)  # freed
     TOUCHES[touch](optimizer)
     for number in range(2):
         step(optimizer, others, number)
