@@ -203,7 +203,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
         guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
-        self._members.has_states(param, of_any_dtype=True)
+        self._members.record_states(param, of_any_dtype=True)
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
         master = guards.initial_master(param)

@@ -245,7 +245,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
         is_joined = components.quantized_local(param) is None and master is not None and master.writes_weight
-        self._members.has_states(param, of_any_dtype=not is_joined)
+        self._members.record_states(param, of_any_dtype=not is_joined)
         self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])

@@ -103,7 +103,7 @@ class ParameterRegistry:
         """A group, at the end."""
         self._held.append(list(params))
 
-    def has_states(self, param: Tensor, of_any_dtype: bool) -> None:
+    def record_states(self, param: Tensor, of_any_dtype: bool) -> None:
         """States were made for a parameter as it is now; `of_any_dtype`: they are not joined to its bits."""
         self._stored_as[param] = None if of_any_dtype else param.dtype, param.shape
 
