@@ -305,6 +305,36 @@ def test_many_tiles(weight):
     check(case(weight, shape=(5, 34)), case(weight, shape=(131, 257), grad_dtype=torch.float16), steps=2)
 
 
+WIDE = {
+    512: ((5, 416), None),
+    256: ((9, 240), None),
+    128: ((3, 128), ((7, 1024), (2, 448))),
+}
+"""By the columns of its tiles the shape of a part, and the matrix and place where it is cut from one."""
+
+
+@pytest.mark.parametrize("weight, moments, second, master", [
+    ("delayed", "fp8", "fp8", "float32"), ("current", "fp8", "bfloat16", "fp16"), ("rowwise", "fp16", "fp16", None),
+    ("bfloat16", "fp8", "fp8", "low"), ("newest", "fp8", "fp8", "bfloat16"),
+])  # fmt: skip
+def test_wide_tiles_of_scaled_states(weight, moments, second, master):
+    """As many columns as the part fills; and where tiles begin at columns of the whole matrix."""
+    cases = [case(weight, moments, master, shape, second=second, cut=cut) for shape, cut in WIDE.values()]
+    plan = check(*cases, steps=2)
+    widths = {number: launch.how.cols for launch in plan._first for number in launch.members}
+    assert [widths[number] for number in range(len(cases))] == [*WIDE]
+    cut = case(weight, moments, master, (34, 2640), second=second, cut=((40, 3072), (3, 432)))  # in 6 x 2 tiles of 512
+    assert {launch.how.cols for launch in check(cut)._first} == {512}
+
+
+@pytest.mark.parametrize(
+    "weight, moments", [("block", "fp8"), ("mxfp8_both", "fp8"), ("nvfp4", "fp16"), ("delayed", "float32")]
+)
+def test_tiles_with_blocks_of_several_rows_or_no_scaled_states_are_narrow(weight, moments):
+    plan = check(case(weight, moments, shape=(17, 512)))
+    assert {launch.how.cols for launch in plan._first} == {128}
+
+
 STATES_AND_MASTERS = [
     ("bfloat16", "fp8", "bfloat16"), ("fp16", "fp16", "fp16"), ("fp8", "bfloat16", None), ("fp8", "fp8", "float32"),
 ]  # fmt: skip

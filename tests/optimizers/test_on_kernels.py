@@ -18,6 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from quantshard import private_torch
+from quantshard.doctor import steps
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
@@ -159,6 +160,13 @@ def test_a_step_has_the_oracles_bits(recipe: str, masters: str, moments: str) ->
     """FP8 moments beside FP8 ones, and beside others."""
     second = "bf16" if moments == "fp8" and masters != "fp32" else None
     check(recipe, masters, moments, second)
+
+
+@pytest.mark.parametrize("preset", ["lean8", pytest.param("lean6", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise", pytest.param("current", marks=pytest.mark.exhaustive)])
+def test_wide_tiles_of_a_preset(recipe: str, preset: str) -> None:
+    """Matrices that fill tiles of 512, 256 and 128 columns, masters beside codes among them."""
+    assert steps.step_case(recipe, [(5, 416), (9, 240), (3, 128)], DEVICE, preset=preset).is_right()
 
 
 @pytest.mark.parametrize("masters", ["fp32", pytest.param("remainder", marks=pytest.mark.exhaustive)])
