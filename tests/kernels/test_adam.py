@@ -308,7 +308,7 @@ def test_many_tiles(weight):
 WIDE = {
     512: ((5, 416), None),
     256: ((9, 240), None),
-    128: ((3, 128), ((7, 1024), (2, 448))),
+    128: ((3, 416), ((7, 1024), (2, 448))),
 }
 """By the columns of its tiles the shape of a part, and the matrix and place where it is cut from one."""
 
