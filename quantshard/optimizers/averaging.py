@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     values are what they were, bit for bit, and a step finds nothing changed. What FSDP2 has gathered is freed at both
     ends. Parameters without an average (frozen ones) and buffers stay as they are. Inside, the model may be evaluated
     and its state dict be taken; the optimizer neither steps nor is read, saved or loaded. Values that are written
-    into weights inside, as by `load_state_dict`, are undone too, with a warning.
+    into weights inside, as by `load_state_dict`, are undone too, with a warning. Of weights that are replaced, as by
+    `load_state_dict(assign=True)`, another warning says that they stay, and are no longer the optimizer's.
 
     A collective call at its beginning where parameters are sharded, with one reduction of amaxes for all of them. A
     rank holds a copy of its parts of the weights meanwhile.
@@ -68,12 +69,33 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         _reshard(model)
         owner._stand_ins = False
         owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
-        if lost and is_done:  # else an exception is told
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            warn_user(
-                f"averaged_weights: {lost[0]}{more} got new values inside, as by load_state_dict, which are undone at "
-                "its end, when the weights of before come back; load outside"
-            )
+        if is_done:  # else an exception is told
+            _warn_of_changes(lost, [owner._names[param] for param in _not_of(model, written)])
+
+
+def _warn_of_changes(written: Sequence[str], replaced: Sequence[str]) -> None:
+    """Tell of weights by name that were not left alone inside."""
+    if written:
+        warn_user(
+            f"averaged_weights: {_first_of(written)} got new values inside, as by load_state_dict, which are undone at "
+            "its end, when the weights of before come back; load outside"
+        )
+    if replaced:
+        warn_user(
+            f"averaged_weights: {_first_of(replaced)} became another parameter of the model inside, as by "
+            "load_state_dict(assign=True): the model keeps it, and the weights of before, which the optimizer steps, "
+            "are its no more; load outside, and build the optimizer anew after a load by assign=True"
+        )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
+    """Those that are no parameters of a model."""
+    own = {id(param) for param in model.parameters()}
+    return [param for param in params if id(param) not in own]
 
 
 @dataclass(frozen=True)
@@ -124,8 +146,7 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
             f"averaged_weights: this {type(optimizer).__name__} keeps no averages of weights; build a FusedAdam or "
             "MasterWeights with ema_decay=0.999, or call its begin_average(0.999)"
         )
-    own = {id(param) for param in model.parameters()}
-    if lacking := [param for param in found if id(param) not in own]:
+    if lacking := _not_of(model, found):
         raise ConfigurationError(
             f"averaged_weights: {len(lacking)} of the {len(found)} parameters that this {type(optimizer).__name__} "
             f"averages are not the model's (the first of shape {tuple(lacking[0].shape)}); give the whole model that "

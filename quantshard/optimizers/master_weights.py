@@ -82,6 +82,7 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights({given} object): give the class first, which is built over the masters, then the "
                 f"parameters and its options: MasterWeights(torch.optim.{wanted}, params, lr=...)"
             )
+        options.check_any("MasterWeights", settings)  # of text the inner optimizer would say that it compares badly
         options.check_decay("MasterWeights", ema_decay)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
         self._stand_ins = False

@@ -370,3 +370,9 @@ def test_zero_grad_between_micro_batches(none, kind):
     optimizer.step()
     optimizer.zero_grad(set_to_none=none)
     assert param.grad is None if none else not param.grad.any()
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", "1e-3"), ("weight_decay", "0.1"), ("lr", math.nan)])
+def test_numbers_of_the_inner_optimizer_are_checked_before_it_is_built(name, value):
+    with pytest.raises(ConfigurationError, match=rf"^MasterWeights\({name}=.*must be a"):
+        MasterWeights(torch.optim.SGD, [nn.Parameter(torch.zeros(3))], **{name: value})
