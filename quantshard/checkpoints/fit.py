@@ -20,7 +20,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import is_history
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
 from quantshard.tensor import components
@@ -37,6 +37,22 @@ def check_places(model: nn.Module) -> None:
         ConfigurationError: the pieces of a parameter are not where DCP saves them and loads them to.
     """
     components.check_offsets(model.named_parameters())
+
+
+def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that holds no parameter of a model, after `state_dict()` of it has put sharded ones in place.
+
+    Raises:
+        ConfigurationError: it holds others alone.
+    """
+    own = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    if own and held and not any(id(param) in own for param in held):
+        raise ConfigurationError(
+            f"{where}: none of the {len(held)} parameters of this {type(optimizer).__name__} (the first of shape "
+            f"{list(held[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made before "
+            "convert, revert or fully_shard put others in their place; make it of this model's parameters"
+        )
 
 
 def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:

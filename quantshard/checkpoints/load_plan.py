@@ -190,6 +190,7 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     every = contents.metadata.state_dict_metadata
     state, numbers = {"model": model.state_dict()}, request.numbers
     if optimizer is not None:
+        fit.check_members("load", model, optimizer)
         state["optimizer"] = optimizer_states.to_load(optimizer, every, numbers)
     conversions = _conversions(request, contents, state["model"])
     convertible = state_conversion.state_conversions(contents.metadata, model, optimizer)

@@ -46,7 +46,7 @@ def save(
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
-            plain data; the optimizer's `step()` needs a closure.
+            plain data; the optimizer's `step()` needs a closure, or it holds no parameter of the model.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks, and the optimizer is one of `torch.optim`, or has
             other parameters than the model, so that its states cannot be numbered as in one process.
@@ -75,6 +75,7 @@ def checkpoint_state(
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     def own() -> tuple[dict[str, Any], str | None]:
+        fit.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 

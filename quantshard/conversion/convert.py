@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantshard import sharding
 from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
@@ -150,6 +150,9 @@ def check_modules(function: str, modules: object) -> None:
 def revert(model: nn.Module) -> int:
     """Undo `convert`: plain `nn.Linear` layers of the values that the quantized weights stand for; how many.
 
+    An optimizer that was made before holds the quantized weights, and a step of it warns of that: make another to train
+    on.
+
     Raises:
         ConfigurationError: the model is sharded, or holds no layer that `convert` made.
     """
@@ -160,12 +163,18 @@ def revert(model: nn.Module) -> int:
         raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
     gated_mlp.unfuse(model)
     places = places_of(model)
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]
+    names = {id(module.weight): name for name, module in reversed(named)}
+    made: dict[int, Tensor] = {}
     for module in layers:
-        plain = plain_linear(module)
+        plain = plain_linear(module, made.get(id(module.weight)))
+        made[id(module.weight)] = plain.weight  # weights that were tied after convert stay so
         for put in places[id(module)]:
             put(plain)
+        weight_watch.watch(plain)
     leave_recipe(model)
     optimizer_watch.end(model)
+    optimizer_watch.note_reverted((names[id(module.weight)], module.weight) for module in layers)
     return len(layers)
 
 

@@ -92,7 +92,7 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
         ):
             optimizer_watch.note_forward(self)
         # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
-        if context.in_autocast() or not getattr(self, ENTERS):
+        if context.in_autocast() or not getattr(self, ENTERS, False):
             return plain.forward(self, *args, **kwargs)
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)

@@ -163,15 +163,20 @@ def leave_fast_path(converted: set[int], model: nn.Module) -> None:
             setattr(module, name, value)  # as where an activation, or a layer, is of another kind
 
 
-def plain_linear(old: ConvertedLinear) -> nn.Linear:
-    """An `nn.Linear` of the values that the quantized weight stands for."""
+def _plain_weight(weight: Tensor) -> nn.Parameter:
+    empty = weight.is_meta
+    values = torch.empty(weight.shape, dtype=weight.dtype, device="meta") if empty else weight.detach().dequantize()
+    new = nn.Parameter(values, requires_grad=weight.requires_grad)
+    new.__dict__.update(components.set_attributes(weight))
+    return new
+
+
+def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
+    """An `nn.Linear` of the values that the quantized weight stands for; `tied`: the parameter that has them already,
+    where another layer has the same weight."""
     weight = old.weight
     new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta", dtype=weight.dtype)
-    values = (
-        torch.empty(weight.shape, dtype=weight.dtype, device="meta") if weight.is_meta else weight.detach().dequantize()
-    )
-    new.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
-    new.weight.__dict__.update(components.set_attributes(weight))
+    new.weight = _plain_weight(weight) if tied is None else tied
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)

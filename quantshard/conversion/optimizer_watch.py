@@ -1,17 +1,21 @@
 """A converted model looks, in its first training forwards, whether optimizers of this process hold its parameters.
 
 Nothing links a model with its optimizer, so Python is asked for all objects, once or a few times: see
-`observe.optimizer_members` for what cannot be known. A model in a graph of torch.compile does not look.
+`observe.optimizer_members` for what cannot be known. A model in a graph of torch.compile does not look. One that was
+reverted has no forward of ours: there the step of an optimizer looks whether it holds weights of before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quantshard.errors import warn_user
 from quantshard.modules.base import weight_watch
@@ -34,6 +38,9 @@ class OptimizerWatch:
 
 
 _watches: WeakKeyDictionary[nn.Module, OptimizerWatch] = WeakKeyDictionary()
+_reverted: dict[int, tuple[ReferenceType[Tensor], str]] = {}
+"""Quantized weights that plain ones have taken the places of, by identity, with their names."""
+_hooks: list[Any] = []
 
 
 def begin(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
@@ -45,6 +52,25 @@ def begin(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
 def end(model: nn.Module) -> None:
     """Look no more."""
     _watches.pop(model, None)
+
+
+def note_reverted(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Look at steps of optimizers from now on: whether one holds weights that `revert` has put others in place of."""
+    _reverted.update({id(weight): (ref(weight), f"{name}.weight" if name else "weight") for name, weight in weights})
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_stepped))
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """Behind each step of an optimizer of this process."""
+    if not _reverted or torch.compiler.is_compiling():
+        return
+    for key in [key for key, (weight, _) in _reverted.items() if weight() is None]:
+        del _reverted[key]
+    params = optimizer_members.held([optimizer])
+    names = [known[1] for param in params if (known := _reverted.get(id(param))) is not None and known[0]() is param]
+    if names:
+        optimizer_members.warn_of_replaced(optimizer, names, "revert")
 
 
 def note_forward(model: nn.Module) -> None:

@@ -79,12 +79,12 @@ def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def warn_of_replaced(optimizer: Any, names: Sequence[str]) -> None:
-    """Tell of weights that an optimizer holds, and in whose place `convert` has put others."""
+def warn_of_replaced(optimizer: Any, names: Sequence[str], by: str = "convert") -> None:
+    """Tell of weights that an optimizer holds, and in whose place `convert`, or `by`, has put others."""
     _warn_of_optimizer(
         optimizer,
-        f"{type(optimizer).__name__} was made before convert and holds {shown(names, 1)} as they were, so it does not "
-        "train them; make it after convert and fully_shard",
+        f"{type(optimizer).__name__} was made before {by} and holds {shown(names, 1)} as they were, so it does not "
+        f"train them; make it after {by} and fully_shard",
     )
 
 

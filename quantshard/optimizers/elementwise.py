@@ -203,6 +203,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _told(self, number: int, group: dict[str, Any]) -> GroupSettings:
         where = f"{self._name}: group {number} has been given numbers that make no step: group"
         self.check_group(where, group, reads_rate=not self._capturable)
+        options.check_no_states(type(self), group)  # maximize may be set later
         decay = group.get(EMA_DECAY, 0.0)
         options.check_decay(where, decay)
         return GroupSettings(number, group["step"] + 1, self.settings(group), float(decay))

@@ -43,6 +43,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
 
     rate_dtype = torch.float32
+    more_entries: tuple[str, ...] = ()
+    """What a group may have besides what `defaults` names."""
     """Of learning rates that are tensors (`capturable`)."""
 
     def __init__(
@@ -133,7 +135,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._follow()
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
         options.check_no_states(type(self), group)
-        options.warn_of_typos(self._name, group, self.defaults, COUNTERS)
+        options.warn_of_typos(self._name, group, {*self.defaults, *self.more_entries}, COUNTERS)
         self.check_group(self._name, {**self.defaults, **group})
         super().add_param_group(group)
         if is_built:

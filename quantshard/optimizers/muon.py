@@ -80,6 +80,7 @@ class Muon(AdamOptimizer):
 
     states = (*muon.STATES, *adam.STATES)
     rate_dtype = torch.float64  # rates are multiplied before they are rounded
+    more_entries = (*matrix_groups.ADAMW_SETTINGS,)
 
     @suggests_names
     def __init__(

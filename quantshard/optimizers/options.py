@@ -147,7 +147,11 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
         )
 
 
-_SWITCHES = ("capturable", "amsgrad")
+_SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
+_NAMES_OF_OTHERS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
+"""What other libraries call an option."""
+_OTHERS = ("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "momentum_decay")
+"""Entries of groups of other optimizers that change their updates."""
 
 
 def check_no_states(optimizer: type, group: Mapping[str, Any]) -> None:
@@ -183,11 +187,17 @@ def check_flags(where: str, **flags: Any) -> None:
 
 
 def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], counters: Collection[str]) -> None:
-    """Warn of an entry of a group that is written almost as an option; others may be the user's own, and `counters`,
-    which are among the known ones, are the optimizer's."""
+    """Warn of an entry of a group that is written almost as an option, or is one of another optimizer; others may be
+    the user's own, and `counters`, which are among the known ones, are the optimizer's."""
     for name in group.keys() - {*known, "params"}:
-        if near := get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8):
+        meant = _NAMES_OF_OTHERS.get(name)
+        near = [meant] if meant in known else get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8)
+        if near:
             warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?")
+        elif name in _OTHERS and group[name]:
+            warn_user(
+                f"{where}: a group has {name} = {group[name]!r}, an option of other optimizers, which does nothing"
+            )
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:

@@ -334,8 +334,8 @@ def test_states_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of another model"):
         checkpoints.load(path, model, optimizer, requantize=True)
     with pytest.raises(CheckpointError, match="of another optimizer"):
-        plain = torch.optim.AdamW(built("current")[0].parameters())
-        checkpoints.load(path, built("current")[0], plain, requantize=True)
+        model = built("current")[0]
+        checkpoints.load(path, model, torch.optim.AdamW(model.parameters()), requantize=True)
 
 
 # On ranks

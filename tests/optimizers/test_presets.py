@@ -146,7 +146,7 @@ def test_a_group_has_no_states_of_its_own(kind, option):
 
 
 @pytest.mark.parametrize("kind", [FusedAdam, Lion, Muon])
-@pytest.mark.parametrize("switch", ["capturable", "amsgrad"])
+@pytest.mark.parametrize("switch", ["capturable", "amsgrad", "maximize", "differentiable"])
 def test_a_group_does_not_switch_how_all_groups_step(kind, switch):
     """Groups of PyTorch's AdamW have both, off."""
     param = nn.Parameter(torch.ones(2, 2))
