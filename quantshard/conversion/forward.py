@@ -13,7 +13,7 @@ from torch import nn
 
 from quantshard.conversion import optimizer_watch
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, stock_name
@@ -36,6 +36,9 @@ _SAVING_CLASSES = (
     ("diffusers.models.modeling_utils", "ModelMixin"),
 )
 """Whose `SAVE` is guarded where it is defined too: a model may be converted in part, and its own class stay."""
+
+_ACCELERATOR = ("accelerate.accelerator", "Accelerator", "save_model")
+"""The method of accelerate that writes a model's state dict."""
 
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
@@ -75,6 +78,26 @@ def guard_saving() -> None:
         kind = getattr(sys.modules.get(home), name, None)
         if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
             setattr(kind, SAVE, _saving_in_part(getattr(kind, SAVE)))
+    home, name, method = _ACCELERATOR
+    kind = getattr(sys.modules.get(home), name, None)
+    if kind is not None and not hasattr(getattr(kind, method), _GUARDED):
+        setattr(kind, method, _telling_of_codes(getattr(kind, method)))
+
+
+def _telling_of_codes(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, ConvertedLinear) for each in model.modules()):
+            warn_user(
+                f"Accelerator.{plain.__name__}: weights of this {type(model).__name__} are quantized, and codes are "
+                "written beside scales; a plain model, and from_pretrained, would read these codes as values. "
+                "Read them into a model that is converted alike, or write what others read: save_pretrained with "
+                "quantshard.integrations.transformers, or quantshard.revert(model) first"
+            )
+        return plain(self, model, *args, **kwargs)
+
+    setattr(save, _GUARDED, True)
+    return save
 
 
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -62,11 +62,12 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     if filter is not None and not callable(filter):
         check_patterns("convert(filter=", filter, list(layers))
     elsewhere, head = _users_of_weights(model), _output_layer(model)
+    named = set(recipes) if isinstance(recipes, Mapping) else set()
     found = []
     for (name, module), recipe in zip(layers.items(), given, strict=True):
         reason = (
             _unfit(module, [user for user in elsewhere.get(id(module.weight), []) if user != name])
-            or _unwanted(name, module, filter, module is head)
+            or ("" if filter is None and name in named else _unwanted(name, module, filter, module is head))
             or ("" if recipe is not None and recipe.table else _no_recipe(recipe))
         )
         found.append(LayerChoice(name, module, None if reason else recipe, reason))
@@ -148,7 +149,7 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
         return "" if chosen else getattr(filter, "leaves_out", "not chosen by the filter")
     last = name.rsplit(".", 1)[-1]
     if is_head or last in HEADS:
-        return "the head; a filter that matches it converts it too"
+        return "the head; a filter that matches it, or a recipe by its very name, converts it too"
     if any(part.startswith(ADAPTERS) for part in name.split(".")):
         return "an adapter; a filter that matches it converts it too"
     if last in ROUTERS:

@@ -16,6 +16,8 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import layer as lora
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -69,11 +71,35 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftMo
         options: of `PeftModel.from_pretrained`, such as `is_trainable=True`.
 
     Raises:
-        ConfigurationError: the adapter is no LoRA.
+        ConfigurationError: the adapter is no LoRA, or has whole layers (`modules_to_save`) that are quantized in its
+            files and not in the model, or the other way round.
     """
     config = register(PeftConfig.from_pretrained(str(folder)))
+    _check_whole_layers(model, Path(folder) / SAFETENSORS_WEIGHTS_NAME)
     config.inference_mode = not options.get("is_trainable", False)
     return PeftModel.from_pretrained(model, str(folder), config=config, **options)
+
+
+def _check_whole_layers(model: nn.Module, path: Path) -> None:
+    """Check that layers that an adapter replaces as a whole are quantized in its files as in a model; PEFT would load
+    codes as values."""
+    if not path.is_file():
+        return
+    with safe_open(path, framework="pt") as opened:
+        keys = set(opened.keys())
+    for name, param in components.named_parameters(model).items():
+        key = f"base_model.model.{name}"
+        stored, quantized = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
+        if key in keys and stored != quantized:
+            here, there = ("quantized", "plain") if quantized else ("plain", "quantized")
+            raise ConfigurationError(
+                f"load_adapter: {name} is {there} in {path} (modules_to_save) and {here} in this model; "
+                + (
+                    "leave its layer out of convert: filter="
+                    if quantized
+                    else "convert the model as the one that was trained"
+                )
+            )
 
 
 def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:

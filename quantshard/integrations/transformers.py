@@ -146,6 +146,21 @@ class _NameFilter:
     def __call__(self, module: nn.Module, name: str) -> bool:
         return name in self.names
 
+    def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, _NameFilter]:
+        """Recipes and names as a model has them that may be the base of the one that was saved, or have it as its base:
+        then a prefix is gone, or is there."""
+        here = {name for name, _ in model.named_modules()}
+        prefix = f"{model.base_model_prefix}."
+        names = {}
+        for name in self.names:
+            other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+            if found := next((each for each in (name, other) if each in here), None):
+                names[name] = found
+        if isinstance(recipes, Mapping):  # of layers by name, and of all others
+            gone = self.names - names.keys()
+            recipes = {names.get(name, name): recipe for name, recipe in recipes.items() if name not in gone}
+        return recipes, _NameFilter(names.values())
+
 
 def training_config(path: str, recipe: Recipes, *, filter: Filter | None = None, **options: Any) -> PreTrainedConfig:
     """The configuration of a quantized model, to train on from it: `from_pretrained(path, config=...)`.
@@ -270,8 +285,11 @@ class QuantshardQuantizer(HfQuantizer):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
         given = self.given
+        recipe, filter = given.recipe, given.filter
+        if isinstance(filter, _NameFilter):
+            recipe, filter = filter.placed(recipe, model)
         self.report = convert(
-            model, given.recipe, filter=given.filter, modules=given.modules, autocast=given.autocast,
+            model, recipe, filter=filter, modules=given.modules, autocast=given.autocast,
             preserve_high_precision_init_val=given.preserve_high_precision_init_val,
         )  # fmt: skip
         self.layers = {each.name: model.get_submodule(each.name) for each in self.report.converted}  # type: ignore[misc]
@@ -413,20 +431,30 @@ class StoredWeightFill(WeightFill):
 
 # Saving
 
+_WRAPPED = ".base_layer"
+"""How names of layers end that adapters of PEFT are around."""
+
 
 def _save(
     model: PreTrainedModel, plain: Callable[..., Any], save_directory: Any, *args: Any, layout: str | None = None,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`save_pretrained` of a converted model; `layout`: see `QuantshardConfig`."""
-    if getattr(model, "peft_config", None):
+    # a PeftModel, and a model of transformers with this mark, write adapters alone
+    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
         adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
         if adapters:
             raise ConfigurationError(
                 f"save_pretrained: adapters are quantized, the first {adapters[0]}, and PEFT would write their codes "
                 "as values; quantshard.revert the model first, or convert it before it gets adapters"
             )
-        return plain(save_directory, *args, **kwargs)  # adapters alone, which are plain
+        return plain(save_directory, *args, **kwargs)
+    if wrapped := next((name for name, _ in model.named_modules() if name.endswith(_WRAPPED)), None):
+        raise ConfigurationError(
+            f"save_pretrained: PEFT has put an adapter around {wrapped.removesuffix(_WRAPPED)}, and the name of its "
+            "weight is one that nobody reads; save the adapters by save_pretrained of the PeftModel, and the model "
+            "after its merge_and_unload() or unload()"
+        )
     if args:
         raise ConfigurationError("save_pretrained of a quantized model takes all but the directory by name")
     if kwargs.get("distributed_checkpoint"):

@@ -247,7 +247,8 @@ class QuantizedTensor(Tensor):
             raise UnsupportedOperationError(
                 f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
                 "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "
-                "it, a module's init_method to initialize it, and a quantshard module to multiply with it"
+                "it, a module's init_method to initialize it, and a quantshard module to multiply with it; the layer "
+                "of a weight that other code reads is left out by convert(filter=...)"
                 + (_AVERAGE if getattr(func, "overloadpacket", None) in _OF_AVERAGES else "")
             )
         return rule(*args, **(kwargs or {}))

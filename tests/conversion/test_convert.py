@@ -220,6 +220,18 @@ def test_filters(filter: object) -> None:
     assert {layer.reason for layer in report.left if layer.name.endswith("down")} == {"not chosen by the filter"}
 
 
+def test_a_recipe_by_its_very_name_reaches_a_head() -> None:
+    """A pattern that matches it among others does not."""
+    for recipe, is_converted in (
+        ({"lm_head": "mxfp8", "*": "bf16"}, True),
+        ({"*head": "mxfp8", "*.up": "block"}, False),
+    ):
+        model = born()
+        model.lm_head.weight = nn.Parameter(torch.randn(30, 48, dtype=torch.bfloat16))
+        names = [layer.name for layer in qs.convert(model, recipe).converted]
+        assert ("lm_head" in names) is is_converted
+
+
 def test_a_filter_reaches_routers_and_heads() -> None:
     model = born()
     model.lm_head.weight = nn.Parameter(torch.randn(30, 48, dtype=torch.bfloat16))

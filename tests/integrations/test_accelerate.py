@@ -210,6 +210,15 @@ def test_save_state_and_load_state(cells: list[tuple[str, str]], tmp_path: Path)
 # Values of rank 0 ----------------------------------------------------------------------------------------------------
 
 
+def test_codes_that_are_written_without_their_model_are_told(tmp_path: Path) -> None:
+    model = build("mxfp8")
+    try:
+        with pytest.warns(UserWarning, match=r"Accelerator.save_model: weights of this LlamaForCausalLM are quantized"):
+            Accelerator(cpu=True).save_model(model, str(tmp_path))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def from_rank0(mixed: str) -> list[Any]:
     """Bits with `cpu_ram_efficient_loading` and without; non-persistent buffers; a loss of each."""
     found: list[Any] = []

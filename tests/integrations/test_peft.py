@@ -46,6 +46,30 @@ def with_adapters(recipe: str, **options: Any) -> Any:
     return get_peft_model(model, register(config(**options)))
 
 
+def test_a_model_within_adapters_is_not_written(tmp_path: Path) -> None:
+    """Its layers have other names there, and transformers would write their codes as values."""
+    model = with_adapters("mxfp8", target_modules=["q_proj"])
+    for options in ({}, {"layout": "plain-bf16"}):
+        with pytest.raises(ConfigurationError, match=r"PEFT has put an adapter around model.layers.0.self_attn.q_proj"):
+            model.get_base_model().save_pretrained(tmp_path / "base", **options)
+    model.unload().save_pretrained(tmp_path / "unloaded")
+    assert base_bits(LlamaForCausalLM.from_pretrained(tmp_path / "unloaded")) == base_bits(build("mxfp8"))
+
+
+@pytest.mark.parametrize(("trained", "loaded"), [("mxfp8", None), (None, "mxfp8")])
+def test_whole_layers_of_an_adapter_are_quantized_as_in_the_model(
+    trained: str | None, loaded: str | None, tmp_path: Path
+) -> None:
+    def model(recipe: str | None) -> Any:
+        return plain() if recipe is None else build(recipe)
+
+    wrapped = get_peft_model(model(trained), register(config(target_modules=["q_proj"], modules_to_save=["down_proj"])))
+    wrapped.save_pretrained(str(tmp_path / "adapter"))
+    load_adapter(model(trained), tmp_path / "adapter")
+    with pytest.raises(ConfigurationError, match=r"model.layers.0.mlp.down_proj.weight is \w+ in .*modules_to_save"):
+        load_adapter(model(loaded), tmp_path / "adapter")
+
+
 def optimizer_of(model: nn.Module) -> FusedAdam:
     return FusedAdam([(name, p) for name, p in model.named_parameters() if p.requires_grad], lr=1e-2)
 

@@ -15,7 +15,9 @@ import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -229,6 +231,19 @@ def test_layers_of_one_recipe_by_name_keep_it_as_their_own(folder: Path, tmp_pat
     model.save_pretrained(tmp_path)
     found = own_recipes(load(tmp_path))
     assert set(found.values()) == {"mxfp8"} and found == own_recipes(model)
+
+
+def test_the_native_form_is_read_by_the_base_of_a_model_and_by_models_over_it(folder: Path, tmp_path: Path) -> None:
+    """Names have a prefix more or less then; with layers of their own recipes too."""
+    model = converted(folder, {"*.down_proj": "block", "*": "mxfp8"})
+    model.save_pretrained(tmp_path / "whole")
+    model.model.save_pretrained(tmp_path / "base")
+    for found in (
+        AutoModel.from_pretrained(tmp_path / "whole"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base").model,
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").model,
+    ):
+        assert not differing(found, model.model) and own_recipes(found) == own_recipes(model.model)
 
 
 def test_a_model_made_by_convert_is_saved_alike(folder: Path, tmp_path: Path) -> None:
