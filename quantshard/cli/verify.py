@@ -51,6 +51,8 @@ def verification_lines(found: Verification) -> list[str]:
     lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]
     if not found.checksums and found.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
+    if not found.tensors and not found.others:  # no checkpoint was there to be counted
+        return lines or [f"not whole: {found.path} has no entries"]
     size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
     count = len(found.problems)
     state = f"not whole: {count} problem{'s' if count > 1 else ''}" if count else "whole"

@@ -431,6 +431,9 @@ class StoredWeightFill(WeightFill):
 
 # Saving
 
+_ADAPTERS_ALONE = "_hf_peft_config_loaded"
+"""The mark of transformers' models of which `save_pretrained` writes adapters alone; there is no public one."""
+
 _WRAPPED = ".base_layer"
 """How names of layers end that adapters of PEFT are around."""
 
@@ -440,8 +443,7 @@ def _save(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`save_pretrained` of a converted model; `layout`: see `QuantshardConfig`."""
-    # a PeftModel, and a model of transformers with this mark, write adapters alone
-    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
+    if hasattr(model, "get_base_model") or getattr(model, _ADAPTERS_ALONE, False):  # the former of a PeftModel
         adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
         if adapters:
             raise ConfigurationError(

@@ -274,7 +274,7 @@ class GradientFlags:
         warn_user(
             f"none of this optimizer's {len(self._names)} parameters ({self._names[0]}, ...) has a gradient, so the "
             "step changes nothing; if they were replaced in the model after the optimizer was built, as by "
-            "fully_shard, build it after"
+            "fully_shard, build it after; under FSDP2 they have none after set_requires_gradient_sync(False) either"
         )
 
     def bad(self) -> Tensor:

@@ -334,6 +334,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     # Step ------------------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # a graph of torch.compile breaks here, and the step runs as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters and weights from the gradients; returns what `closure` returned.
