@@ -19,8 +19,9 @@ from quantshard.conversion import packing
 from quantshard.conversion.forward import ENTERS, RECIPE
 from quantshard.conversion.fusion import is_fused
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import Copy, Role
+from quantshard.conversion.selection import stacked_experts
+from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.formats import ALL, Copy, Role
 from quantshard.layouts import conversion, table
 from quantshard.layouts.conversion import InexactConversionError
 from quantshard.layouts.table import EXACT, Layout
@@ -30,6 +31,7 @@ from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY
 
 NATIVE: Final = "native"
+COMPRESSED_TENSORS: Final = "compressed-tensors"
 METHOD: Final = "quantshard"
 """`quant_method` of the native form."""
 
@@ -65,7 +67,34 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
     row = table.find(layout, tags)
     if row.is_plain:
         return _plain_form(model, row, weights, parts, others)
-    return _layout_form(model, row, weights, parts, others)
+    form = _layout_form(model, row, weights, parts, others)
+    _warn_of_unread(model, row, weights)
+    return form
+
+
+def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]) -> None:
+    """Tell of what transformers (5.24) cannot read again, whichever other program does."""
+    if ALL not in row.block and min(row.block) > 1:
+        # of one block transformers has the size right, whatever it is
+        few = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
+        cut = [
+            name
+            for name, param in weights.items()
+            if any(size % block and size > few for size, block in zip(param.shape, row.block, strict=True))
+        ]
+        if cut:
+            warn_user(
+                f"save_pretrained(layout={row.name!r}): {cut[0]} {list(weights[cut[0]].shape)}"
+                + (f" and {len(cut) - 1} more have" if len(cut) > 1 else " has")
+                + f" sides that are no multiples of {row.block[0]}; transformers alone reads such weights wrong in this "
+                "layout, or not at all, and by quantshard's training_config right"
+            )
+    experts = stacked_experts(model)
+    if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
+        warn_user(
+            f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) beside "
+            "NVFP4 layers in this layout; it reads 'native' and 'plain-bf16'"
+        )
 
 
 def quantized_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -281,6 +281,7 @@ EXPORTS = [
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors", "ignore::DeprecationWarning:compressed_tensors")
+@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
 @pytest.mark.parametrize(("recipe", "layout"), EXPORTS)
 def test_layouts_are_read_by_transformers_and_trained_on(
     recipe: str, layout: str, folder: Path, tmp_path: Path
@@ -300,6 +301,7 @@ def test_layouts_are_read_by_transformers_and_trained_on(
     assert train(found, adam_of(found), 2)[0] == train(model, adam_of(model), 2)[0]
 
 
+@pytest.mark.filterwarnings("ignore:save_pretrained.*no multiples of 128:UserWarning")
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
@@ -348,6 +350,20 @@ def test_layouts_that_a_weight_does_not_fit_are_refused(
     assert "model.layers.0.self_attn.q_proj.weight [64, 64]" in told and why in told
     assert why in (Path(__file__).parents[2] / "docs/hugging-face.md").read_text("utf-8")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("layout", "wide", "told"), [
+    ("hf-fp8-block", 160, True), ("hf-fp8-block", 64, False), ("compressed-tensors", 64, True), ("plain-bf16", 160, False),
+])  # fmt: skip
+def test_blocks_that_transformers_reads_wrong_are_told(
+    layout: str, wide: int, told: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It derives the block from the grid of scales, which is right where there is one."""
+    model = tiny(intermediate_size=wide)
+    qs.convert(model, "block")
+    model.save_pretrained(tmp_path, layout=layout)
+    said = [str(warning.message) for warning in recwarn if "save_pretrained" in str(warning.message)]
+    assert len(said) == told and all(f"[{wide}, 64]" in text or "[64, 64]" in text for text in said)
 
 
 @pytest.mark.parametrize("recipe", but("nvfp4", of=CELLS))

@@ -15,7 +15,7 @@ from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, muon_gro
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "FusedAdam": lambda model: FusedAdam(model.parameters(), lr=1e-2),
     "Lion": lambda model: Lion(model.parameters(), lr=1e-3),
-    "Muon": lambda model: Muon(muon_groups(model, adamw={"lr": 1e-3}), lr=1e-2),
+    "Muon": lambda model: Muon(muon_groups(model, head=(), adamw={"lr": 1e-3}), lr=1e-2),
     "MasterWeights": lambda model: MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-2),
 }
 
