@@ -86,14 +86,14 @@ def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]
             warn_user(
                 f"save_pretrained(layout={row.name!r}): {cut[0]} {list(weights[cut[0]].shape)}"
                 + (f" and {len(cut) - 1} more have" if len(cut) > 1 else " has")
-                + f" sides that are no multiples of {row.block[0]}; transformers alone reads such weights wrong in this "
-                "layout, or not at all, and by quantshard's training_config right"
+                + f" sides that are no multiples of {row.block[0]}; transformers alone reads such weights wrong in "
+                "this layout, or not at all, and by quantshard's training_config right"
             )
     experts = stacked_experts(model)
     if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
         warn_user(
-            f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) beside "
-            "NVFP4 layers in this layout; it reads 'native' and 'plain-bf16'"
+            f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) "
+            "beside NVFP4 layers in this layout; it reads 'native' and 'plain-bf16'"
         )
 
 

@@ -353,7 +353,8 @@ def test_layouts_that_a_weight_does_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(("layout", "wide", "told"), [
-    ("hf-fp8-block", 160, True), ("hf-fp8-block", 64, False), ("compressed-tensors", 64, True), ("plain-bf16", 160, False),
+    ("hf-fp8-block", 160, True), ("hf-fp8-block", 64, False), ("compressed-tensors", 64, True),
+    ("plain-bf16", 160, False),
 ])  # fmt: skip
 def test_blocks_that_transformers_reads_wrong_are_told(
     layout: str, wide: int, told: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
