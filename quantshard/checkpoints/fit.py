@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
@@ -40,18 +41,27 @@ def check_places(model: nn.Module) -> None:
 
 
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that holds no parameter of a model, after `state_dict()` of it has put sharded ones in place.
+    """Refuse an optimizer of other weights than a model's, after `state_dict()` of it has put sharded ones in place.
+
+    It holds none of the model's parameters, and either quantized weights or, where the model is sharded, none that is:
+    so it is no optimizer of masters that somebody made by hand.
 
     Raises:
-        ConfigurationError: it holds others alone.
+        ConfigurationError: it is one.
     """
-    own = {id(param) for param in model.parameters()}
+    own = list(model.parameters())
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    if own and held and not any(id(param) in own for param in held):
+    if {*map(id, own)} & {*map(id, held)}:
+        return
+    is_before_sharding = any(isinstance(each, DTensor) for each in own) and not any(
+        isinstance(each, DTensor) for each in held
+    )
+    if is_before_sharding or any(components.quantized_local(each) is not None for each in held):
         raise ConfigurationError(
             f"{where}: none of the {len(held)} parameters of this {type(optimizer).__name__} (the first of shape "
             f"{list(held[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made before "
-            "convert, revert or fully_shard put others in their place; make it of this model's parameters"
+            "convert, revert or fully_shard put others in their place; make it of this model's parameters, or give the "
+            "module that holds its own"
         )
 
 

@@ -60,8 +60,8 @@ def load(
         CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the same on every rank.
             Nothing was written, or, where it fails later (no manifest, a disk that fails), the model and the optimizer
             refuse to run, step and be saved until a load succeeds.
-        ConfigurationError: the pieces of a parameter are not where PyTorch would load them to, or the optimizer holds
-            no parameter of the model.
+        ConfigurationError: the pieces of a parameter are not where PyTorch would load them to, or the optimizer is
+            of other weights than the model's.
         UnsupportedOperationError: as of `save`.
     """
     check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))

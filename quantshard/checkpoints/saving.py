@@ -46,7 +46,7 @@ def save(
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
         ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
-            plain data; the optimizer's `step()` needs a closure, or it holds no parameter of the model.
+            plain data; the optimizer's `step()` needs a closure, or it is of other weights than the model's.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
         UnsupportedOperationError: experts are spread over ranks, and the optimizer is one of `torch.optim`, or has
             other parameters than the model, so that its states cannot be numbered as in one process.

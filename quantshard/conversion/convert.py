@@ -161,6 +161,11 @@ def revert(model: nn.Module) -> int:
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
         raise ConfigurationError("revert: this model holds no layer that quantshard.convert made")
+    if isinstance(model, ConvertedLinear):
+        raise ConfigurationError(
+            "revert: this is itself a layer that quantshard.convert made, which another takes the place of; give the "
+            "model that holds it"
+        )
     gated_mlp.unfuse(model)
     places = places_of(model)
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]

@@ -68,7 +68,13 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     for key in [key for key, (weight, _) in _reverted.items() if weight() is None]:
         del _reverted[key]
     params = optimizer_members.held([optimizer])
-    names = [known[1] for param in params if (known := _reverted.get(id(param))) is not None and known[0]() is param]
+    names = [
+        known[1]
+        for param in params
+        if (known := _reverted.get(id(param))) is not None
+        and known[0]() is param
+        and param.grad is None  # else a layer computes with it, perhaps of another model
+    ]
     if names:
         optimizer_members.warn_of_replaced(optimizer, names, "revert")
 

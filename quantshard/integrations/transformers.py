@@ -288,6 +288,8 @@ class QuantshardQuantizer(HfQuantizer):
         recipe, filter = given.recipe, given.filter
         if isinstance(filter, _NameFilter):
             recipe, filter = filter.placed(recipe, model)
+            if not filter.names:  # a base of a model of which the head alone is quantized
+                return model
         self.report = convert(
             model, recipe, filter=filter, modules=given.modules, autocast=given.autocast,
             preserve_high_precision_init_val=given.preserve_high_precision_init_val,
@@ -328,7 +330,7 @@ class QuantshardQuantizer(HfQuantizer):
         loaded: Any = model
         conversions = [each for each in getattr(model, "_weight_conversions", ()) if not _fills(each)]
         self.remove_quantization_config(model)  # from here on it is a converted model, as any other
-        del loaded._get_dtype_plan
+        vars(loaded).pop("_get_dtype_plan", None)  # there is none where nothing is quantized here
         loaded._weight_conversions = conversions  # which 5.24 removes with the configuration, though a save reads them
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")

@@ -24,14 +24,13 @@ from quantshard.errors import CheckpointError, ConfigurationError, warn_user
 from quantshard.formats import ALL, Copy, Role
 from quantshard.layouts import conversion, table
 from quantshard.layouts.conversion import InexactConversionError
-from quantshard.layouts.table import EXACT, Layout
+from quantshard.layouts.table import COMPRESSED_TENSORS, EXACT, Layout
 from quantshard.layouts.writing import NOTED_AMAX
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY
 
 NATIVE: Final = "native"
-COMPRESSED_TENSORS: Final = "compressed-tensors"
 METHOD: Final = "quantshard"
 """`quant_method` of the native form."""
 

@@ -107,6 +107,7 @@ class Verdict:
 
 
 EXACT, LOSSY, UNDEFINED = "exact", "lossy", "undefined"
+COMPRESSED_TENSORS: Final = "compressed-tensors"
 
 
 def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
@@ -223,7 +224,7 @@ def _compressed(kind: str, weights: dict[str, Any], activations: dict[str, Any] 
 
     def config(ignore: list[str]) -> dict[str, Any]:
         return {
-            "quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed", "ignore": ignore,
+            "quant_method": COMPRESSED_TENSORS, "format": kind, "quantization_status": "compressed", "ignore": ignore,
             "kv_cache_scheme": None, "global_compression_ratio": None, "config_groups": {"group_0": group},
         }  # fmt: skip
 
@@ -295,26 +296,26 @@ _row(
     config=lambda ignore: _hf(ignore, ignored_layers=ignore), readers="vLLM, SGLang",
 )  # fmt: skip
 _row(
-    "compressed-tensors-fp8", "compressed-tensors", E4M3, scale_shape=ScaleShape.ONE,
+    "compressed-tensors-fp8", COMPRESSED_TENSORS, E4M3, scale_shape=ScaleShape.ONE,
     config=_compressed("float-quantized", {"strategy": "tensor"}, _TOKEN), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
-    "compressed-tensors-fp8-block", "compressed-tensors", E4M3, block=(128, 128),
+    "compressed-tensors-fp8-block", COMPRESSED_TENSORS, E4M3, block=(128, 128),
     config=_compressed(
         "float-quantized", {"strategy": "block", "block_structure": [128, 128]},
         {"strategy": "group", "group_size": 128},
     ), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
-    "compressed-tensors-fp8-channel", "compressed-tensors", E4M3, block=(1, ALL),
+    "compressed-tensors-fp8-channel", COMPRESSED_TENSORS, E4M3, block=(1, ALL),
     config=_compressed("float-quantized", {"strategy": "channel"}, _TOKEN), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
-    "compressed-tensors-mxfp8", "compressed-tensors", E4M3, **_MX,
+    "compressed-tensors-mxfp8", COMPRESSED_TENSORS, E4M3, **_MX,
     config=_compressed("mxfp8-quantized", _GROUP_32, _GROUP_32), readers="compressed-tensors, vLLM",
 )  # fmt: skip
 _row(
-    "compressed-tensors-nvfp4", "compressed-tensors", E2M1, **_NV, codes_key="weight_packed",
+    "compressed-tensors-nvfp4", COMPRESSED_TENSORS, E2M1, **_NV, codes_key="weight_packed",
     second=SecondScale("weight_global_scale", ScaleShape.ONE, divides=True),
     config=_compressed(
         "nvfp4-pack-quantized",
@@ -390,7 +391,7 @@ def _signature(config: Config) -> tuple[str, ...]:
         return ("mxfp8",)
     if method == "modelopt":
         return (method, str(config.get("quant_algo")).removeprefix("W4A16_"))
-    if method == "compressed-tensors":
+    if method == COMPRESSED_TENSORS:
         groups = config.get("config_groups")
         first = next(iter(groups.values()), None) if isinstance(groups, Mapping) and len(groups) == 1 else None
         weights = first.get("weights") if isinstance(first, Mapping) else None

@@ -96,7 +96,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     # Step ------------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # a graph of torch.compile breaks here, and the step runs as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """One optimizer step; a collective call where parameters are sharded.

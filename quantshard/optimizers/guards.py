@@ -101,6 +101,16 @@ def check_own_weights(optimizer: str, are_averages: bool) -> None:
         )
 
 
+def keep_out_of_graphs(kind: type[Any]) -> None:
+    """Have graphs of torch.compile break at the steps of a class of optimizers, and these run as they are.
+
+    Called by its constructor, before PyTorch's, which wraps `step` once; a decorator would import the compiler with
+    this package.
+    """
+    if not hasattr(kind.step, "hooked"):
+        kind.step = torch.compiler.disable(kind.step)
+
+
 def weight_version(param: Tensor) -> int:
     """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
     quantized = components.quantized_local(param)

@@ -82,6 +82,7 @@ class MasterWeights(torch.optim.Optimizer):
                 f"MasterWeights({given} object): give the class first, which is built over the masters, then the "
                 f"parameters and its options: MasterWeights(torch.optim.{wanted}, params, lr=...)"
             )
+        guards.keep_out_of_graphs(type(self))
         options.check_any("MasterWeights", settings)  # of text the inner optimizer would say that it compares badly
         options.check_decay("MasterWeights", ema_decay)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
@@ -334,7 +335,6 @@ class MasterWeights(torch.optim.Optimizer):
 
     # Step ------------------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # a graph of torch.compile breaks here, and the step runs as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update masters and weights from the gradients; returns what `closure` returned.

@@ -42,9 +42,10 @@ class MasterOptimizer(torch.optim.Optimizer):
     group_entries = (ROUNDING_SEED,)
     """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
 
-    rate_dtype = torch.float32
     more_entries: tuple[str, ...] = ()
     """What a group may have besides what `defaults` names."""
+
+    rate_dtype = torch.float32
     """Of learning rates that are tensors (`capturable`)."""
 
     def __init__(
@@ -61,6 +62,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
     ) -> None:
+        guards.keep_out_of_graphs(type(self))
         self._name, given = type(self).__name__, dict(state_dtypes or {})
         flags = {"capturable": capturable, "master_weights": master_weights, "use_decoupled_grad": use_decoupled_grad}
         options.check_flags(self._name, **flags, store_param_remainders=store_param_remainders)

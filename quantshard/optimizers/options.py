@@ -150,8 +150,8 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
 _SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 _NAMES_OF_OTHERS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
 """What other libraries call an option."""
-_OTHERS = ("momentum", "dampening", "nesterov", "alpha", "rho", "centered", "momentum_decay")
-"""Entries of groups of other optimizers that change their updates."""
+_OTHERS = ("momentum", "dampening", "nesterov")
+"""Entries of groups of other optimizers that change their updates, and that wrappers which share groups do not use."""
 
 
 def check_no_states(optimizer: type, group: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], 
         near = [meant] if meant in known else get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8)
         if near:
             warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?")
-        elif name in _OTHERS and group[name]:
+        elif name in _OTHERS and isinstance(group[name], int | float) and group[name]:
             warn_user(
                 f"{where}: a group has {name} = {group[name]!r}, an option of other optimizers, which does nothing"
             )

@@ -36,6 +36,8 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, kind: type[tor
     checkpoints.load(tmp_path / "c", other, others)
 
 
-def test_one_of_a_part_of_a_model_is_taken(tmp_path: Path) -> None:
+def test_one_of_a_part_of_a_model_or_of_masters_made_by_hand_is_taken(tmp_path: Path) -> None:
     model = converted()
-    checkpoints.save(tmp_path / "c", model, FusedAdam(model[0].parameters(), lr=1e-3))
+    checkpoints.save(tmp_path / "part", model, FusedAdam(model[0].parameters(), lr=1e-3))
+    masters = [nn.Parameter(each.detach().float()) for each in nn.Linear(32, 32, dtype=torch.bfloat16).parameters()]
+    checkpoints.save(tmp_path / "masters", nn.Linear(32, 32, dtype=torch.bfloat16), torch.optim.AdamW(masters))

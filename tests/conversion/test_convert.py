@@ -351,6 +351,24 @@ def test_a_step_of_an_optimizer_from_before_revert_is_told(
     assert said.startswith(f"{kind.__name__} was made before revert and holds 0.weight and 1 more as they were")
 
 
+def test_a_layer_that_another_model_computes_with_is_trained_after_revert(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    qs.convert(model, "mxfp8")
+    other = nn.Sequential(model[0], nn.ReLU())
+    optimizer = FusedAdam(other.parameters(), lr=1e-3)
+    qs.revert(model)
+    other(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    assert not recwarn and type(model[0]) is nn.Linear
+
+
+def test_a_layer_by_itself_is_not_reverted() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    qs.convert(model, "mxfp8")
+    with pytest.raises(ConfigurationError, match="give the model that holds it"):
+        qs.revert(model[0])
+
+
 def test_modules_in_several_places() -> None:
     shared = nn.Linear(48, 48)
     model = nn.Sequential(shared, nn.ReLU(), shared)

@@ -244,6 +244,9 @@ def test_the_native_form_is_read_by_the_base_of_a_model_and_by_models_over_it(fo
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").model,
     ):
         assert not differing(found, model.model) and own_recipes(found) == own_recipes(model.model)
+    model = converted(folder, {"lm_head": "mxfp8", "*": "bf16"})
+    model.save_pretrained(tmp_path / "head")
+    assert not differing(AutoModel.from_pretrained(tmp_path / "head"), model.model)
 
 
 def test_a_model_made_by_convert_is_saved_alike(folder: Path, tmp_path: Path) -> None:

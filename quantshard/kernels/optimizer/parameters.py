@@ -26,7 +26,7 @@ from quantshard.numerics.states import AVERAGE, WEIGHT, StateKind
 COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
 WIDE = (512, 256)
 """Columns of tiles, of 2048 elements too, of parameters with scaled states and without blocks of several rows, where
-these tiles are at least four fifths full. With FP8 moments a step is 1.37 and 1.24 times as fast as with 128 columns
+these tiles are at least four fifths full. With FP8 moments a step is 1.36 and 1.24 times as fast as with 128 columns
 (benchmarks/RESULTS.md)."""
 
 
