@@ -105,12 +105,10 @@ def memory_checked() -> Iterator[TensorMemory]:
         memory.forget()
         return launch(self, *arguments, **options)
 
-    gc.freeze()  # else each look would go through all that other tests have left
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(interpreter.GridExecutor, "__call__", launched)
-            for name in POINTERS:
-                patch.setattr(builder, name, checked(name, getattr(builder, name)))
-            yield memory
-    finally:
-        gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # else each look would go through all that other tests have left; to thaw it would slow all later tests
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", launched)
+        for name in POINTERS:
+            patch.setattr(builder, name, checked(name, getattr(builder, name)))
+        yield memory
