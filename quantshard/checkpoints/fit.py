@@ -51,7 +51,7 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
     """
     own = list(model.parameters())
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    if {*map(id, own)} & {*map(id, held)}:
+    if not held or {*map(id, own)} & {*map(id, held)}:
         return
     is_before_sharding = any(isinstance(each, DTensor) for each in own) and not any(
         isinstance(each, DTensor) for each in held

@@ -342,7 +342,8 @@ class QuantshardQuantizer(HfQuantizer):
                 f"(first: {empty[0]}); choose others with filter=, or load in high precision and call "
                 "quantshard.convert"
             )
-        setattr(model, REPORT, self.report)
+        if self.report is not None:
+            setattr(model, REPORT, self.report)
         if self.given.layout != NATIVE:
             setattr(model, LAYOUT, self.given.layout)
         return model

@@ -7,11 +7,41 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard import checkpoints
+from quantshard.checkpoints import saving
 from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam
+from tests.distributed.pool import run_ranks
+
+
+def sharded(_: object) -> list[str]:
+    """What is said of an optimizer from before `fully_shard`; others are taken."""
+    said = []
+    for recipe in ("mxfp8", None):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 7))
+        if recipe is not None:
+            qs.convert(model, recipe)
+        before = torch.optim.AdamW(model.parameters())
+        fully_shard(model)
+        with pytest.raises(QuantshardError) as refused:
+            saving.checkpoint_state(model, before)
+        said.append(str(refused.value))
+        saving.checkpoint_state(model, torch.optim.AdamW(model.parameters()))
+        masters = [nn.Parameter(each.detach().clone()) for each in nn.Linear(32, 7).parameters()]
+        by_hand = torch.optim.AdamW(masters)
+        by_hand.param_groups[0]["params"] = []  # as of a rank without parameters
+        saving.checkpoint_state(model, by_hand)
+    return said
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_optimizer_from_before_fully_shard_is_refused_on_every_rank(world: int) -> None:
+    for said in run_ranks(world, sharded, None):
+        assert all("save: none of the 4 parameters of this AdamW" in text for text in said) and len(said) == 2
 
 
 def converted() -> nn.Sequential:
