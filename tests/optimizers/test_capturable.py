@@ -164,7 +164,7 @@ def test_ten_steps_of_other_optimizers_are_the_same_bits(optimizer_of, states, r
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled, and read no memory of the host")
-@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("optimizer_of", [lion_of, muon_of])
 def test_ten_steps_of_other_optimizers_on_kernels(recipe, optimizer_of):
     pytest.importorskip("triton")
