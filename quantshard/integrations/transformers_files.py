@@ -92,7 +92,7 @@ def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]
     if experts and row.family == COMPRESSED_TENSORS and row.second is not None:
         warn_user(
             f"save_pretrained(layout={row.name!r}): transformers does not read stacked experts ({experts[0][0]}) "
-            "beside NVFP4 layers in this layout; it reads 'native' and 'plain-bf16'"
+            "beside quantized layers in this layout; it reads 'native' and 'plain-bf16'"
         )
 
 

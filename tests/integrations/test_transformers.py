@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -368,6 +370,16 @@ def test_blocks_that_transformers_reads_wrong_are_told(
     model.save_pretrained(tmp_path, layout=layout)
     said = [str(warning.message) for warning in recwarn if "save_pretrained" in str(warning.message)]
     assert len(said) == told and all(f"[{wide}, 64]" in text or "[64, 64]" in text for text in said)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:compressed_tensors", "ignore::DeprecationWarning:compressed_tensors")
+def test_stacked_experts_that_transformers_does_not_read_are_told(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=40, num_local_experts=2)
+    model = MixtralForCausalLM(config).to(torch.bfloat16)
+    qs.convert(model, "nvfp4")
+    with pytest.warns(UserWarning, match=r"does not read stacked experts \(model.layers.0.mlp.experts"):
+        model.save_pretrained(tmp_path, layout="compressed-tensors")
 
 
 @pytest.mark.parametrize("recipe", but("nvfp4", of=CELLS))

@@ -327,6 +327,10 @@ def test_wide_tiles_of_scaled_states(weight, moments, second, master):
     assert {launch.how.cols for launch in check(cut)._first} == {512}
 
 
+def test_an_empty_shard_of_wide_tiles():
+    check(case("delayed", "fp8", shape=(0, 512), cut=((4, 512), (4, 0))), case("delayed", "fp8", shape=(3, 512)))
+
+
 @pytest.mark.parametrize(
     "weight, moments", [("block", "fp8"), ("mxfp8_both", "fp8"), ("nvfp4", "fp16"), ("delayed", "float32")]
 )
