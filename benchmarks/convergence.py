@@ -2,17 +2,17 @@
 
     python benchmarks/convergence_corpus.py CORPUS
     python benchmarks/convergence.py CORPUS RESULTS.jsonl --arms bf16:0,current:0 [--minutes 9] [--work DIR]
-                                     [--model moe-small] [--steps 1500] [--batch 64] [--eval-sequences 96] [--eager]
-                                     [--lr 1e-3]
+                                     [--model "llama 12x768"] [--steps 1500] [--batch 64] [--eval-sequences 96]
+                                     [--lr 1e-3] [--eager]
     python benchmarks/convergence_table.py RESULTS.jsonl --plot curves.svg
 
-A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), or a mixture of experts of
-the train command's sizes. An arm is a name of `ARMS` and a seed, which gives the initial weights and the order of the
-windows, both as of `quantshard train`, whose runs are arms too (`convergence_runs.py`): those of one seed read the same
-tokens in the same order. Each finished arm is one line of RESULTS.jsonl with the hash of its corpus, its model, steps
-and batch, and is not run again. An arm that the minutes end is saved under --work and goes on from there, bit for bit.
-On a GPU the dense model's layers run from CUDA graphs, which changes no bit; `--eager` does without. Arms of
-`convergence_peers.py` are compiled instead.
+A decoder of the size of GPT-2 small (12 layers of 768, 12 heads, 1024 tokens, tied head), a Llama of as many layers,
+heads and parameters, or a mixture of experts of the train command's sizes. An arm is a name of `ARMS` and a seed, which
+gives the initial weights and the order of the windows, both as of `quantshard train`, whose runs are arms too
+(`convergence_runs.py`): those of one seed read the same tokens in the same order. Each finished arm is one line of
+RESULTS.jsonl with the hash of its corpus, its model, steps and batch, and is not run again. An arm that the minutes end
+is saved under --work and goes on from there, bit for bit. On a GPU the dense model's layers run from CUDA graphs, which
+changes no bit; `--eager` does without. Arms of `convergence_peers.py` are compiled instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from quantshard.tensor import components
 from quantshard.trainer import data
 from quantshard.trainer.loop import learning_rate
 from quantshard.trainer.models.losses import token_losses
-from quantshard.trainer.models.model import LanguageModel, trained_loss
+from quantshard.trainer.models.model import LanguageModel, recipes_of, trained_loss
 from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.sizes import SIZES
@@ -66,8 +66,16 @@ SMALL = TrainSettings(
 ).resolved()
 """98 million tokens, 0.8 for each parameter: the start of a training, in which arms differ as they do later."""
 
-DENSE, MIXTURE = "gpt2-small", "moe-small"
-"""The models, by their names for `quantshard train --model`."""
+DENSE, LLAMA, MIXTURE = "gpt2-small", "llama 12x768", "moe-small"
+"""The models, by their names for `quantshard train --model`; the Llama by its sizes, as `convergence_runs.py` names
+runs."""
+
+MODELS: dict[str, dict[str, Any]] = {
+    DENSE: {},
+    LLAMA: {"architecture": "llama", "ffn": 2048, "kv_heads": 0},
+    MIXTURE: {"kv_heads": 0, **SIZES[MIXTURE]},
+}
+"""What each has in place of SMALL's settings."""
 
 WARMUP_SHARE, PART = 10, 32
 """Warmup is one in so many steps; a micro-batch has at most so many sequences."""
@@ -80,8 +88,10 @@ EVERY = 10
 
 
 class Arm(NamedTuple):
-    """How weights and GEMMs are quantized, and how the optimizer is made. `peer`: a kind of the plain model.
-    `activation_storage`: what MLPs keep of activations."""
+    """How weights and GEMMs are quantized (text as for `train --recipe`), and how the optimizer is made.
+
+    `peer`: a kind of the plain model. `activation_storage`: what MLPs keep of activations.
+    """
 
     recipe: str | Recipe
     optimizer: Callable[[nn.Module, TrainSettings], torch.optim.Optimizer]
@@ -118,6 +128,9 @@ NVFP4_VARIANTS = {
 }
 """NVFP4 less one of its parts: which of them costs what it loses."""
 
+NVFP4_BETWEEN = ",".join(f"layers.{number}=current" for number in (0, 1, 10, 11)) + ",*=nvfp4"
+"""NVFP4 but for the first and last two of twelve layers."""
+
 WHOLE_MASTERS = {
     f"FP16-masters {name}": replace(options, store_param_remainders=False) for name, options in PRESETS.items()
 }
@@ -143,6 +156,7 @@ ARMS = {
     },
     **{f"nvfp4 {name}": Arm(recipe, fused()) for name, recipe in NVFP4_VARIANTS.items()},
     **{f"nvfp4 {name} muon": Arm(recipe, muon) for name, recipe in NVFP4_VARIANTS.items()},
+    NVFP4_BETWEEN: Arm(NVFP4_BETWEEN, fused()),
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
     **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},
@@ -166,7 +180,8 @@ class Training:
         self.windows = data.Windows(found, settings.seq_length, 0.0)
         torch.manual_seed(seed)
         settings = replace(settings, activation_storage=arm.activation_storage)
-        ours = LanguageModel(settings, recipes.resolve(arm.recipe), device, vocabulary=_padded(vocabulary))
+        recipe = recipes_of(replace(settings, recipe=arm.recipe)) if isinstance(arm.recipe, str) else arm.recipe
+        ours = LanguageModel(settings, recipe, device, vocabulary=_padded(vocabulary))
         self.model: LanguageModel | PlainModel = PlainModel(ours, arm.peer, device) if arm.peer else ours
         del ours
         self.optimizer = arm.optimizer(self.model, settings)
@@ -176,14 +191,19 @@ class Training:
         self.losses: list[float] = []
 
     def capture(self) -> None:
-        """Let the layers run from CUDA graphs from now on, if they can: the tokens of experts follow from values."""
+        """Let the layers run from CUDA graphs from now on, if they can: the tokens of experts follow from values, and
+        the graphs here are of one recipe."""
         settings = self.settings
         if settings.experts or not isinstance(self.model, LanguageModel):
+            return
+        if any(recipe != self.model.recipes[0] for recipe in self.model.recipes):
             return
         shape = (settings.global_batch // settings.micro_batches, settings.seq_length, settings.hidden)
         x = torch.zeros(shape, dtype=settings.torch_params_dtype, device=self.device, requires_grad=True)
         layers = tuple(self.model.layers)
-        keywords: Any = [{"rotary_pos_emb": None} for _ in layers]  # of positions that are learned
+        rotary = self.model.rotary
+        angles = None if rotary is None else rotary(settings.seq_length, device=x.device)  # None: learned positions
+        keywords: Any = [{"rotary_pos_emb": angles} for _ in layers]
         qs.make_graphed_callables(layers, [(x,)] * len(layers), sample_kwargs=keywords, recipe=self.model.recipes[0])
 
     def train(self, until: float, last: int | None = None) -> bool:
@@ -322,6 +342,13 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
     }
 
 
+def model_of(settings: TrainSettings) -> str:
+    """Its name among `MODELS`."""
+    if settings.experts:
+        return MIXTURE
+    return LLAMA if settings.architecture == "llama" else DENSE
+
+
 def corpus_hash(corpus: Path) -> str:
     """The beginning of the SHA-256 of its training tokens: losses are compared on equal ones alone."""
     return str(json.loads((corpus / "corpus.json").read_text())["train"]["sha256"])[:8]
@@ -330,7 +357,7 @@ def corpus_hash(corpus: Path) -> str:
 def what_is_trained(corpus: Path, settings: TrainSettings) -> dict[str, Any]:
     """What arms have in common whose losses are compared: the tokens, and how they come."""
     return {
-        "model": MIXTURE if settings.experts else DENSE,
+        "model": model_of(settings),
         "corpus": corpus_hash(corpus),
         "tokens": settings.steps * settings.global_batch * settings.seq_length,
         "batch": settings.global_batch,
@@ -353,8 +380,9 @@ def finished(results: Path, trained: dict[str, Any]) -> set[tuple[str, int]]:
 def work_folder(work: Path, name: str, seed: int, settings: TrainSettings) -> Path:
     """Where an arm that was stopped is saved; of another model, batch or number of steps elsewhere."""
     folder = f"{at_rate(name, settings.lr)}-{seed}".replace(" ", "-")
-    if (settings.experts, settings.steps, settings.global_batch) != (0, SMALL.steps, SMALL.global_batch):
-        folder += f"-{MIXTURE if settings.experts else DENSE}-{settings.steps}x{settings.global_batch}"
+    model = model_of(settings)
+    if (model, settings.steps, settings.global_batch) != (DENSE, SMALL.steps, SMALL.global_batch):
+        folder += f"-{model.replace(' ', '-')}-{settings.steps}x{settings.global_batch}"
     return work / folder
 
 
@@ -371,9 +399,8 @@ def chosen_settings(
     if batch % parts:
         raise ValueError(f"--batch {batch} cannot be taken in {parts} equal parts of at most {PART} sequences")
     schedule = {"steps": steps, "decay_steps": steps, "warmup": steps // WARMUP_SHARE, "lr": lr}
-    sizes = {"kv_heads": 0, **SIZES[model]} if model == MIXTURE else {}
     batches = {"global_batch": batch, "micro_batches": parts, "eval_sequences": evaluated}
-    return replace(SMALL, **sizes, **schedule, **batches).resolved()
+    return replace(SMALL, **MODELS[model], **schedule, **batches).resolved()
 
 
 def main() -> None:
@@ -384,7 +411,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop, saved, after so many")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs of the layers")
     parser.add_argument("--work", type=Path, default=Path("convergence-work"))
-    parser.add_argument("--model", choices=(DENSE, MIXTURE), default=DENSE)
+    parser.add_argument("--model", choices=MODELS, default=DENSE)
     parser.add_argument("--steps", type=int, default=SMALL.steps, help="at which the schedule ends")
     parser.add_argument("--batch", type=int, default=SMALL.global_batch, help="sequences of a step")
     parser.add_argument("--eval-sequences", type=int, default=SMALL.eval_sequences, help="of which held-out loss is")

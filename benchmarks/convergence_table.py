@@ -4,15 +4,16 @@
 
 Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
 difference is from the arm bf16 of the same seed, whose tokens came in the same order, and of the same optimizer and
-learning rate, where there is one; of several seeds the mean, with the least and the most. What bf16 itself differs by
-from seed to seed stands above the table. Tokens a second and peaks are those of
-the arm's last record that has them.
+learning rate, where there is one; of several seeds the mean with its standard error, the least and the most. What bf16
+itself differs by from seed to seed stands above the table. Tokens a second and peaks are those of the arm's last record
+that has them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.convergence import DENSE, NO_MASTERS, of_record
+from benchmarks.convergence import DENSE, LLAMA, NO_MASTERS, NVFP4_BETWEEN, of_record
 from quantshard.presets import PRESETS, StateBytes, StateOptions
 from quantshard.recipe import resolve
 
@@ -163,7 +164,13 @@ def _difference(found: Sequence[float]) -> str:
     if not found:
         return "-"
     spread = f" ({min(found):+.2f} to {max(found):+.2f})" if len(found) > 1 else ""
-    return f"{statistics.fmean(found):+.2f}{spread}"
+    return _mean(found) + spread
+
+
+def _mean(found: Sequence[float]) -> str:
+    """With its standard error (of independent seeds: sample deviation over sqrt(n)), if it has one."""
+    error = f" ± {statistics.stdev(found) / math.sqrt(len(found)):.2f}" if len(found) > 1 else ""
+    return f"{statistics.fmean(found):+.2f}{error}"
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -261,6 +268,11 @@ def cost_rows() -> Iterator[CostRow]:
     yield CostRow("BF16, `torch.optim.AdamW` with BF16 moments", "bf16 AdamW", StateBytes(_BF16, 0, 2 * _BF16))
     yield CostRow("`FusedAdam(...)` over FP8 weights (`current`)", "current", wide)
     yield CostRow("the same over `nvfp4`", "nvfp4", default.bytes_of(fp4))
+    narrow, thirds = default.bytes_of(fp4), (1 / 3, 2 / 3)  # of twelve layers four are wide
+    yield CostRow(
+        "the same, the first and last two layers of twelve in `current`", NVFP4_BETWEEN,
+        narrow._replace(weight=thirds[0] * wide.weight + thirds[1] * narrow.weight),
+    )  # fmt: skip
     for name in sorted(PRESETS):
         yield CostRow(f'`FusedAdam(..., preset="{name}")`, `current`', f"current {name}", PRESETS[name].bytes_of(fp8))
     yield CostRow("FP8 moments, `master_weights=False`, `current`", "current no masters", NO_MASTERS.bytes_of(fp8))
@@ -273,7 +285,7 @@ def _weight(recipe: str) -> Any:
 
 
 def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
-    """Lines of the README's table; losses are of the dense model, of the tokens for which most of its arms are (of
+    """Lines of the README's table; losses are of the dense model and the tokens for which most of its arms are (of
     these, those of the most seeds), or of others where an arm and BF16 were trained on them alone."""
     wanted = [row.arm for row in cost_rows()]
 
@@ -281,7 +293,7 @@ def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
         seeds = [len(arms[arm].records) for arm in wanted if arm in arms]
         return len(seeds), sum(seeds)
 
-    dense = [arms for trained, arms in groups.items() if trained.model == DENSE]
+    dense = [arms for trained, arms in groups.items() if trained.model in (DENSE, LLAMA)]
     ranked = sorted(dense, key=recorded, reverse=True)
     yield _HEADING
     yield "|---" * 8 + "|"
@@ -299,7 +311,7 @@ def _loss_beside(arm: ArmResult, reference: ArmResult | None) -> str:
         return _number(arm.mean("heldout"), ".3f")
     assert reference is not None
     own = statistics.fmean(arm.records[seed]["heldout"] for seed in arm.records.keys() & reference.records.keys())
-    return f"{own:.3f}" if arm.name == REFERENCE else f"{own:.3f} ({statistics.fmean(found):+.2f} %)"
+    return f"{own:.3f}" if arm.name == REFERENCE else f"{own:.3f} ({_mean(found)} %)"
 
 
 def _bytes(size: float) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import convergence, convergence_runs, convergence_table
-from benchmarks.convergence import ARMS, DENSE, MIXTURE, Training
+from benchmarks.convergence import ARMS, DENSE, LLAMA, MIXTURE, NVFP4_BETWEEN, Training, bytes_kept
 from benchmarks.convergence_corpus import Document, check_alike, is_held_out
 from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
@@ -152,6 +152,16 @@ def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
     assert without["heldout"] != balanced["heldout"], "the loss of balance trains nothing"
 
 
+def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
+    settings = replace(TINY, architecture="llama", layers=12, steps=1)
+    training = Training(ARMS[NVFP4_BETWEEN], 0, corpus, settings, "cpu")
+    formats = [layer.self_attention.proj.weight.quantized_storage.cell.format.name for layer in training.model.layers]
+    assert formats == 2 * ["fp8_e4m3"] + 8 * ["nvfp4_16x16"] + 2 * ["fp8_e4m3"]
+    assert training.train(math.inf) and bytes_kept(training) == pytest.approx(8 + 4 + 2 / 3, abs=0.1)  # and scales
+    asked = Namespace(settings=settings, corpus=corpus, work=tmp_path / "work")
+    assert convergence.run("bf16 AdamW", 0, asked, math.inf)["model"] == LLAMA
+
+
 def test_the_plain_model_is_ours_in_plain_layers():
     torch.manual_seed(0)
     ours = LanguageModel(replace(TINY, layers=2), recipe.resolve("bf16"), "cpu", vocabulary=128)
@@ -200,13 +210,19 @@ def test_steps_and_batches_are_chosen():
     short = convergence.chosen_settings(MIXTURE, 300, 96)
     assert (short.steps, short.decay_steps, short.warmup, short.micro_batches) == (300, 300, 30, 3)
     assert (short.experts, short.kv_heads, short.seq_length, short.architecture) == (16, 4, 512, "llama")
+    llama = convergence.chosen_settings(LLAMA, 1200, 32, 256)
+    run = TrainSettings(
+        architecture="llama", hidden=768, layers=12, heads=12, ffn=2048, tied=True, seq_length=1024, steps=1200,
+        global_batch=32, lr=1e-3, warmup=120, eval_sequences=256, save_every=0,
+    )  # fmt: skip
+    assert llama == run.resolved() and convergence.model_of(llama) == LLAMA
     with pytest.raises(ValueError, match="--batch 65 cannot be taken in 3 equal parts"):
         convergence.chosen_settings(DENSE, 10, 65)
     folders = {
         convergence.work_folder(Path("w"), "block lean8", 1, convergence.chosen_settings(*chosen))
-        for chosen in ((DENSE, 1500, 64), (DENSE, 300, 64), (DENSE, 1500, 32), (MIXTURE, 1500, 64))
+        for chosen in ((DENSE, 1500, 64), (DENSE, 300, 64), (DENSE, 1500, 32), (MIXTURE, 1500, 64), (LLAMA, 1500, 64))
     }
-    assert len(folders) == 4 and Path("w/block-lean8-1") in folders
+    assert len(folders) == 5 and Path("w/block-lean8-1") in folders
 
 
 def test_an_arm_of_other_tokens_is_run_again(corpus, tmp_path):
@@ -256,7 +272,7 @@ def test_arms_are_compared_by_seed_and_on_equal_tokens(tmp_path):
     assert lines[2:] == [
         "| block | 2.0000 | - | 14.00 | - | 100 | 1 |",  # no seed of bf16's
         "| bf16 | 2.1000 | 0 | 14.00 | - | 100 | 2 |",
-        "| current lean8 | 2.1050 | +0.25 (+0.00 to +0.50) | 5.09 | 7.2 | 2,000 | 2 |",
+        "| current lean8 | 2.1050 | +0.25 ± 0.25 (+0.00 to +0.50) | 5.09 | 7.2 | 2,000 | 2 |",
     ]
     alone = list(convergence_table.table(longer, groups[longer]))
     assert "not known: it has 0." in alone[0] and alone[-1].startswith("| current lean8 | 9.0000 | - |")
@@ -298,14 +314,18 @@ def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
         return [{"arm": arm, "corpus": corpus, "heldout": heldout, "seed": at} for at in range(seeds) for arm in arms]
 
     few, many = ("bf16", "current"), ("bf16", "current", "nvfp4")
-    for groups, loss in (
-        ((of("a", 2.0, *many), of("b", 3.0, *few, seeds=9)), "2.000"),
-        ((of("a", 2.0, *many), of("b", 3.0, *many, seeds=2)), "3.000"),
-        ((of("a", 2.0, *many, seeds=2), of("b", 3.0, *many)), "2.000"),
+    llama = [each | {"model": LLAMA} for each in of("b", 3.0, *many, seeds=2)]
+    mixture = [each | {"model": MIXTURE} for each in llama]  # has no row
+    for groups, loss, same in (
+        ((of("a", 2.0, *many), of("b", 3.0, *few, seeds=9)), "2.000", "+0.00"),
+        ((of("a", 2.0, *many), of("b", 3.0, *many, seeds=2)), "3.000", "+0.00 ± 0.00"),
+        ((of("a", 2.0, *many, seeds=2), of("b", 3.0, *many)), "2.000", "+0.00 ± 0.00"),
+        ((of("a", 2.0, *many), llama), "3.000", "+0.00 ± 0.00"),
+        ((of("a", 2.0, *many), mixture), "2.000", "+0.00"),
     ):
         lines = list(convergence_table.costs(records(tmp_path, *(each for group in groups for each in group))))
         assert [line.split("|")[-2].strip() for line in lines[2:6]] == [
-            loss, "not yet run", f"{loss} (+0.00 %)", f"{loss} (+0.00 %)"
+            loss, "not yet run", f"{loss} ({same} %)", f"{loss} ({same} %)"
         ]  # fmt: skip
 
 
