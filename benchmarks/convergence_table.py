@@ -1,6 +1,6 @@
 """The table and the curves of what `convergence.py` recorded, and the README's table of bytes and losses.
 
-    python benchmarks/convergence_table.py [RESULTS.jsonl] [--plot CURVES.svg] [--readme README.md]
+    python benchmarks/convergence_table.py [RESULTS.jsonl] [--plot CURVES.svg] [--readme README.md] [--model NAME]
 
 Arms are compared where they saw the same tokens in the same batches with the same model: a table for each. A
 difference is from the arm bf16 of the same seed, whose tokens came in the same order, and of the same optimizer and
@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -32,12 +31,6 @@ RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"
 OPTIMIZERS = ("muon", "lion")
 """Words of an arm's name; none is AdamW."""
-SMOOTH = 5
-"""Recorded losses that a point of the curves is the mean of."""
-
-LABEL = 36
-"""Letters of an arm that stand in a line; one of recipes by name has more."""
-
 NOT_RUN = "not yet run"
 
 Record = dict[str, Any]
@@ -86,11 +79,11 @@ class ArmResult:
 
 def reference_of(name: str, arms: Mapping[str, ArmResult]) -> ArmResult | None:
     """What an arm is compared with: BF16 by the same optimizer and rate, or by the usual ones."""
-    alike = _alike(name)
+    alike = reference_name(name)
     return arms[alike] if alike in arms and alike != name else arms.get(REFERENCE)
 
 
-def _alike(name: str) -> str:
+def reference_name(name: str) -> str:
     """The arm of BF16 by the same optimizer and rate."""
     _, at, rate = name.partition(" at ")
     return " ".join([REFERENCE, *(word for word in name.split() if word in OPTIMIZERS)]) + at + rate
@@ -177,74 +170,6 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-# The curves
-
-
-def draw(file: Path, groups: dict[TrainedOn, dict[str, ArmResult]]) -> None:
-    """For each kind of tokens the training losses of the arms by tokens, each the mean of its seeds, and how held-out
-    losses differ from BF16's by the same optimizer: each seed, and their mean."""
-    import matplotlib  # here, since it takes long to import
-    from matplotlib.figure import Figure
-
-    heights = [max(4.0, 0.34 * len(arms) + 1.2) for arms in groups.values()]
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    panels = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
-    for (curves, differences), (trained, arms) in zip(panels, groups.items(), strict=True):
-        styles = {
-            name: {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
-            for number, name in enumerate(arms)
-        }
-        _draw_curves(curves, trained, arms, styles)
-        _draw_differences(differences, arms, styles)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "convergence"}):
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-
-
-def _draw_curves(panel: Any, trained: TrainedOn, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
-    for name, arm in arms.items():
-        seeds = [list(_means(record["losses"])) for record in arm.records.values()]
-        losses = [statistics.fmean(each) for each in zip(*seeds, strict=False)]
-        step = trained.tokens / max(1, len(next(iter(arm.records.values()))["losses"])) / 1e6
-        panel.plot(
-            [step * (at + SMOOTH) for at in range(len(losses))],
-            losses,
-            linewidth=0.9,
-            label=_wrapped(name),
-            **styles[name],
-        )
-    title = f"{trained.model}, {trained.tokens / 1e6:.1f}M tokens of {trained.corpus}, batch of {trained.batch}"
-    panel.set_title(title, fontsize="small", loc="left")
-    panel.set(xlabel="million tokens", ylabel="training loss (nats a token)")
-    panel.legend(fontsize=5.5, ncols=2, framealpha=0.6)
-
-
-def _draw_differences(panel: Any, arms: dict[str, ArmResult], styles: dict[str, Any]) -> None:
-    """Dots for seeds, a bar for their mean; of arms whose optimizer and rate BF16 has too."""
-    alike = {name: arms[_alike(name)] for name in arms if _alike(name) in arms and _alike(name) != name}
-    found = {name: arms[name].differences(reference) for name, reference in alike.items()}
-    shown = sorted(((statistics.fmean(each), name) for name, each in found.items() if each), reverse=True)
-    for place, (mean, name) in enumerate(shown):
-        color = styles[name]["color"]
-        panel.plot(found[name], [place] * len(found[name]), "o", color=color, markersize=4)
-        panel.plot([mean], [place], "|", color=color, markersize=14, markeredgewidth=2)
-    panel.axvline(0.0, color="gray", linewidth=0.8)
-    labels = [f"{name}, {arms[name].latest('bytes'):.3g}" for _, name in shown]
-    panel.set_yticks(range(len(shown)), map(_wrapped, labels))
-    panel.set_title("held-out loss beside bf16; bytes a parameter", fontsize="small", loc="left")
-    panel.set(xlabel="% from bf16 of the same seed")
-
-
-def _wrapped(label: str) -> str:
-    """Recipes by layer have no blanks where a line could end, but commas."""
-    return textwrap.fill(label.replace(",layers", ", layers"), LABEL)
-
-
-def _means(losses: Sequence[float]) -> Iterator[float]:
-    """Of each `SMOOTH` in a row, or of all if there are fewer."""
-    size = min(SMOOTH, len(losses))
-    return (statistics.fmean(losses[last - size : last]) for last in range(max(1, size), len(losses) + 1))
-
-
 # The README
 
 _HEADING = "| setting | weight | master | moments | kept | gradient | all | held-out loss |"
@@ -284,17 +209,23 @@ def _weight(recipe: str) -> Any:
     return cell.format
 
 
+def ranked_groups(
+    groups: dict[TrainedOn, dict[str, ArmResult]], models: Sequence[str] = (DENSE, LLAMA)
+) -> list[TrainedOn]:
+    """Those of these models, by how many of the README's arms they have, and then by how many seeds of these."""
+    wanted = [row.arm for row in cost_rows()]
+
+    def recorded(trained: TrainedOn) -> tuple[int, int]:
+        seeds = [len(groups[trained][arm].records) for arm in wanted if arm in groups[trained]]
+        return len(seeds), sum(seeds)
+
+    return sorted((trained for trained in groups if trained.model in models), key=recorded, reverse=True)
+
+
 def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
     """Lines of the README's table; losses are of the dense model and the tokens for which most of its arms are (of
     these, those of the most seeds), or of others where an arm and BF16 were trained on them alone."""
-    wanted = [row.arm for row in cost_rows()]
-
-    def recorded(arms: dict[str, ArmResult]) -> tuple[int, int]:
-        seeds = [len(arms[arm].records) for arm in wanted if arm in arms]
-        return len(seeds), sum(seeds)
-
-    dense = [arms for trained, arms in groups.items() if trained.model in (DENSE, LLAMA)]
-    ranked = sorted(dense, key=recorded, reverse=True)
+    ranked = [groups[trained] for trained in ranked_groups(groups)]
     yield _HEADING
     yield "|---" * 8 + "|"
     for row in cost_rows():
@@ -336,12 +267,18 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
     parser.add_argument("--plot", type=Path, help="curves, as .svg or .png")
     parser.add_argument("--readme", type=Path, help="page whose table of bytes and losses is made anew")
+    parser.add_argument("--model", help="whose curves are drawn, if not those of the README's table")
     asked = parser.parse_args()
     groups = read(asked.results)
+    if asked.model and all(trained.model != asked.model for trained in groups):
+        parser.error(f"--model {asked.model}: there are {', '.join(sorted({trained.model for trained in groups}))}")
     for trained, arms in groups.items():
         print("\n".join(table(trained, arms)), end="\n\n")
     if asked.plot:
-        draw(asked.plot, groups)
+        from benchmarks.convergence_plot import draw  # which reads this file
+
+        trained = ranked_groups(groups, *([asked.model],) * bool(asked.model))[0]
+        draw(asked.plot, trained, groups[trained])
     if asked.readme:
         asked.readme.write_text(with_costs(asked.readme.read_text(), costs(groups)))
 

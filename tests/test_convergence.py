@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import convergence, convergence_runs, convergence_table
+from benchmarks import convergence, convergence_plot, convergence_runs, convergence_table
 from benchmarks.convergence import ARMS, DENSE, LLAMA, MIXTURE, NVFP4_BETWEEN, Training, bytes_kept
 from benchmarks.convergence_corpus import Document, check_alike, is_held_out
 from benchmarks.convergence_peers import PLAIN, PlainModel
@@ -340,10 +340,27 @@ def test_a_line_that_is_no_record_is_named(tmp_path):
 @pytest.mark.slow
 def test_curves_are_the_same_picture_each_time(tmp_path):
     groups = records(tmp_path, {"losses": [3.0 - 0.1 * at for at in range(12)]}, {"arm": "block"}, {"tokens": 5})
+    trained = convergence_table.ranked_groups(groups)[0]
     for name in ("a.svg", "b.svg"):
-        convergence_table.draw(tmp_path / name, groups)
+        convergence_plot.draw(tmp_path / name, trained, groups[trained])
     picture = (tmp_path / "a.svg").read_text()
     assert picture == (tmp_path / "b.svg").read_text() and "block" in picture and "million tokens" in picture
+
+
+def test_arms_of_recipes_by_layer_have_short_labels():
+    for name, shown in {
+        NVFP4_BETWEEN: "nvfp4; current: layers 0, 1, 10, 11",
+        f"{NVFP4_BETWEEN}, current from 80 % muon at 0.004": (
+            "nvfp4; current: layers 0, 1, 10, 11, current from 80 % muon at 0.004"
+        ),
+        "layers.0=bf16,self_attention=current,*=nvfp4/wgrad:current lean8": (
+            "nvfp4/wgrad:current; bf16: layers 0; current: self_attention lean8"
+        ),
+        "layers.0=current": "bf16; current: layers 0",
+        "current master=float16 momentum=fp8": "current master=float16 momentum=fp8",
+        "nvfp4, current from 80 %": "nvfp4, current from 80 %",
+    }.items():
+        assert convergence_plot.label(name) == shown
 
 
 def test_the_readme_has_the_bytes_of_the_formats_and_the_losses_that_were_recorded():
