@@ -24,7 +24,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 
-PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BF16 = torch.bfloat16
 SHORT_HISTORY = qs.recipe.DelayedScaling(amax_history_len=3)
 RECIPES: dict[str, str | Recipe] = {
@@ -317,7 +317,7 @@ def test_explain_and_plan_go_by_what_a_layer_was_quantized_by(by_name: bool, mon
 
 
 def test_the_examples_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/choosing.md: recipes by GEMM, then by name."""
+    """docs/recipes.md: recipes by GEMM, then by name."""
     by_gemm, by_name = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     exec(by_gemm, {})
     assert capsys.readouterr().out == "nvfp4/dgrad:current/wgrad:current\n"
