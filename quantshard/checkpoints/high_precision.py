@@ -64,7 +64,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             quantized.append((param, parts[name].to(local.device)))
         requantize.requantize_(quantized, judged=True)
         for name, values in kept.items():
-            components.storage_of(params[name]).high_precision = values
+            components.storage_of(params[name]).keep_initial_values(values)
         load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())
 
 

@@ -82,7 +82,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         self.leave_meta(weight.device)
         requantize.requantize_([(self.weight, weight.detach())], names=[name])
         if keep:
-            components.storage_of(self.weight).high_precision = weight.detach().cpu().clone()
+            components.storage_of(self.weight).keep_initial_values(weight.detach().cpu().clone())
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],

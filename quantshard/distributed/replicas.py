@@ -40,6 +40,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     live = _live_tensors(model)
     _check_same_model(model, live, group)
     digests = {name: _digest([_bytes(tensor)]) for name, tensor in live.items()}
+    for name, kept in _initial_values(model).items():  # of none too: they may be kept on some ranks only
+        digests[f"{name} as initialized"] = _digest([] if kept is None else [_bytes(kept)])
     flat_max.check_equal_on_ranks(
         digests, group, "the hash", f"{flat_max.SEED_ALIKE}, or call quantshard.broadcast_(model)"
     )
@@ -50,7 +52,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
     """Give all ranks the bits of rank `src`: parameters, components, scales, random keys and buffers.
 
-    A collective call: every rank must make it, before the optimizer is built.
+    A collective call: every rank must make it, before the optimizer is built. Initial values that were kept for masters
+    are sent too, where each rank has them; those that some ranks alone have are dropped.
 
     Args:
         model: a whole model, not sharded.
@@ -68,18 +71,20 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
     _check_same_model(model, live, group)
     if group is None:
         return
-    for tensor in live.values():
+    kept = _initial_values_of_all(model, group)
+    for tensor in [*live.values(), *kept.values()]:
         sent = tensor.detach().to(process_groups.collective_device(group)).contiguous()
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src, group=group)
         tensor.copy_(sent)
-    for param in model.parameters():
+    for name, param in model.named_parameters():
         quantized = components.quantized_local(param)
         if quantized is not None:
             quantized.quantized_storage.mark_written()
+            quantized.quantized_storage.keep_initial_values(kept.get(name))
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that ranks must agree on, by name: what a state dict holds, and what masters are seeded from."""
+    """What ranks must agree on, by name, beside `_initial_values`: what a state dict holds."""
     live: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) or param.is_meta:
@@ -88,13 +93,27 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
                 f"{name} is {where}, but replicas are compared whole; models under fully_shard need neither "
                 "check_replicas nor broadcast_: FusedAdam and reset_parameters compare their random keys"
             )
-        quantized = components.quantized_local(param)
-        kept = None if quantized is None else quantized.get_high_precision_init_val()
-        if kept is not None:
-            live[f"{name} as initialized"] = kept
     live.update(model.named_buffers())
     live.update(model.state_dict())
     return {name: value for name, value in live.items() if isinstance(value, Tensor)}
+
+
+def _initial_values(model: nn.Module) -> dict[str, Tensor | None]:
+    """What masters are seeded from, of each quantized weight, if it is kept."""
+    weights = ((name, components.quantized_local(param)) for name, param in model.named_parameters())
+    return {name: weight.get_high_precision_init_val() for name, weight in weights if weight is not None}
+
+
+def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Those that all ranks have."""
+    kept = _initial_values(model)
+    if not kept:
+        return {}
+    device = process_groups.collective_device(group)
+    everywhere = torch.tensor([int(values is not None) for values in kept.values()], dtype=torch.int32, device=device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+    return {name: values for (name, values), have in zip(kept.items(), everywhere.tolist(), strict=True)
+            if have and values is not None}  # fmt: skip
 
 
 def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:

@@ -429,7 +429,7 @@ class _LayoutLoader:
             storage = components.storage_of(item.param)
             if AMAX_HISTORY in storage.state:
                 storage.state[AMAX_HISTORY].zero_()
-            if storage.high_precision is not None and not item.is_stored_quantized:
+            if storage.initial_values() is not None and not item.is_stored_quantized:
                 kept.append((storage, value.to("cpu", copy=True)))
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)
@@ -437,7 +437,7 @@ class _LayoutLoader:
         # judged by `_finite_values`; it drops the initial values that were kept, so those of the file come afterwards
         requantize.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], judged=True)
         for storage, value in kept:
-            storage.high_precision = value
+            storage.keep_initial_values(value)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

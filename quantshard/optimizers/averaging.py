@@ -115,7 +115,7 @@ class _WeightCopy:
     def of(cls, param: Tensor, optimizer: Any) -> _WeightCopy:
         weight, version = make_weight(param), guards.weight_version(param)
         before = [tensor.detach().clone() for tensor in _tensors_of(weight)]
-        values = None if weight.storage is None else weight.storage.high_precision
+        values = None if weight.storage is None else weight.storage.initial_values()
         return cls(param, weight, before, values, optimizer._versions.get(param, version) == version)
 
     def put_back(self) -> None:
@@ -123,7 +123,7 @@ class _WeightCopy:
             tensor.detach().copy_(old)
         if self.weight.storage is not None:
             self.weight.written(drawn=False)
-            self.weight.storage.high_precision = self.high_precision
+            self.weight.storage.keep_initial_values(self.high_precision)
 
 
 def _tensors_of(weight: OptimizerState) -> list[Tensor]:

@@ -119,7 +119,7 @@ class QuantizedTensor(Tensor):
 
         They are kept by `quantized_model_init(preserve_high_precision_init_val=True)`.
         """
-        return self.quantized_storage.high_precision
+        return self.quantized_storage.initial_values()
 
     def clear_high_precision_init_val(self) -> None:
         """Free what `get_high_precision_init_val` returns."""
@@ -479,5 +479,5 @@ def quantize_weight(
     if values.device.type != "meta":
         tensor.quantize_(values)
         if keep_high_precision:
-            storage.high_precision = values.detach().cpu().clone()
+            storage.keep_initial_values(values.detach().cpu().clone())
     return tensor

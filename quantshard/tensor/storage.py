@@ -6,7 +6,7 @@ storages alone. Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -72,15 +72,15 @@ class QuantizedStorage:
     `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries;
     of an operand that was made for a product perhaps as that reads them (`kernel_dispatch.as_stored`).
     `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
-    random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values that
-    the weight was initialized with, on the CPU, if they were asked to be kept. `version`: a number that no other write
-    has; the last write or load of new values gave it to this storage, or to the one that this is a copy of. `gathered`:
-    this is FSDP2's copy of the whole weight, which lasts until a reshard; it may hold only the quantized copy that the
-    pass needs, and `fetch` then gathers the components of another, a collective call. `captured`: that copy is one that
-    a CUDA graph gathers in each replay. `source`: for a copy made by a gather or a move, the storage that it was made
-    from. `mesh`: the axis of tensor parallelism, of a piece that this alone cut. Pieces that FSDP2 cuts have none:
-    their DTensors are found among FSDP2's parameters. `layout`: once a product has asked for
-    it (`laid_out`), until `take`.
+    random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values
+    that the weight was initialized with, on the CPU, if they were asked to be kept; read by `initial_values`.
+    `version`: a number that no other write has; the last write or load of new values gave it to this storage, or to
+    the one that this is a copy of. `gathered`: this is FSDP2's copy of the whole weight, which lasts until a
+    reshard; it may hold only the quantized copy that the pass needs, and `fetch` then gathers the components of
+    another, a collective call. `captured`: that copy is one that a CUDA graph gathers in each replay. `source`: for
+    a copy made by a gather or a move, the storage that it was made from. `mesh`: the axis of tensor parallelism, of
+    a piece that this alone cut. Pieces that FSDP2 cuts have none: their DTensors are found among FSDP2's
+    parameters. `layout`: once a product has asked for it (`laid_out`), until `take`.
     """
 
     cell: Cell
@@ -100,6 +100,10 @@ class QuantizedStorage:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def __post_init__(self) -> None:
+        if self.high_precision is not None:
+            self.seen_version()  # writes from now on are found
+
     def laid_out(self) -> OperandLayout:
         """The layout that it has as an operand."""
         self.layout = operand_layout(self.cell.format, self.shard)
@@ -118,8 +122,20 @@ class QuantizedStorage:
         changes = private_torch.count_in_place_changes(self.components.values())
         if self._in_place not in (None, changes):
             self.mark_written()
+            self.high_precision = None  # what was kept are no longer this weight's values
         self._in_place = changes
         return self.version
+
+    def initial_values(self) -> Tensor | None:
+        """The values that the weight was initialized with, if they were kept and it was given no others since."""
+        if self.high_precision is not None:
+            self.seen_version()
+        return self.high_precision
+
+    def keep_initial_values(self, values: Tensor | None) -> None:
+        """Have these be the values that `initial_values` returns, until others are written."""
+        self.seen_version()
+        self.high_precision = values
 
     @property
     def home(self) -> QuantizedStorage:
@@ -227,7 +243,7 @@ class QuantizedStorage:
                 for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
             )
             components[name] = part[tuple(slices)]
-        kept = self.high_precision
+        kept = self.initial_values()
         if kept is not None:
             kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])  # min: an empty piece past the end
         return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)
@@ -243,9 +259,8 @@ class QuantizedStorage:
             else:
                 columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].covers[dim]), 1), dim))
         parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        kept: Sequence[Tensor | None] = [None] * len(shards)
-        if self.high_precision is not None:
-            kept = self.high_precision.split(max(chunk, 1), dim)
+        initial = self.initial_values()
+        kept = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
         return [
             QuantizedStorage(self.cell, shard, part, self.state, values, self.version)
             for shard, part, values in zip(shards, parts, kept, strict=True)

@@ -94,6 +94,25 @@ def test_masters_are_seeded_from_what_was_loaded(keep):
     assert kept is None or kept.any()
 
 
+@pytest.mark.parametrize("made", ["itself", "a copy", "a piece"])
+def test_initial_values_are_dropped_where_others_wrote_codes(made):
+    """As `dcp.load` writes the tensors of a state dict, which tells nobody; also before a copy or a cut is made."""
+    source, loaded = model("mxfp8", seed=1), model("mxfp8", preserve_high_precision_init_val=True)
+    storage = loaded[0].weight.quantized_storage
+    assert same(storage.clone().initial_values(), storage.initial_values())
+    assert same(storage.piece(0, 0, 16).initial_values(), storage.initial_values()[:16])
+    with torch.no_grad():
+        for key, value in loaded[0].state_dict().items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(source[0].state_dict()[key])
+    storage = {"itself": storage, "a copy": storage.clone(), "a piece": storage.split(0, 32)[1]}[made]
+    assert storage.initial_values() is None
+    assert loaded[0].weight.get_high_precision_init_val() is None
+    assert loaded[1].weight.get_high_precision_init_val() is not None
+    master = FusedAdam(loaded.parameters()).state[loaded[0].weight]["master_param"]
+    assert same(master, source[0].weight.dequantize().detach())
+
+
 def refused(loaded, state, match):
     """Raises, and leaves every bit of the model as it was."""
     before = bits(loaded)

@@ -442,6 +442,26 @@ def broadcast(recipe: str, src: int) -> tuple[Found, bool]:
     return bits(model, optimizer), bits(model) == before
 
 
+def kept_by_some(recipe: str) -> tuple[list[str], list[bool]]:
+    """What check_replicas says, and where initial values are kept after broadcast_: rank 0 alone wrote codes."""
+    torch.manual_seed(0)
+    with qs.quantized_model_init(recipe=RECIPES[recipe], preserve_high_precision_init_val=True):
+        model = nn.Sequential(qs.Linear(40, 70, device="cpu"), qs.Linear(70, 3, device="cpu"))
+    if dist.get_rank() == 0:
+        for value in model[0].state_dict().values():
+            if isinstance(value, torch.Tensor):
+                value.copy_(value.clone())  # as `dcp.load` does
+    told = message_of(lambda: qs.check_replicas(model))
+    qs.broadcast_(model)
+    qs.check_replicas(model)
+    return [told], [layer.weight.get_high_precision_init_val() is not None for layer in model]
+
+
+def test_initial_values_that_some_ranks_keep() -> None:
+    for told, kept in run_ranks(3, kept_by_some, "mxfp8"):
+        assert "0.weight as initialized" in told[0] and kept == [False, True]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_broadcast(recipe: str) -> None:
     """1 and 3 ranks, seeded differently: all get the bits of the source."""

@@ -212,7 +212,7 @@ class QuantizedModule(RecipeModule):
         requantize.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
         if self._plan.preserve_high_precision:
             for written, values in quantized:
-                components.storage_of(written).high_precision = values.cpu().clone()
+                components.storage_of(written).keep_initial_values(values.cpu().clone())
 
     def _materialize(self) -> None:
         for name, param in list(self.named_parameters(recurse=False)):

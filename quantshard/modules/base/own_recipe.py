@@ -140,7 +140,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         if not values.is_meta and not self._awaits_values:  # else they come later
             requantize.requantize_([(new, values)], names=[f"{owner}.{name}"])
             if self._plan.preserve_high_precision:
-                components.storage_of(new).high_precision = values.cpu().clone()
+                components.storage_of(new).keep_initial_values(values.cpu().clone())
         setattr(self, name, new)
 
     def _empty_weight(
