@@ -25,6 +25,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.state_conversion import StateConversion
+from quantshard.checkpoints.ties import check_ties
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import NoMetadataError, read_metadata
@@ -179,8 +180,10 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     plan = _planned_entries(request, contents)
     if request.verify and contents.manifest is not None:
         checksums.check_share(request.path, contents.manifest, _files(request, contents.metadata))
-    if request.optimizer is not None:
+    if request.optimizer is not None:  # whose entries tell of weights that are not tied
         plan = _with_settings(plan, request.optimizer)
+    else:
+        check_ties(request.path, contents.metadata, request.model)
     return _with_rank_states(plan) if request.objects else plan
 
 
