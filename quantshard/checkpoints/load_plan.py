@@ -25,7 +25,7 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.state_conversion import StateConversion
-from quantshard.checkpoints.ties import check_ties
+from quantshard.checkpoints.tied_weights import check_ties
 from quantshard.checkpoints.untrusted import checksums
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.checkpoints.untrusted.metadata import NoMetadataError, read_metadata
