@@ -166,10 +166,15 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
         given: option -> value, of `OPTION_NAMES`; None is not given.
 
     Raises:
-        ConfigurationError: there is no such preset, or an option contradicts it.
+        ConfigurationError: there is no such preset, or an option contradicts it, or one another.
     """
     explicit = {name: value for name, value in given.items() if value is not None}
     if preset is None:
+        if explicit.get("master_weights") is False and "master_weight_dtype" in explicit:
+            raise ConfigurationError(
+                f"{where}(master_weights=False, master_weight_dtype={explicit['master_weight_dtype']}): there are no "
+                "masters to be of a dtype; leave one of the two out"
+            )
         return StateOptions(**explicit)
     options = check_preset(f"{where}(preset={preset!r})", preset)
     for name, value in explicit.items():

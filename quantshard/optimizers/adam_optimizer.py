@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from quantshard.errors import warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam
 from quantshard.numerics.states import EMA_DECAY, StateSpec
 from quantshard.optimizers import options
 from quantshard.optimizers.kernel_optimizer import KernelOptimizer
 from quantshard.optimizers.state import floor_of
-from quantshard.optimizers.step import Update
+from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
+
+LATE_UPDATE = 1.5
+"""Learning rates that an update may have before there is a warning; where moments began with the count it is 1."""
+
+
+def largest_late_update(beta1: float, beta2: float, step: int) -> float:
+    """The largest update, in learning rates, by gradients that are all alike and begin in this step of a count.
+
+    Kingma and Ba's bias corrections divide moments by 1 - beta^t, of t steps; of k gradients they are 1 - beta^k.
+    """
+
+    def update(k: int) -> float:
+        t = step + k - 1
+        first, second = (1 - beta1**k) / (1 - beta1**t), (1 - beta2**k) / (1 - beta2**t)
+        return first / math.sqrt(second)
+
+    return max(map(update, range(1, 101)))
 
 
 class AdamOptimizer(KernelOptimizer):
     """Base of `FusedAdam`, whose groups are all Adam's, and of `Muon`, which has others beside them."""
 
     states: ClassVar[tuple[StateSpec, ...]] = STATES
+    _has_told_of_late = False
 
     # The formula -----------------------------------------------------------------------------------------------------
 
@@ -45,6 +65,35 @@ class AdamOptimizer(KernelOptimizer):
             decoupled=group["adam_w_mode"],
             bias_correction=group["bias_correction"],
             ema_decay=float(group.get(EMA_DECAY, 0.0)),
+        )
+
+    def _begin(self, groups: list[GroupSettings]) -> Iterator[ParameterStep]:
+        late: list[tuple[Tensor, GroupSettings]] = []
+        for item in super()._begin(groups):
+            if self._blank and item.grad is not None and item.param in self._blank:
+                self._blank.discard(item.param)
+                late.append((item.param, item.group))
+            yield item
+        if late and not self._capturable:
+            self._warn_of_late(late)
+
+    def _warn_of_late(self, late: list[tuple[Tensor, GroupSettings]]) -> None:
+        """Warn, once, of parameters whose moments begin so late in their group's count that updates are too large."""
+        found = [
+            (self._names[param], of.step, largest_late_update(of.settings.beta1, of.settings.beta2, of.step))
+            for param, of in late
+            if EXP_AVG_SQ in self._states[param] and of.settings.bias_correction and isinstance(of.step, int)
+        ]
+        if self._has_told_of_late or not any(largest >= LATE_UPDATE for *_, largest in found):
+            return
+        self._has_told_of_late = True
+        name, step, largest = max(found, key=lambda each: each[2])
+        others = f" and {len(found) - 1} more have" if len(found) > 1 else " has"
+        warn_user(
+            f"{self._name}: {name}{others} a first gradient in step {step} of the group, and the bias correction "
+            f"counts the group's steps, so the next updates are up to {largest:.1f} learning rates, where Adam's first is "
+            "1; give what begins late a group of its own then (add_param_group), which counts for itself, or take "
+            "MasterWeights(torch.optim.AdamW, ...), which counts for each parameter"
         )
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:

@@ -206,6 +206,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         options.check_no_states(type(self), group)  # maximize may be set later
         decay = group.get(EMA_DECAY, 0.0)
         options.check_decay(where, decay)
+        options.check_group_decay(self._name, group, EMA_DECAY in self.defaults)
         return GroupSettings(number, group["step"] + 1, self.settings(group), float(decay))
 
     def _take_over(self, param: Tensor, master: OptimizerState) -> None:

@@ -106,7 +106,7 @@ class MasterWeights(torch.optim.Optimizer):
         self.param_groups = self._inner.param_groups  # one list of one set of dicts
         self.defaults = self._inner.defaults
         for group in given:
-            self._warn_of_typos(group)
+            self._check_entries(group)
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
         self._check_parameters()
@@ -122,7 +122,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._follow()
         group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
         if is_built:
-            self._warn_of_typos(group)
+            self._check_entries(group)
         super().add_param_group(group)
         if is_built:
             group = self.param_groups.pop()
@@ -131,7 +131,8 @@ class MasterWeights(torch.optim.Optimizer):
             self._complete(self.param_groups[-1], group["params"])
             self._check_parameters()
 
-    def _warn_of_typos(self, group: Mapping[str, Any]) -> None:
+    def _check_entries(self, group: Mapping[str, Any]) -> None:
+        options.check_no_states(type(self), group, inner=self.defaults)
         options.warn_of_typos("MasterWeights", group, {*self.defaults, *self._own_entries}, OWN_ENTRIES)
 
     @property
@@ -360,6 +361,7 @@ class MasterWeights(torch.optim.Optimizer):
             where = f"MasterWeights: group {number} has been given numbers that make no step: group"
             options.check_any(where, group)
             options.check_decay(where, group.get(EMA_DECAY, 0.0))
+            options.check_group_decay("MasterWeights", group, self._is_averaging)
         self._check_ours()
         reduction = FlatMax()
         gradients = ((self._names[param], param, param.grad) for param in self._masters)

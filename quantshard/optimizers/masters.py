@@ -101,6 +101,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
+        self._blank: set[Tensor] = set()  # whose states are new, and had no gradient yet
         self._remembered = BadStepRecord()
         self._stand_ins = False
         for group in self.param_groups:
@@ -183,6 +184,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         for swap in swaps:
             for mapping in (self._states, self._weights, self._versions, self.state):
                 mapping.pop(swap.old, None)
+            self._blank.discard(swap.old)
             self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
         for group in self.param_groups:
             if any(components.quantized_local(swap.new) is not None for swap in swaps):
@@ -245,6 +247,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             master.seed(guards.initial_master(param))
             states[MASTER] = master
         self._states[param], self._weights[param] = states, make_weight(param)
+        self._blank.add(param)
         if EMA_DECAY in self.defaults:
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
@@ -402,4 +405,5 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._follow()
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
+        self._blank.clear()  # what was loaded has begun, or is not told from what has
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after

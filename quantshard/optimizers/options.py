@@ -154,15 +154,17 @@ _OTHERS = ("momentum", "dampening", "nesterov")
 """Entries of groups of other optimizers that change their updates, and that wrappers which share groups do not use."""
 
 
-def check_no_states(optimizer: type, group: Mapping[str, Any]) -> None:
+def check_no_states(optimizer: type, group: Mapping[str, Any], inner: Collection[str] | None = None) -> None:
     """Check that a group does not say how its masters and states are kept, or how all groups step: it would do nothing.
 
-    Groups of PyTorch's optimizers name what these steps are, switched off.
+    Groups of PyTorch's optimizers name what these steps are, switched off. `inner`: the options of another optimizer,
+    whose groups these are.
 
     Raises:
         ConfigurationError: it does.
     """
-    for name in (*STATE_ARGUMENTS, *_SWITCHES):
+    names = (*STATE_ARGUMENTS, *_SWITCHES) if inner is None else [each for each in STATE_ARGUMENTS if each not in inner]
+    for name in names:
         if name in group and (name not in _SWITCHES or group[name]):
             owner, known = optimizer.__name__, inspect.signature(optimizer).parameters
             raise ConfigurationError(
