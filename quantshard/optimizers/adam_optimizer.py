@@ -74,7 +74,7 @@ class AdamOptimizer(KernelOptimizer):
                 self._blank.discard(item.param)
                 late.append((item.param, item.group))
             yield item
-        if late and not self._capturable:
+        if late and not self._capturable and not self._has_told_of_late:
             self._warn_of_late(late)
 
     def _warn_of_late(self, late: list[tuple[Tensor, GroupSettings]]) -> None:
@@ -82,9 +82,10 @@ class AdamOptimizer(KernelOptimizer):
         found = [
             (self._names[param], of.step, largest_late_update(of.settings.beta1, of.settings.beta2, of.step))
             for param, of in late
-            if EXP_AVG_SQ in self._states[param] and of.settings.bias_correction and isinstance(of.step, int)
+            if isinstance(of.step, int) and of.step > 1
+            if EXP_AVG_SQ in self._states[param] and of.settings.bias_correction
         ]
-        if self._has_told_of_late or not any(largest >= LATE_UPDATE for *_, largest in found):
+        if not any(largest >= LATE_UPDATE for *_, largest in found):
             return
         self._has_told_of_late = True
         name, step, largest = max(found, key=lambda each: each[2])
