@@ -232,6 +232,8 @@ def costs(groups: dict[TrainedOn, dict[str, ArmResult]]) -> Iterator[str]:
         sizes = (*row.size, row.size.together, float(_BF16), row.size.together + _BF16)
         arms = next((arms for arms in ranked if row.arm in arms), {})
         loss = _loss_beside(arms[row.arm], reference_of(row.arm, arms)) if arms else NOT_RUN
+        if row.arm == REFERENCE and arms:
+            loss += _of_fewer_seeds(arms, [each.arm for each in cost_rows()])
         yield f"| {row.what} | {' | '.join(_bytes(size) for size in sizes)} | {loss} |"
 
 
@@ -243,6 +245,16 @@ def _loss_beside(arm: ArmResult, reference: ArmResult | None) -> str:
     assert reference is not None
     own = statistics.fmean(arm.records[seed]["heldout"] for seed in arm.records.keys() & reference.records.keys())
     return f"{own:.3f}" if arm.name == REFERENCE else f"{own:.3f} ({_mean(found)} %)"
+
+
+def _of_fewer_seeds(arms: dict[str, ArmResult], wanted: Sequence[str]) -> str:
+    """What the reference came to on the seeds that all arms have, if it has others."""
+    records = arms[REFERENCE].records
+    shared = set(records).intersection(*(arms[arm].records for arm in wanted if arm in arms))
+    if not shared or len(shared) == len(records):
+        return ""
+    mean = statistics.fmean(records[seed]["heldout"] for seed in shared)
+    return f" ({mean:.3f} on the {len(shared)} seed{'s' * (len(shared) > 1)} of all rows)"
 
 
 def _bytes(size: float) -> str:

@@ -170,9 +170,10 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
     """
     explicit = {name: value for name, value in given.items() if value is not None}
     if preset is None:
-        if explicit.get("master_weights") is False and "master_weight_dtype" in explicit:
+        dtype = explicit.get("master_weight_dtype", torch.float32)
+        if explicit.get("master_weights") is False and dtype is not torch.float32:
             raise ConfigurationError(
-                f"{where}(master_weights=False, master_weight_dtype={explicit['master_weight_dtype']}): there are no "
+                f"{where}(master_weights=False, master_weight_dtype={dtype}): there are no "
                 "masters to be of a dtype; leave one of the two out"
             )
         return StateOptions(**explicit)

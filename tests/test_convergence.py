@@ -329,6 +329,18 @@ def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
         ]  # fmt: skip
 
 
+def test_the_readme_tells_bf16s_loss_of_the_seeds_that_all_rows_have(tmp_path):
+    three = [{"arm": "bf16", "seed": seed, "heldout": 2.0 + 0.3 * seed} for seed in range(3)]
+    for others, told in (
+        ((0, 1), "2.300 (2.150 on the 2 seeds of all rows)"),
+        ((1,), "2.300 (2.300 on the 1 seed of all"),
+        ((), "2.300 |"),
+    ):
+        current = [{"arm": "current", "seed": seed} for seed in others]
+        lines = list(convergence_table.costs(records(tmp_path, *three, *current)))
+        assert told in lines[2], lines[2]
+
+
 def test_a_line_that_is_no_record_is_named(tmp_path):
     for wrong in ("{", '{"arm": "bf16"}', "[1]"):
         file = tmp_path / "records.jsonl"

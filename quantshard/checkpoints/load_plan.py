@@ -180,10 +180,10 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     plan = _planned_entries(request, contents)
     if request.verify and contents.manifest is not None:
         checksums.check_share(request.path, contents.manifest, _files(request, contents.metadata))
-    if request.optimizer is not None:  # whose entries tell of weights that are not tied
+    groups = [] if request.optimizer is None else request.optimizer.param_groups
+    check_ties(request.path, contents.metadata, request.model, (param for each in groups for param in each["params"]))
+    if request.optimizer is not None:
         plan = _with_settings(plan, request.optimizer)
-    else:
-        check_ties(request.path, contents.metadata, request.model)
     return _with_rank_states(plan) if request.objects else plan
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,13 +18,17 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 """What the entries of a weight end with that its values follow from."""
 
 
-def check_ties(path: Path_, metadata: Metadata, model: nn.Module) -> None:
+def check_ties(path: Path_, metadata: Metadata, model: nn.Module, stepped: Iterable[Tensor] = ()) -> None:
     """Compare the entries of tied weights, bit for bit; each rank reads some, whole. Another rank must be told.
+
+    `stepped`: parameters whose states are loaded too; the number of these tells of weights that are not tied there.
 
     Raises:
         CheckpointError: two that are one weight here have other values there.
     """
-    for first, other in tied_pairs(model)[agreement.rank() :: agreement.rank_count()]:
+    known = {id(param) for param in stepped}
+    pairs = [(first, other) for param, first, other in tied_pairs(model) if id(param) not in known]
+    for first, other in pairs[agreement.rank() :: agreement.rank_count()]:
         one, two = (_entries(path, metadata, name) for name in (first, other))
         if one and two and not _alike(one, two):
             raise CheckpointError(
@@ -31,11 +37,11 @@ def check_ties(path: Path_, metadata: Metadata, model: nn.Module) -> None:
             )
 
 
-def tied_pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """The first name of each parameter that has several, with each other one."""
+def tied_pairs(model: nn.Module) -> list[tuple[nn.Parameter, str, str]]:
+    """Each parameter that has several names: it, its first name, and each other one."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
-    return [(first[param], name) for name, param in named if first.setdefault(param, name) != name]
+    return [(param, first[param], name) for name, param in named if first.setdefault(param, name) != name]
 
 
 def _entries(path: Path_, metadata: Metadata, name: str) -> dict[str, Tensor]:

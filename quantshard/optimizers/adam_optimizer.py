@@ -24,7 +24,8 @@ LATE_UPDATE = 1.5
 def largest_late_update(beta1: float, beta2: float, step: int) -> float:
     """The largest update, in learning rates, by gradients that are all alike and begin in this step of a count.
 
-    Kingma and Ba's bias corrections divide moments by 1 - beta^t, of t steps; of k gradients they are 1 - beta^k.
+    Kingma and Ba's bias corrections divide moments by 1 - beta^t, of t steps; of k gradients they are 1 - beta^k. Where
+    t is large the largest is that of some 1.26 / (1 - beta1) gradients.
     """
 
     def update(k: int) -> float:
@@ -32,7 +33,7 @@ def largest_late_update(beta1: float, beta2: float, step: int) -> float:
         first, second = (1 - beta1**k) / (1 - beta1**t), (1 - beta2**k) / (1 - beta2**t)
         return first / math.sqrt(second)
 
-    return max(map(update, range(1, 101)))
+    return max(map(update, range(1, min(math.ceil(3 / (1 - beta1)), 10_000) + 1)))
 
 
 class AdamOptimizer(KernelOptimizer):

@@ -344,6 +344,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             ConfigurationError: there is no such state, or the shape or layout differs.
         """
         held, name = self._state_of(param, state_name), self._names[param]
+        if state_name not in (MASTER, AVERAGE):
+            self._blank.discard(param)
         if isinstance(param, DTensor) and not isinstance(unscaled_state, DTensor):
             guards.check_local(param, unscaled_state, name, state_name)
         else:

@@ -286,7 +286,6 @@ class QuantizedWeight(QuantizedState):
 
     def written(self, drawn: bool) -> None:
         super().written(drawn)
-        self.storage.high_precision = None
         self.storage.mark_written()
         if drawn:
             self.storage.state[DRAWS].add_(1)

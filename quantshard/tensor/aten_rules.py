@@ -168,7 +168,6 @@ def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
     for name, value in target.state.items():
         value.copy_(source.state[name])
     target.mark_written()
-    target.high_precision = None  # what was kept are no longer the target's values
 
 
 @rule(aten.clone.default, needed_by="users, deepcopy")

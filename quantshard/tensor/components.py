@@ -418,7 +418,6 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
     local = quantized_local(param)
     if local is not None and pairs:
         local.quantized_storage.mark_written()
-        local.quantized_storage.high_precision = None  # what was kept are no longer this weight's values
 
 
 def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:

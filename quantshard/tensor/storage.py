@@ -110,9 +110,9 @@ class QuantizedStorage:
         return self.layout
 
     def mark_written(self) -> None:
-        """Note that there are new values: by `version` optimizers find their masters outdated, and modules a gathered
-        copy."""
-        self.version, self._in_place = next(_versions), None
+        """Note that there are new values, and no initial ones: by `version` optimizers find their masters outdated, and
+        modules a gathered copy."""
+        self.version, self._in_place, self.high_precision = next(_versions), None, None
 
     def seen_version(self) -> int:
         """`version`, which is a new one if the components were written in place since the last such look.
@@ -122,7 +122,6 @@ class QuantizedStorage:
         changes = private_torch.count_in_place_changes(self.components.values())
         if self._in_place not in (None, changes):
             self.mark_written()
-            self.high_precision = None  # what was kept are no longer this weight's values
         self._in_place = changes
         return self.version
 

@@ -63,6 +63,14 @@ def test_with_an_optimizer_its_states_tell(tmp_path: Path) -> None:
         checkpoints.load(tmp_path / "untied", tied, FusedAdam(tied.named_parameters()))
 
 
+def test_an_optimizer_of_other_weights_does_not_tell(tmp_path: Path) -> None:
+    untied, tied = built("mxfp8", False), built("mxfp8", True)
+    biases = lambda model: FusedAdam([layer.bias for layer in model])  # noqa: E731
+    checkpoints.save(tmp_path / "untied", untied, biases(untied))
+    with pytest.raises(CheckpointError, match="which are one tied weight"):
+        checkpoints.load(tmp_path / "untied", tied, biases(tied))
+
+
 def sharded(folder: str) -> list[str]:
     untied, tied = built("mxfp8", False), built("mxfp8", True)
     for model in (untied, tied):

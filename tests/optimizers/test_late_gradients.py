@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from torch import nn
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights
 from quantshard.optimizers.adam_optimizer import largest_late_update
+from quantshard.presets import ALGORITHMS
+from quantshard.recipe import resolve
+from quantshard.trainer.models.model import LanguageModel
+from quantshard.trainer.optimizer import make_optimizer
+from quantshard.trainer.settings.config import TrainSettings
 
 
 def layers() -> nn.Sequential:
@@ -78,6 +84,15 @@ def test_a_group_of_its_own_and_a_load_are_told_from_it() -> None:
     assert other.param_groups[0]["step"] == 302
 
 
+def test_moments_that_are_set_by_hand_have_begun() -> None:
+    a, *_ = layers()
+    optimizer = FusedAdam([a.weight])
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.set_scaled_state(a.weight, name, torch.ones(4, 4))
+    optimizer.param_groups[0]["step"] = 300
+    trained(optimizer, 1, a)
+
+
 def test_an_unfrozen_parameter_is_told() -> None:
     a, b, _ = layers()
     b.weight.requires_grad_(False)
@@ -92,13 +107,18 @@ def test_an_unfrozen_parameter_is_told() -> None:
 def test_the_largest_update_of_what_begins_with_the_count_is_one() -> None:
     assert largest_late_update(0.9, 0.999, 1) == pytest.approx(1.0)
     assert largest_late_update(0.9, 0.999, 10**6) == pytest.approx(6.56, abs=0.01)
+    assert largest_late_update(0.995, 0.9999, 5000) == pytest.approx(2.91, abs=0.01)
     assert largest_late_update(0.9, 0.95, 10**6) < 1.2 and math.isfinite(largest_late_update(0.0, 0.0, 5))
 
 
 def test_a_dtype_of_masters_that_there_are_not_is_refused() -> None:
-    for dtype in (torch.float16, torch.float32):
-        with pytest.raises(ConfigurationError, match="there are no masters to be of a dtype"):
-            FusedAdam(layers().parameters(), master_weights=False, master_weight_dtype=dtype)
+    with pytest.raises(ConfigurationError, match=r"master_weight_dtype=torch\.float16\): there are no masters"):
+        FusedAdam(layers().parameters(), master_weights=False, master_weight_dtype=torch.float16)
+    for kind in (FusedAdam, Lion):  # the default, as scripts for other optimizers and `StateOptions` spell it out
+        kind(layers().parameters(), master_weights=False, master_weight_dtype=torch.float32)
+    settings = [replace(TrainSettings(master_weights=False), optimizer=name).resolved() for name in ALGORITHMS]
+    for each in settings:
+        assert make_optimizer(LanguageModel(each, resolve("current"), "cpu"), each).param_groups
 
 
 @pytest.mark.parametrize("make", [FusedAdam, Lion, lambda params: MasterWeights(torch.optim.AdamW, params)])
