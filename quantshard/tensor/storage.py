@@ -100,10 +100,6 @@ class QuantizedStorage:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __post_init__(self) -> None:
-        if self.high_precision is not None:
-            self.seen_version()  # writes from now on are found
-
     def laid_out(self) -> OperandLayout:
         """The layout that it has as an operand."""
         self.layout = operand_layout(self.cell.format, self.shard)
@@ -135,6 +131,12 @@ class QuantizedStorage:
         """Have these be the values that `initial_values` returns, until others are written."""
         self.seen_version()
         self.high_precision = values
+
+    def _watched(self) -> QuantizedStorage:
+        """Itself, new, from now on with an eye on writes that would outdate its initial values."""
+        if self.high_precision is not None:  # not in __post_init__: each operand of a GEMM is a storage
+            self.seen_version()
+        return self
 
     @property
     def home(self) -> QuantizedStorage:
@@ -215,12 +217,13 @@ class QuantizedStorage:
             self.mark_written()
         version = self.version if self._in_place is None else self.seen_version()
         components = {name: change(part) for name, part in self.components.items()}
-        return replace(self, components=components, version=version)
+        return replace(self, components=components, version=version)._watched()
 
     def clone(self) -> QuantizedStorage:
         """An independent copy, of the state too."""
         state = {name: value.clone() for name, value in self.state.items()}
-        return replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        new = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
+        return new._watched()
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
         """An independent copy on another device (None: the same one). The key stays on the CPU, which reads it."""
@@ -229,7 +232,7 @@ class QuantizedStorage:
             state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
         move_draws(state, device)
         moved = self.map(lambda part: part.to(device, non_blocking=non_blocking, copy=True))
-        return replace(moved, state=state, source=ref(self))
+        return replace(moved, state=state, source=ref(self))._watched()
 
     def piece(self, dim: int, start: int, chunk: int) -> QuantizedStorage:
         """Views of the entries that stay resident for one piece of a cut of this storage."""
@@ -245,7 +248,7 @@ class QuantizedStorage:
         kept = self.initial_values()
         if kept is not None:
             kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])  # min: an empty piece past the end
-        return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)
+        return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)._watched()
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
         """All pieces of a cut, as `piece` gives them, but made together: a cut over a thousand ranks has a thousand."""
@@ -261,7 +264,7 @@ class QuantizedStorage:
         initial = self.initial_values()
         kept = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
         return [
-            QuantizedStorage(self.cell, shard, part, self.state, values, self.version)
+            QuantizedStorage(self.cell, shard, part, self.state, values, self.version)._watched()
             for shard, part, values in zip(shards, parts, kept, strict=True)
         ]
 
