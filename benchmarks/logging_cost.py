@@ -46,7 +46,7 @@ REFRESHES = 4
 
 def made_trainer(folder: Path, arguments: argparse.Namespace) -> Trainer:
     """The trainer of a new run, with alarms and without trackers."""
-    (folder / "text").write_bytes(bytes(range(128)) * 160)
+    (folder / "text").write_text("A line of text, as good as another.\n" * 600, encoding="utf-8")
     settings = TrainSettings(
         data=(str(folder / "text"),), layers=arguments.layers, hidden=64, heads=2, seq_length=16, global_batch=4,
         steps=1_000_000, recipe="mxfp8", device="cpu", statistics_every=1_000_000, alarm_loss_spike=6.0,
