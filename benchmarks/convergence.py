@@ -343,10 +343,15 @@ def run(name: str, seed: int, asked: argparse.Namespace, until: float) -> dict[s
 
 
 def model_of(settings: TrainSettings) -> str:
-    """Its name among `MODELS`."""
+    """Its name, as `MODELS` has it where it is of these sizes."""
     if settings.experts:
         return MIXTURE
-    return LLAMA if settings.architecture == "llama" else DENSE
+    return name_by_sizes(settings) if settings.architecture == "llama" else DENSE
+
+
+def name_by_sizes(settings: TrainSettings) -> str:
+    """As `LLAMA`."""
+    return f"{settings.architecture} {settings.layers}x{settings.hidden}"
 
 
 def corpus_hash(corpus: Path) -> str:

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_rate, corpus_hash
+from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_rate, corpus_hash, name_by_sizes
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
@@ -72,7 +72,7 @@ def record(corpus: Path, folder: Path) -> dict[str, Any]:
     return {
         "arm": _arm(settings, starts, kept.get("rows", ())),
         "seed": settings.seed,
-        "model": settings.model or f"{settings.architecture} {settings.layers}x{settings.hidden}",
+        "model": settings.model or name_by_sizes(settings),
         "corpus": corpus_hash(corpus),
         "tokens": settings.steps * tokens,
         "batch": settings.global_batch,

@@ -159,7 +159,7 @@ def test_an_arm_of_recipes_by_layer_has_them_there(corpus, tmp_path):
     assert formats == 2 * ["fp8_e4m3"] + 8 * ["nvfp4_16x16"] + 2 * ["fp8_e4m3"]
     assert training.train(math.inf) and bytes_kept(training) == pytest.approx(8 + 4 + 2 / 3, abs=0.1)  # and scales
     asked = Namespace(settings=settings, corpus=corpus, work=tmp_path / "work")
-    assert convergence.run("bf16 AdamW", 0, asked, math.inf)["model"] == LLAMA
+    assert convergence.run("bf16 AdamW", 0, asked, math.inf)["model"] == "llama 12x32"
 
 
 def test_the_plain_model_is_ours_in_plain_layers():
