@@ -113,13 +113,14 @@ def test_initial_values_are_dropped_where_others_wrote_codes(made):
     assert same(master, source[0].weight.dequantize().detach())
 
 
-@pytest.mark.parametrize("made", ["a clone", "a moved one", "a piece", "the last of a split"])
+@pytest.mark.parametrize("made", ["a clone", "a moved one", "mapped components", "a piece", "the last of a split"])
 def test_initial_values_of_what_was_made_of_a_weight_are_dropped_too(made):
     """A write after a copy or a cut; a copy's is none of the weight's, and a cut has the memory of the whole."""
     storage = model("mxfp8", preserve_high_precision_init_val=True)[0].weight.quantized_storage
     ways = {
         "a clone": storage.clone,
         "a moved one": lambda: storage.to(None),
+        "mapped components": lambda: storage.map(torch.clone),  # as `fully_shard` and `distribute` let go of a whole
         "a piece": lambda: storage.piece(0, 0, 32),
         "the last of a split": lambda: storage.split(0, 32)[-1],
     }
