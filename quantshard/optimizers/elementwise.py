@@ -100,6 +100,10 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """One optimizer step; a collective call where parameters are sharded.
 
+        On a GPU nothing is waited for: whether gradients were bad, so that the device skipped the step, is counted and
+        raised by the next step, a state dict, or whoever reads `skipped_steps` before (which counts, and raises not).
+        The `step` of a group counts such a step until then. Weights that are trained without masters are the exception.
+
         `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
         Raises:
@@ -107,7 +111,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 makes no step; or parameters in groups were replaced after the first step (before it, those that took
                 their places are adopted, with new states).
             RankMismatchError: some ranks only have a gradient for a parameter.
-            NonFiniteGradientError: this was one skipped step too many in a row.
+            NonFiniteGradientError: this was one skipped step too many in a row; on a GPU, the step before was.
         """
         if grad_scaler is not None:
             raise ConfigurationError(
@@ -115,6 +119,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 "unscales the gradients first"
             )
         self._follow()
+        self._raise_late_error()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -123,12 +128,12 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         work = list(self._begin(groups))
         flags, left = self._measured(work)
         flags.warn_of_no_gradient()
-        is_made = self._capturable or not self._skips(flags)
+        is_made = self._capturable or self._reads_late(flags) or not self._skips(flags)
         if self._capturable:
             self._remembered.finish(left, flags, self.param_groups)
         elif is_made:
             for item in left:
-                item.finish()
+                item.finish(flags.bad() if self._unread is flags else None)
             for group in self.param_groups:
                 group["step"] += 1
         self._finished(is_made)
@@ -154,6 +159,16 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _finished(self, is_made: bool) -> None:
         """The step is over, made or skipped."""
         return
+
+    def _reads_late(self, flags: guards.GradientFlags) -> bool:
+        """Leave flags that the device has yet to find out for the next step, or for whoever asks before.
+
+        The step is then taken for made. A weight without a master counts its random draws on the host, in its own
+        state, which others may save before that; so there the host waits.
+        """
+        if flags.is_late and not self._counts_draws:
+            self._unread = flags
+        return self._unread is flags
 
     def _skips(self, flags: guards.GradientFlags) -> bool:
         try:

@@ -33,7 +33,7 @@ class FusedAdam(AdamOptimizer):
     UE5M3 (`state_cells`). Scaled states are for 2-D parameters; those of others stay float32.
 
     A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
-    `skipped_steps` counts it.
+    `skipped_steps` counts it. On GPUs the device skips it, and the host hears of it in the next step (see `step`).
 
     On GPUs a step runs in kernels over all parameters, with the same bits (`kernel_step`).
 

@@ -297,15 +297,26 @@ class GradientFlags:
         self._sent = PendingFlag(bad)
         return bad
 
-    def skips(self, groups: list[dict[str, Any]], most_in_a_row: int) -> bool:
+    @property
+    def is_late(self) -> bool:
+        """Whether `skips` would wait for the device: `send` has sent what is not here yet."""
+        return self._sent is not None and not self._sent.is_here
+
+    def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, is_late: bool = False) -> bool:
         """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
+
+        `is_late`: the step was taken for made and counted as such, and others may have followed it on the device.
 
         Raises:
             RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`; the former also for what
-                delayed scaling found on the GPU in the passes before (`MISMATCHES`).
+                delayed scaling found on the GPU in the passes before (`MISMATCHES`), which says so itself if
+                `is_late`.
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
-        MISMATCHES.settle()  # the device has come to here, so nothing is waited for
+        if not is_late:
+            MISMATCHES.settle()  # the device has come to here, so nothing is waited for
+        for group in groups if bad and is_late else ():
+            group["step"] -= 1
         if bad:
             self.check_missing()
         for group in groups:
@@ -314,7 +325,7 @@ class GradientFlags:
         if bad:
             self.check_skipped(groups, most_in_a_row)
             if name := self.large_gradient():
-                warn_user(f"{too_large(name)}; this step is skipped")
+                warn_user(f"{too_large(name)}; {'the step before this one was' if is_late else 'this step is'} skipped")
         return bad
 
     def large_gradient(self) -> str:

@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import (
+    ConfigurationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    UnsupportedOperationError,
+)
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
 from quantshard.optimizers import guards, loading, options, parameter_registry
 from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
@@ -103,6 +108,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._streams: dict[Tensor, int] = {}
         self._blank: set[Tensor] = set()  # whose states are new, and had no gradient yet
         self._remembered = BadStepRecord()
+        self._unread: guards.GradientFlags | None = None  # of the step before, on their way to the host
+        self._late_error: Exception | None = None
         self._stand_ins = False
         for group in self.param_groups:
             self._adopt(group)
@@ -136,6 +143,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
         if is_built:
             self._follow()
+            self._read_flags()  # which count for the groups that there were
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
         options.check_no_states(type(self), group)
         options.warn_of_typos(self._name, group, {*self.defaults, *self.more_entries}, COUNTERS)
@@ -148,18 +156,21 @@ class MasterOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped so far because a gradient was not finite, or, if `capturable`, a learning rate made no step.
+        On a GPU it waits for the last step's gradients.
 
         Raises:
             NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
         """
         if self._capturable:
             self._raise_for_bad_steps()
+        self._read_flags()
         return int(self.param_groups[0]["skipped_steps"])
 
     @property
     def large_gradient(self) -> str:
         """Of the last step that was skipped: the first parameter whose gradient was finite, but too large
         (`guards.LARGEST_GRADIENT`), if nothing worse was wrong with any; else "". It waits for the device."""
+        self._read_flags()
         return self._remembered.large_gradient()
 
     @property
@@ -167,6 +178,31 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
         seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
+
+    @property
+    def _counts_draws(self) -> bool:
+        """Whether a step counts random draws of weights' own, on the host."""
+        return not self._master_weights and any(weight.storage is not None for weight in self._weights.values())
+
+    def _read_flags(self) -> None:
+        """Count the step before as skipped if its flags, which the device alone knew, say so."""
+        flags, self._unread = self._unread, None
+        try:
+            if flags is not None and flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True):
+                self._remembered.keep(flags)
+        except (NonFiniteGradientError, RankMismatchError) as error:
+            self._late_error = error  # raised where all ranks come, as one may ask alone what was skipped
+
+    def _raise_late_error(self) -> None:
+        """Raise what the step before could not, if the device alone knew what was wrong with its gradients.
+
+        Raises:
+            NonFiniteGradientError, RankMismatchError: as `step`, on all ranks.
+        """
+        self._read_flags()
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def _raise_for_bad_steps(self) -> None:
         MISMATCHES.settle()
@@ -387,12 +423,16 @@ class MasterOptimizer(torch.optim.Optimizer):
         """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: on a GPU, what was wrong with the last step;
+                if `capturable`, what `step` could not raise.
             ConfigurationError: its parameters were replaced; see `step`.
         """
         self._follow()
         if self._capturable:
             self._raise_for_bad_steps()
+        elif self._unread is not None or self._late_error is not None:
+            self._raise_late_error()
+            MISMATCHES.settle()
         return super().state_dict()
 
     @loading.with_hooks
@@ -405,7 +445,9 @@ class MasterOptimizer(torch.optim.Optimizer):
             ConfigurationError: its parameters were replaced; see `step`.
         """
         self._follow()
+        self._read_flags()
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
+        self._late_error = None  # a load is the way out of it
         self._blank.clear()  # what was loaded has begun, or is not told from what has
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after

@@ -251,9 +251,10 @@ class Muon(AdamOptimizer):
             left = bucket.kernels.update(skips.on_device)
         else:
             _measure(work)
-        if left and (self._capturable or not skips.on_host):
+        by_device = self._capturable or (skips.is_late and not self._counts_draws)
+        if left and (by_device or not skips.on_host):
             for item in left:
-                item.finish(skips.on_device if self._capturable else None)
+                item.finish(skips.on_device if by_device else None)
         self._directions = {}
 
     @staticmethod
@@ -304,13 +305,14 @@ class MatrixBucket(NamedTuple):
 class _StepSkip:
     """Whether a step is skipped: a bool scalar on the device; and for the host, which waits for it, where it is asked.
 
-    Kernels are told by the device. What PyTorch writes beside them is not written at all where the host may know, since
-    a write that is undone still counts as one.
+    Kernels are told by the device. What PyTorch writes beside them is not written at all where the host knows already,
+    since a write that is undone still counts as one. `is_late`: the host would have to wait.
     """
 
     def __init__(self, flags: guards.GradientFlags, is_sent: bool, capturable: bool) -> None:
         self._flags = flags
         self._sent = flags.send() if is_sent and not capturable else None
+        self.is_late = flags.is_late
 
     @cached_property
     def on_device(self) -> Tensor:

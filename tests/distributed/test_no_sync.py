@@ -1,4 +1,5 @@
-"""The host waits for nothing in a training step: on a GPU under PyTorch's guard against synchronization.
+"""The host waits for nothing in a training step: on a GPU under PyTorch's guard against synchronization, which does not
+see a wait for an event, and with an eye on these.
 
 On a CPU the same steps run without the guard, and what a GPU tells later is told later here too.
 """
@@ -21,44 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
-from quantshard.collectives import flags
 from quantshard.errors import RankMismatchError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, clip_grad_norm_, muon_groups
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_recompute import Recomputing
+from tests.late_flags import flags_come_late, read_flags
 
 GPU = torch.cuda.is_available()
 HIDDEN, TOKENS, WARM, STEPS = 64, 32, 2, 3
 NAMED = [name for name in RECIPES if name != "mxfp8 two copies"] if GPU else ["delayed", "nvfp4"]
-
-
-class LateArrival:
-    """In the place of an event of a GPU: what it is waited for with comes then, and not before."""
-
-    def __init__(self, flag: Tensor, value: Tensor) -> None:
-        self.flag, self.value = flag.clone(), value
-
-    def synchronize(self) -> None:
-        self.value.copy_(self.flag)
-
-
-def sent_late(flag: Tensor) -> tuple[Tensor, Any]:
-    value = torch.zeros_like(flag)
-    return value, LateArrival(flag, value)
-
-
-@contextmanager
-def flags_come_late() -> Iterator[None]:
-    """What a CPU finds out comes to the host as from a GPU."""
-    if GPU:
-        yield
-        return
-    before, flags.DEFERRED_DEVICES, sent, flags._sent = flags.DEFERRED_DEVICES, {"cpu"}, flags._sent, sent_late
-    try:
-        yield
-    finally:
-        flags.DEFERRED_DEVICES, flags._sent = before, sent
 
 
 @contextmanager
@@ -141,7 +114,10 @@ def step(model: nn.Module, optimizer: Any, recipe: str, batches: list[Tensor]) -
         loss.backward()
         losses.append(loss.detach())
     clip_grad_norm_(model, 0.5)
-    optimizer.step()
+    with read_flags() as (made, read):
+        optimizer.step()
+    # PyTorch's optimizers cannot be told by the device; and on a CPU no kernel runs here (`test_late_flags.py`)
+    assert not GPU or isinstance(optimizer, MasterWeights) or made.isdisjoint(read)
     optimizer.zero_grad()
     return torch.stack(losses)
 

@@ -91,15 +91,17 @@ def set_grads(params: dict[str, nn.Parameter], step: int, name: str = "grad") ->
 
 
 def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[str, Any]:
-    """Copies of all tensors, and all counts."""
+    """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
+    is_late = DEVICE == "cuda" and not (optimizer._capturable or optimizer._counts_draws)
+    late = optimizer.skipped_steps if is_late and optimizer._kernels._planned else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
         if hasattr(local, "quantized_storage"):
             storage = local.quantized_storage
             parts = {**storage.components, **storage.state}
             found |= {f"{key} {part}": t.clone() for part, t in parts.items()}
-            found[f"{key} writes"] = WRITES.get(storage, 0)
+            found[f"{key} writes"] = WRITES.get(storage, 0) - late
         else:
             found[key] = param.detach().clone()
         found |= {f"{key} {name}": t.clone() for name, t in optimizer.state[param].items()}

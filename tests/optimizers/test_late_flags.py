@@ -1,0 +1,164 @@
+"""On a GPU no step waits for what the device finds out of its gradients: the next step counts and raises it.
+
+Triton's interpreter runs the kernels, and flags come to the host as from a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantshard.errors import NonFiniteGradientError
+from quantshard.optimizers import MasterWeights
+from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from tests.interpreter import kernels_on, prepared_once
+from tests.late_flags import flags_come_late, read_flags
+from tests.optimizers import test_lion_and_muon_on_kernels as of_others
+from tests.optimizers.test_on_kernels import DEVICE, build, differing, everything, set_grads
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
+
+
+@pytest.fixture(autouse=True)
+def _on_kernels() -> Iterator[None]:
+    with prepared_once(), kernels_on(DEVICE):
+        yield
+
+
+def made(name: str, **options: Any) -> tuple[dict[str, Any], Any]:
+    params, adam = build("mxfp8", **options)
+    if name == "adam":
+        return params, adam
+    if name == "MasterWeights":
+        return params, MasterWeights(torch.optim.SGD, list(params.items()), lr=0.01, **options)
+    return params, of_others.BUILDERS[name](params, torch.float32, **options)
+
+
+def stepped(params: dict[str, Any], optimizer: Any, number: int, bad: tuple[int, ...] = ()) -> None:
+    set_grads(params, number)
+    if number in bad:
+        params["vector"].grad[3] = float("nan")
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_late"),
+    [
+        ("adam", {}, True),
+        ("adam", {"preset": "lean8"}, True),
+        ("adam", {"ema_decay": 0.9}, True),
+        ("lion", {}, True),
+        ("muon", {}, True),
+        ("adam", {"master_weights": False}, False),  # draws of the weights' own are counted on the host
+        ("MasterWeights", {}, False),  # PyTorch's optimizer can be told by nobody but the host
+    ],
+)
+def test_a_step_waits_for_no_flag_of_its_own(name: str, options: dict[str, Any], is_late: bool) -> None:
+    """But each is read: by the next step, and the last by whoever asks for the count."""
+    params, optimizer = made(name, **options)
+    with flags_come_late():
+        for number in range(3):
+            with read_flags() as (begun, read):
+                stepped(params, optimizer, number)
+            assert len(begun) == 1, "flags of a step are sent once"
+            assert begun.isdisjoint(read) == is_late
+            assert len(read) == (0 if is_late and number == 0 else 1)
+        with read_flags() as (begun, read):
+            assert optimizer.skipped_steps == 0
+        assert (len(begun), len(read)) == (0, int(is_late))
+
+
+@pytest.mark.parametrize("name", ["adam", "lion", "muon"])
+@pytest.mark.parametrize("bad", [(1,), (0, 2), (1, 2), (3,)])
+def test_bits_and_counts_are_those_of_a_host_that_waits(name: str, bad: tuple[int, ...]) -> None:
+    """Four steps, of which some are skipped; the last is read by the state dict."""
+    found = []
+    for late in (False, True):
+        params, optimizer = made(name)
+        context = flags_come_late() if late else prepared_once()
+        with context:
+            for number in range(4):
+                stepped(params, optimizer, number, bad)
+                if late and number in bad:
+                    assert optimizer._unread is not None
+            counts = optimizer.state_dict()["param_groups"]
+        held = {key: value for key, value in everything(params, optimizer).items() if not key.endswith(" writes")}
+        found.append((held, [(group["step"], group["skipped_steps"]) for group in counts]))
+    (expected, counted), (late_values, late_counts) = found
+    assert not differing(late_values, expected)
+    assert late_counts == counted == [(4 - len(bad), len(bad))] * len(counted)
+
+
+def test_a_skipped_step_changes_nothing_while_nobody_knows() -> None:
+    params, optimizer = made("adam")
+    before = everything(params, optimizer)
+    with flags_come_late():
+        stepped(params, optimizer, 0, bad=(0,))
+        assert [group["step"] for group in optimizer.param_groups] == [1, 1], "taken for made"
+        assert optimizer.skipped_steps == 1
+        assert [group["step"] for group in optimizer.param_groups] == [0, 0]
+        assert optimizer.large_gradient == ""
+    after = everything(params, optimizer)
+    for counted in ("step", "skipped_steps", "skipped_in_a_row"):
+        for number in (0, 1):
+            after[f"{number} {counted}"] = before[f"{number} {counted}"]
+    assert [key for key in differing(after, before) if not key.endswith(" writes")] == []
+
+
+def bad_steps(optimizer: KernelOptimizer, params: dict[str, Any], count: int) -> None:
+    for number in range(count):
+        stepped(params, optimizer, number, bad=tuple(range(count)))
+
+
+def test_too_many_in_a_row_are_raised_by_the_next_step() -> None:
+    """Once; who only counts is told nothing, as one rank may count alone."""
+    params, optimizer = made("adam", max_skipped_in_a_row=2)
+    with flags_come_late():
+        bad_steps(optimizer, params, 2)
+        assert optimizer.skipped_steps == 2
+        with pytest.raises(NonFiniteGradientError, match=r"2 steps in a row .* first in vector"):
+            stepped(params, optimizer, 2)
+        stepped(params, optimizer, 3)
+        assert optimizer.skipped_steps == 2
+        assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+        assert [group["skipped_in_a_row"] for group in optimizer.param_groups] == [0, 0]
+
+
+def test_too_many_in_a_row_are_raised_by_a_state_dict_and_forgotten_by_a_load() -> None:
+    params, optimizer = made("adam", max_skipped_in_a_row=2)
+    saved = optimizer.state_dict()
+    with flags_come_late():
+        bad_steps(optimizer, params, 2)
+        with pytest.raises(NonFiniteGradientError, match="2 steps in a row"):
+            optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        bad_steps(optimizer, params, 2)
+        optimizer.load_state_dict(saved)
+        stepped(params, optimizer, 0)
+        assert (optimizer.skipped_steps, optimizer.param_groups[0]["step"]) == (0, 1)
+
+
+def test_a_group_that_is_added_counts_for_itself() -> None:
+    params, optimizer = made("adam")
+    with flags_come_late():
+        stepped(params, optimizer, 0, bad=(0,))
+        optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(2, 3, device=DEVICE)))]})
+        assert [group["step"] for group in optimizer.param_groups] == [0, 0, 0]
+        assert [group["skipped_steps"] for group in optimizer.param_groups] == [1, 1, 0]
+
+
+def test_a_gradient_too_large_is_named_by_the_next_step() -> None:
+    params, optimizer = made("adam")
+    with flags_come_late():
+        set_grads(params, 0)
+        params["fp32"].grad[1, 1] = 1e30
+        optimizer.step()
+        with pytest.warns(UserWarning, match=r"gradient of fp32 is finite, but above .* the step before this one was"):
+            stepped(params, optimizer, 1)
+        assert optimizer.large_gradient == "fp32"
+        assert optimizer.param_groups[0]["step"] == 1
