@@ -18,7 +18,9 @@ of other people in it, and is shown by terminals: what a terminal would obey is 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from typing import Any
 
 _OURS = ("quantshard", "torch", "contextlib")
 _told: set[str] = set()
@@ -100,12 +102,19 @@ def warn_once(topic: str, text: str) -> None:
     if topic in _told:
         return
     _told.add(topic)
-    warn_user(text)
+    warn_user(text, is_counted=True)
 
 
-def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line, the first that is neither ours nor PyTorch's."""
-    frame, level = inspect.currentframe(), 1
+def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: bool = False) -> None:
+    """Warn at the user's line, the first that is neither ours nor PyTorch's.
+
+    `is_counted`: who calls this knows that it is said once, as of each optimizer, so that the same words at the same
+    line are news of another. Else Python leaves out those it has shown, unless a filter says otherwise.
+    """
+    frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(printable(text), category, stacklevel=level)
+        frame = frame.f_back
+    names: dict[str, Any] = vars(sys) if frame is None else frame.f_globals
+    registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # of what was shown, by text and line
+    place = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    warnings.warn_explicit(printable(text), category, *place, names.get("__name__", "sys"), registry)

@@ -2,31 +2,41 @@
 
 `Accelerator.prepare(model, optimizer)` takes such a model under FSDP2 as it is. `prepare` here adds what it lacks:
 optimizers made after sharding (so that no rank holds masters of the whole model), `cpu_ram_efficient_loading`, models
-of which ranks hold nothing yet, DDP, and refusals by name.
+of which ranks hold nothing yet, DDP, and refusals by name. With this module imported, accelerate's loads of files that
+hold codes refuse models that are not converted.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, checkpointing
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, constants, fsdp_utils, modeling
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.optim import Optimizer
 
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.from_rank0 import load_from_rank0
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import read_whole
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_
-from quantshard.errors import ConfigurationError, warn_user
+from quantshard.errors import CheckpointError, ConfigurationError, warn_user
 from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
@@ -293,3 +303,121 @@ def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Paramete
         group["params"] = [named[name] for name in members]
     if adopts:
         optimizer.zero_grad()  # looks at its groups, and frees the masters of whole parameters
+
+
+# Codes that would be read as values ----------------------------------------------------------------------------------
+
+_LOADS: dict[str, tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]] = {}
+"""accelerate's functions that load files into models, by name, with what looks at their arguments before."""
+
+
+def guard_loads() -> None:
+    """Let accelerate load no codes as values into a plain model, also where its functions were imported before.
+
+    With `strict=False`, `load_checkpoint_in_model`'s default, it would copy codes and leave their scales out; and so
+    does PyTorch of a sharded checkpoint, always.
+    """
+    for name, (plain, check) in _LOADS.items():
+        guarded = _looking_before(plain, check)
+        for home in list(sys.modules.values()):
+            if getattr(home, "__dict__", {}).get(name) is plain:
+                setattr(home, name, guarded)
+
+
+def _looking_before(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> Callable[..., Any]:
+    takes = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        check(takes.bind(*args, **kwargs).arguments)
+        return plain(*args, **kwargs)
+
+    return load
+
+
+def _check_checkpoint(given: Mapping[str, Any]) -> None:
+    """Of `load_checkpoint_in_model`."""
+    path = Path(given["checkpoint"])
+    files = [path]
+    if path.is_dir():
+        whole = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
+        files = [each for each in whole if each.is_file()][:1] or [*path.glob("*.index.json")]
+    if len(files) == 1 and files[0].suffix == ".json" and files[0].is_file():
+        index = json.loads(files[0].read_text())
+        files = [files[0].parent / name for name in sorted({*index.get("weight_map", index).values()})]
+    _check_model_takes(given["model"], _tags_in(files), str(path))
+
+
+def _check_state(given: Mapping[str, Any]) -> None:
+    """Of `Accelerator.load_state`, with DDP or one process."""
+    for number, model in enumerate(given["models"]):
+        ending = f"_{number}" if number else ""
+        names = f"{constants.SAFE_MODEL_NAME}{ending}.safetensors", f"{constants.MODEL_NAME}{ending}.bin"
+        files = [path for name in names if (path := Path(given["input_dir"]) / name).is_file()]
+        _check_model_takes(model, _tags_in(files[:1]), str(given["input_dir"]))
+
+
+def _check_sharded_state(given: Mapping[str, Any]) -> None:
+    """Of `Accelerator.load_state` and the Trainer of transformers, under FSDP."""
+    name = f"{constants.FSDP_MODEL_NAME}_{given.get('model_index', 0)}"
+    folder = Path(given["input_dir"])
+    folder = folder if folder.name == name else folder / name
+    if "SHARDED" not in str(given["fsdp_plugin"].state_dict_type) or not (folder / ".metadata").is_file():
+        return
+    try:
+        metadata = read_metadata(folder)
+        keys = [key for key in metadata.state_dict_metadata if key.endswith(components.FORMAT_SUFFIX)]
+        tags = read_whole(folder, metadata, keys) if keys else {}
+    except CheckpointError:
+        return  # of another program, or damaged, which PyTorch tells
+    _check_model_takes(given["model"], {key.removeprefix("model."): tag for key, tag in tags.items()}, str(folder))
+
+
+def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The format tags in files of a state dict, by their keys; of what cannot be read accelerate tells."""
+    tags: dict[str, Tensor] = {}
+    for path in files:
+        if not path.is_file():
+            continue
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as opened:
+                found = {key: opened.get_tensor(key) for key in opened.keys() if key.endswith(components.FORMAT_SUFFIX)}
+        else:
+            try:
+                found = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+            except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
+                continue
+        tags |= {key: value for key, value in found.items() if str(key).endswith(components.FORMAT_SUFFIX)}
+    return tags
+
+
+def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
+    """Refuse quantized weights of a file for weights in high precision.
+
+    Raises:
+        CheckpointError: the model has one of them in high precision.
+    """
+    own = {_without_wrapper(name): param for name, param in components.named_parameters(model).items()}
+    names = {_without_wrapper(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
+    wrong = [name for name, param in own.items() if name in names and components.quantized_local(param) is None]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        tag = components.read_format_tag(names[wrong[0]])
+        raise CheckpointError(
+            f"{path} holds quantized weights, {wrong[0]} of format {tag}{more}, "
+            f"which this {type(model).__name__} has in high precision, so that their codes would be read as values; "
+            "call quantshard.convert(model, recipe) first, with the recipe that was saved"
+        )
+
+
+def _without_wrapper(name: str) -> str:
+    """Without what DistributedDataParallel and torch.compile put in front."""
+    return _canonical_name(name).removeprefix("module.")
+
+
+_LOADS |= {
+    "load_checkpoint_in_model": (modeling.load_checkpoint_in_model, _check_checkpoint),
+    "load_accelerator_state": (checkpointing.load_accelerator_state, _check_state),
+    "load_fsdp_model": (fsdp_utils.load_fsdp_model, _check_sharded_state),
+}
+guard_loads()

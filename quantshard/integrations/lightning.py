@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric import strategies as fabric_strategies
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch import strategies as trainer_strategies
-from torch import nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard.conversion.convert import convert
 from quantshard.conversion.selection import Filter
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.modules.contexts.layer_recipes import Recipes
+from quantshard.observe import optimizer_members
 from quantshard.tensor import components
 
 __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
 """Axes of the mesh that Lightning makes."""
+
+_IN_FABRIC = "_forward_module."
+"""What names of parameters begin with in what `fabric.setup` returns."""
 
 
 def convert_and_shard(
@@ -84,9 +90,9 @@ def listed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 class FabricStrategy(fabric_strategies.ModelParallelStrategy):
-    """Fabric's `ModelParallelStrategy`, which refuses two things that are told too late, or without a name.
+    """Fabric's `ModelParallelStrategy`, which refuses what is told too late, without a name, or not at all.
 
-    An optimizer that was made before its model was sharded, and a checkpoint in a single file.
+    An optimizer that was made before its model was sharded, or of one that is not, and a checkpoint in a single file.
     """
 
     _known: frozenset[int] = frozenset()
@@ -98,7 +104,7 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """As its base; but one that holds no parameter of the models here is refused."""
+        """As its base; but one that holds no parameter of the models here is refused, or whole quantized weights."""
         held = [param for group in optimizer.param_groups for param in group["params"]]
         if self._known.isdisjoint(map(id, held)):
             raise ConfigurationError(
@@ -106,6 +112,8 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
                 "converted and sharded, so it would train nothing: call model = fabric.setup(model) first, make the "
                 "optimizer of model.named_parameters(), then call fabric.setup_optimizers(optimizer)"
             )
+        names = {param: name.removeprefix(_IN_FABRIC) for param, name in optimizer_members.held([optimizer]).items()}
+        refuse_whole(type(self).__name__, {name: param for param, name in names.items()}, self.world_size)
         return super().setup_optimizer(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -116,12 +124,42 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
 
 
 class TrainerStrategy(trainer_strategies.ModelParallelStrategy):
-    """The Trainer's `ModelParallelStrategy`, which refuses a checkpoint in a single file, with the weights' names."""
+    """The Trainer's `ModelParallelStrategy`, which refuses two things that are told without a name, or not at all.
+
+    A checkpoint in a single file, and training of a model that several processes hold whole.
+    """
+
+    def setup(self, trainer: Trainer) -> None:
+        """As its base; but replicas, whose gradients this strategy does not reduce, are refused for training."""
+        if trainer.state.fn == TrainerFn.FITTING and self.model is not None:
+            refuse_whole(type(self).__name__, components.named_parameters(self.model), self.world_size)
+        super().setup(trainer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As its base; but a single file is refused for a quantized model."""
         refuse_single_file(self.broadcast(checkpoint_path), [self.model] if self.model is not None else [])
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+
+def refuse_whole(strategy: str, named: Mapping[str, Tensor], ranks: int) -> None:
+    """Nothing reduces gradients of what is not sharded: each rank would train a model of its own.
+
+    Args:
+        named: the parameters of a model, or those that an optimizer holds.
+
+    Raises:
+        ConfigurationError: there are quantized weights, and none of those that train is sharded.
+    """
+    quantized = {name for name, param in named.items() if components.quantized_local(param) is not None}
+    trained = {name: param for name, param in named.items() if param.requires_grad}
+    asked = {name: param for name, param in trained.items() if name in quantized} or trained
+    if ranks > 1 and quantized and asked and not any(isinstance(param, DTensor) for param in asked.values()):
+        raise ConfigurationError(
+            f"{strategy}: {next(iter(asked))}, the first of {len(asked)} that train, is whole on each of {ranks} ranks,"
+            " and this strategy does not reduce gradients of what is not sharded, so each would train a model of its "
+            "own; shard it by convert_and_shard(network, mesh, recipe), in configure_model or as parallelize_fn does, "
+            "or by fully_shard if it was converted before"
+        )
 
 
 def refuse_single_file(path: Any, models: Iterable[nn.Module]) -> None:

@@ -6,6 +6,7 @@ any model that `quantshard.convert` changed works, not only of those loaded here
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,8 @@ from quantshard.conversion.selection import ADAPTERS, Filter
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.integrations import transformers_files as files
 from quantshard.integrations.transformers_files import METHOD, NATIVE
-from quantshard.integrations.transformers_trainer import AdamFactory, QuantizedTraining, adam
+from quantshard.integrations.transformers_operations import StoredWeightFill, WeightFill, fills
+from quantshard.integrations.transformers_trainer import ADAPTERS_ALONE, AdamFactory, QuantizedTraining, adam
 from quantshard.layouts import table
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import NOTED_AMAX
@@ -328,7 +330,7 @@ class QuantshardQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
         loaded: Any = model
-        conversions = [each for each in getattr(model, "_weight_conversions", ()) if not _fills(each)]
+        conversions = [each for each in getattr(model, "_weight_conversions", ()) if not fills(each)]
         self.remove_quantization_config(model)  # from here on it is a converted model, as any other
         vars(loaded).pop("_get_dtype_plan", None)  # there is none where nothing is quantized here
         loaded._weight_conversions = conversions  # which 5.24 removes with the configuration, though a save reads them
@@ -378,64 +380,13 @@ class QuantshardQuantizer(HfQuantizer):
         layer.take_values(weight, f"{name}.weight", self.given.preserve_high_precision_init_val)
 
 
-def _fills(conversion: Any) -> bool:
-    return any(isinstance(operation, WeightFill) for operation in getattr(conversion, "operations", ()))
-
-
 def _own_keys(layer: ConvertedLinear) -> list[str]:
     """What is in a state dict of a layer's weight and histories, and in no file in high precision."""
     suffixes = [] if components.quantized_local(layer.weight) is None else components.suffixes(layer.weight)
     return [f"weight{suffix}" for suffix in suffixes] + [name for name, _ in layer.named_buffers(recurse=False)]
 
 
-class WeightFill(ConversionOps):
-    """Fills converted layers with tensors in high precision, as transformers has them ready; hands on all others."""
-
-    def __init__(self, hf_quantizer: QuantshardQuantizer) -> None:
-        self.hf_quantizer = hf_quantizer
-
-    def __deepcopy__(self, memo: Any) -> WeightFill:
-        """As one is made for each tensor: of the same layers."""
-        return type(self)(self.hf_quantizer)
-
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        rest = {}
-        for name, given in input_dict.items():
-            value = given[0] if isinstance(given, list) else given
-            if self.hf_quantizer.param_needs_quantization(kwargs["model"], name):
-                self.hf_quantizer.fill(name.removesuffix(".weight"), {"weight": value}, missing_keys)
-            else:
-                rest[name] = value
-        return rest
-
-
-class StoredWeightFill(WeightFill):
-    """Fills converted layers with tensors as the files have them; hands on all others, in the model's dtype."""
-
-    def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
-    ) -> dict[str, Tensor]:
-        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
-        name = full_layer_name.removesuffix(".weight")
-        if name in self.hf_quantizer.layers:
-            self.hf_quantizer.fill(name, parts, missing_keys)
-            return {}
-        weight = parts.get("weight")
-        if weight is None or len(parts) > 1 or weight.element_size() < 2:
-            self.hf_quantizer.failures[name] = ConfigurationError(
-                f"it is quantized in the files ({', '.join(parts)}), and not to be here; let filter= match it"
-            )
-            return {}
-        wanted = kwargs["model"].get_parameter_or_buffer(full_layer_name).dtype
-        return {full_layer_name: weight.to(wanted) if weight.is_floating_point() else weight}
-
-
 # Saving
-
-_ADAPTERS_ALONE = "_hf_peft_config_loaded"
-"""The mark of transformers' models of which `save_pretrained` writes adapters alone; there is no public one."""
 
 _WRAPPED = ".base_layer"
 """How names of layers end that adapters of PEFT are around."""
@@ -446,12 +397,19 @@ def _save(
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     """`save_pretrained` of a converted model; `layout`: see `QuantshardConfig`."""
-    if hasattr(model, "get_base_model") or getattr(model, _ADAPTERS_ALONE, False):  # the former of a PeftModel
+    if layout is not None:
+        _check_asked(model, layout)
+    if hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False):  # the former of a PeftModel
         adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
         if adapters:
             raise ConfigurationError(
                 f"save_pretrained: adapters are quantized, the first {adapters[0]}, and PEFT would write their codes "
                 "as values; quantshard.revert the model first, or convert it before it gets adapters"
+            )
+        if layout is not None:
+            raise ConfigurationError(
+                f"save_pretrained(layout={layout!r}): of this {type(model).__name__} adapters alone are written, and "
+                "none is quantized; leave layout= out, or save the model after its merge_and_unload() or unload()"
             )
         return plain(save_directory, *args, **kwargs)
     if wrapped := next((name for name, _ in model.named_modules() if name.endswith(_WRAPPED)), None):
@@ -493,5 +451,29 @@ def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
             del config.quantization_config
 
 
+def _check_asked(model: nn.Module, layout: str) -> None:
+    _checked_layout(str(layout))
+    layers = (each for each in model.modules() if isinstance(each, ConvertedLinear))
+    if not any(components.quantized_local(each.weight) is not None for each in layers):
+        raise ConfigurationError(
+            f"save_pretrained(layout={layout!r}): no weight of this {type(model).__name__} is quantized, so nothing "
+            "would be written in that layout; leave layout= out, or call quantshard.convert(model, recipe) first"
+        )
+
+
+def _hearing_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `save_pretrained` takes any argument; of a model that nobody converted this one is refused."""
+
+    @functools.wraps(plain)  # with the guard's mark
+    def save(self: PreTrainedModel, *args: Any, layout: str | None = None, **kwargs: Any) -> Any:
+        if layout is not None:
+            _check_asked(self, layout)
+            kwargs["layout"] = layout
+        return plain(self, *args, **kwargs)
+
+    return save
+
+
 forward.SAVERS.append(_save)
 forward.guard_saving()
+setattr(PreTrainedModel, forward.SAVE, _hearing_layout(PreTrainedModel.save_pretrained))

@@ -5,21 +5,33 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Final, cast
 
+import transformers
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
-from transformers import TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
+from transformers.utils import CONFIG_NAME, logging
 
 from quantshard.distributed.replicas import check_replicas
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_user
 from quantshard.integrations import transformers_files as files
 from quantshard.integrations.accelerate import replica_arguments, warn_of_replicas
+from quantshard.integrations.transformers_checkpoint import load_weights, weight_files
 from quantshard.optimizers import FusedAdam
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
 """The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
+
+ADAPTERS_ALONE: Final = "_hf_peft_config_loaded"
+"""The mark of transformers' models of which adapters alone are saved and loaded; there is no public one."""
+
+_TOLD: Final = "_told_of_plain_model"
+"""A Trainer's attribute that says that its model was found plain."""
+
+_LOGGER: Final = logging.get_logger("transformers.trainer")
 
 
 class AdamFactory:
@@ -56,7 +68,8 @@ class QuantizedTraining:
 
     The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
     weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
-    the whole model.
+    the whole model. Else checkpoints are read by the names that `from_pretrained` knows, and a weight that is in none
+    is an error.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -83,6 +96,14 @@ class QuantizedTraining:
                 _check_sharded_checkpoints(trainer)
             elif trainer.args.world_size > 1:
                 check_replicas(whole)
+        elif not vars(self).setdefault(_TOLD, False):
+            vars(self)[_TOLD] = True
+            warn_user(
+                f"QuantizedTraining: {type(whole).__name__} has no quantized weight, and is trained as by the Trainer "
+                "alone; call quantshard.convert(model, recipe) before, or use the Trainer alone, which takes plain "
+                "models",
+                is_counted=True,
+            )
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -97,6 +118,44 @@ class QuantizedTraining:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         finally:
             plugin.state_dict_type = kept
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As the Trainer, but by the names that `from_pretrained` knows; see `transformers_checkpoint.load_weights`."""
+        trainer = cast(Any, self)
+        whole = trainer.model if model is None else model
+        if not _is_read_here(trainer, whole, resume_from_checkpoint):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        _log_of_release(resume_from_checkpoint)
+        load_weights(whole, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As the Trainer, but as any checkpoint is read."""
+        trainer = cast(Any, self)
+        best = trainer.state.best_model_checkpoint
+        if not _is_read_here(trainer, trainer.model, best):
+            return super()._load_best_model()  # type: ignore[misc]
+        _LOGGER.info(f"Loading best model from {best} (score: {trainer.state.best_metric}).")
+        load_weights(trainer.model, best)
+
+
+def _is_read_here(trainer: Any, model: nn.Module, folder: str) -> bool:
+    """Whether a checkpoint is one of the whole model; what shards it, and PEFT, have their own ways."""
+    has_adapters = hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False)
+    is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or has_adapters)
+    return is_whole and bool(weight_files(folder))
+
+
+def _log_of_release(folder: str) -> None:
+    """What the Trainer says of a checkpoint that another transformers has written."""
+    if not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+        return
+    release = PreTrainedConfig.from_json_file(os.path.join(folder, CONFIG_NAME)).transformers_version
+    if release not in (None, transformers.__version__):
+        _LOGGER.warning(
+            f"You are resuming training from a checkpoint trained with {release} of Transformers but your current "
+            f"version is {transformers.__version__}. This is not recommended and could yield to errors or unwanted "
+            "behaviors."
+        )
 
 
 def _check_sharded_checkpoints(trainer: Any) -> None:

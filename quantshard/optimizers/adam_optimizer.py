@@ -95,7 +95,8 @@ class AdamOptimizer(KernelOptimizer):
             f"{self._name}: {name}{others} a first gradient in step {step} of the group, and the bias correction "
             f"counts the group's steps, so the next updates are up to {largest:.1f} learning rates, where Adam's first "
             "is 1; give what begins late a group of its own then (add_param_group), which counts for itself, or take "
-            "MasterWeights(torch.optim.AdamW, ...), which counts for each parameter"
+            "MasterWeights(torch.optim.AdamW, ...), which counts for each parameter",
+            is_counted=True,
         )
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantshard import kernel_dispatch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import EMA_DECAY, MASTER
 from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
+from quantshard.optimizers.loaded_masters import warn_of_other_weights
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
@@ -126,6 +128,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 loss = closure()
         groups = [self._told(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(groups))
+        if self._has_loaded and not kernel_dispatch.is_capturing():
+            self._has_loaded = False
+            warn_of_other_weights(self._name, self._with_masters(work))
         flags, left = self._measured(work)
         flags.warn_of_no_gradient()
         is_made = self._capturable or self._reads_late(flags) or not self._skips(flags)
@@ -211,6 +216,12 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                     param, grad, states, self._weights[param], of_group, formula, seed, self._streams[param]
                 )
 
+    def _with_masters(self, work: list[ParameterStep]) -> Iterator[tuple[str, OptimizerState, OptimizerState]]:
+        """Names, weights and masters of those that have values here, and a master that is not a part of the weight."""
+        for item in work:
+            if item.source is not item.weight and not item.source.writes_weight and item.param.numel() > 0:
+                yield self._names[item.param], item.weight, item.source
+
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
         """What a group's parameters are stepped by."""
         return UpdateFormula(self._name, self.group_states(group), self.update)
@@ -229,7 +240,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{self._names[param]} was given new values after this {self._name} was built, and the next step "
-                "would overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
+                "would overwrite them with its masters; load the optimizer's state too, or reseed_masters(). (A "
+                "callback that swaps averaged weights in and out gives such values: keep averages by ema_decay, and "
+                "evaluate with quantshard.optimizers.averaged_weights)"
             )
         master.adopt()
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.foreign import shown
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX, has_master
 from quantshard.optimizers import guards, stored_moments
 from quantshard.tensor import components
 
@@ -62,6 +62,7 @@ def load_optimizer_state(
         for index, param in zip(saved["params"], own["params"], strict=True)
     ]
     loads = _of_this_version(found, names)
+    _check_dtypes([(param, *load) for (param, *_), load in zip(found, loads, strict=True)])
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
     changed = False
@@ -140,6 +141,43 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
                 f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
                 "parameters in the same order"
             )
+
+
+def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Tell a model that had another dtype from an optimizer that had other options: quantized weights have the same
+    masters then and now, and plain parameters had one only then, or have one only now.
+
+    Args:
+        loads: parameters with their names, live states and loaded ones.
+
+    Raises:
+        CheckpointError: it is so; the message names the first such parameter.
+    """
+    differing, is_same = [], False
+    for param, name, live, loaded in loads:
+        is_quantized, keys = components.quantized_local(param) is not None, live.keys() ^ loaded.keys()
+        if keys and (is_quantized or keys not in ({MASTER}, {MASTER + REMAINDER_SUFFIX})):
+            return
+        if keys:
+            differing.append((name, param.dtype, has_master(live)))
+        elif is_quantized and (masters := [key for key in live if str(key).startswith(MASTER)]):
+            if any(_described(live[key]) != _described(loaded[key]) for key in masters):
+                return  # by another master_weight_dtype, of which the other parameters follow
+            is_same = True
+    if not (is_same and differing):
+        return
+    name, dtype, has_one = differing[0]
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    here = str(dtype).removeprefix("torch.")
+    why = (
+        f"{here} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"
+        if has_one
+        else f"{here} here, which needs no master, and the optimizer state has one, so it had 16 bits when it was saved"
+    )
+    raise CheckpointError(
+        f"{name}{more}: {why}; the masters of quantized weights are as they were, so give the model the dtype of then, "
+        "as the same precision= of a trainer does, before the optimizer is built"
+    )
 
 
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:

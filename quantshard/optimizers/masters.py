@@ -110,6 +110,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._remembered = BadStepRecord()
         self._unread: guards.GradientFlags | None = None  # of the step before, on their way to the host
         self._late_error: Exception | None = None
+        self._has_loaded = False  # masters, which no step has read yet
         self._stand_ins = False
         for group in self.param_groups:
             self._adopt(group)
@@ -449,5 +450,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
         self._late_error = None  # a load is the way out of it
+        self._has_loaded = True
         self._blank.clear()  # what was loaded has begun, or is not told from what has
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quantshard.argument_kinds import ITERABLE, check_arguments, shown_argument
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
+from quantshard.tensor import components
 
 UPDATES, VALUES = "updates that were made", "values that were loaded or set"
 """What states may hold that new ones would not."""
@@ -97,7 +98,7 @@ class ParameterRegistry:
     def __init__(self, optimizer: str) -> None:
         self._optimizer = optimizer
         self._held: list[list[Tensor]] = []
-        self._stored_as: dict[Tensor, tuple[torch.dtype | None, torch.Size]] = {}
+        self._stored_as: dict[Tensor, tuple[torch.dtype, torch.Size, bool]] = {}
 
     def add(self, params: Iterable[Tensor]) -> None:
         """A group, at the end."""
@@ -105,17 +106,19 @@ class ParameterRegistry:
 
     def record_states(self, param: Tensor, of_any_dtype: bool) -> None:
         """States were made for a parameter as it is now; `of_any_dtype`: they are not joined to its bits."""
-        self._stored_as[param] = None if of_any_dtype else param.dtype, param.shape
+        self._stored_as[param] = param.dtype, param.shape, of_any_dtype
 
     def check_stored(self, param: Tensor, name: str) -> None:
         """Check that a parameter that is to be stepped is as it was when its states were made. `Module.half` and
         transformers' resizing of embeddings keep a parameter and give it other data, which no version of it tells.
 
         Raises:
-            ConfigurationError: it has another shape, or another dtype where its states are joined to its bits.
+            ConfigurationError: it has another shape, another dtype where its states are joined to its bits, or digits
+                that its states lack.
         """
-        dtype, shape = self._stored_as[param]
-        if param.shape == shape and dtype in (None, param.dtype):
+        dtype, shape, of_any_dtype = self._stored_as[param]
+        is_wider = param.dtype is torch.float64 and components.quantized_local(param) is None
+        if param.shape == shape and (param.dtype is dtype or (of_any_dtype and not is_wider)):
             return
         changed, was, now = "dtype", str(dtype), str(param.dtype)
         if param.shape != shape:

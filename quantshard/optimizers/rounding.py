@@ -62,7 +62,7 @@ class StateDraw(NamedTuple):
     def words(self, place: TensorRegion, device: torch.device) -> Tensor:
         """Int64 in [0, 2**32), of the place's shape: one for each element of the global tensor, in row-major order."""
         words = self._words(place, device)
-        return words >> 16 | (words & 0xFFFF) << 16 if self.swapped else words
+        return numerics.swap_halves(words) if self.swapped else words
 
     def _words(self, place: TensorRegion, device: torch.device) -> Tensor:
         if len(place.shape) == 2:

@@ -287,6 +287,55 @@ def test_an_optimizer_made_before_convert_is_told() -> None:
     ] * len(optimizers)
 
 
+def test_it_is_told_of_each_at_one_line_under_pythons_own_filter() -> None:
+    """As in a second run of the same process, whose text and line Python has shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model = born()
+            optimizer = torch.optim.AdamW(model.parameters())
+            qs.convert(model, "mxfp8")
+            forwards(model)
+            del optimizer
+            errors.warn_user("what nobody counts")
+    texts = [str(each.message) for each in caught]
+    assert sum("AdamW was made before convert" in text for text in texts) == 2
+    assert texts.count("what nobody counts") == 1
+
+
+def test_it_is_told_where_the_forward_is_none_of_ours() -> None:
+    """As of a model that accelerate's prepare has given one: behind a step, and once."""
+    model = born()
+    optimizer = FusedAdam(model.named_parameters())
+    wrapper = torch.optim.SGD([torch.zeros(1)])  # as Lightning and accelerate have one around each
+    wrapper.param_groups, wrapper.inner = optimizer.param_groups, optimizer
+    model.forward = model.forward
+    qs.convert(model, "mxfp8")
+
+    def train() -> None:
+        for _ in range(4):
+            model(X).sum().backward()
+            optimizer.step()
+
+    (text,) = said(train)
+    assert text.startswith("FusedAdam was made before convert and holds 0.weight and 3 more as they were")
+
+
+def test_a_replaced_weight_that_another_model_trains_is_not_told() -> None:
+    """Where it has a gradient, a layer computes with it."""
+    model, other = born(), born()
+    other[0].weight = model[0].weight
+    optimizer = torch.optim.AdamW(other.parameters())
+    qs.convert(model, "mxfp8", filter=["0"])
+
+    def train() -> None:
+        for _ in range(4):
+            other(X).sum().backward()
+            optimizer.step()
+
+    assert said(train) == []
+
+
 def test_parameters_in_no_optimizer_are_told() -> None:
     model = born()
     qs.convert(model, "mxfp8")

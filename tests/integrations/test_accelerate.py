@@ -6,7 +6,7 @@ Each test names its rank count.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, load_checkpoint_in_model
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import quantshard as qs
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.integrations.accelerate import prepare
 from quantshard.layouts.names import Names
 from quantshard.optimizers import FusedAdam, MasterWeights
@@ -160,8 +160,13 @@ def saved(cells: list[tuple[str, str]], folder: Path) -> list[dict[str, str]]:
 
 
 def loaded(cells: list[tuple[str, str]], folder: Path) -> list[dict[str, str]]:
-    """Bits of new runs, of other weights, into which those were loaded."""
+    """Bits of new runs, of other weights, into which those were loaded; a plain model does not take them."""
     found = []
+    with accelerator() as accelerate:
+        model = plain()
+        accelerate.prepare(model, torch.optim.SGD(model.parameters()))
+        with pytest.raises(CheckpointError, match=CODES.replace("mxfp8_32x32", ".*")):
+            accelerate.load_state(str(folder / cells[0][0]))
     for recipe, mixed in cells:
         with accelerator(mixed=mixed) as accelerate:
             model, optimizer = prepare(accelerate, build(recipe, seed=1), partial(FusedAdam, lr=3e-3))
@@ -210,13 +215,52 @@ def test_save_state_and_load_state(cells: list[tuple[str, str]], tmp_path: Path)
 # Values of rank 0 ----------------------------------------------------------------------------------------------------
 
 
-def test_codes_that_are_written_without_their_model_are_told(tmp_path: Path) -> None:
+@pytest.fixture
+def alone_on_cpu() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+CODES = r"holds quantized weights, model.layers.0.self_attn.q_proj.weight of format mxfp8_32x32 and 13 more"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"safe_serialization": False}, {"max_shard_size": "50KB"}],
+    ids=["safetensors", "bin", "several files"],
+)
+def test_codes_of_save_model_are_told_and_not_read_as_values(
+    options: dict[str, Any], alone_on_cpu: Accelerator, tmp_path: Path
+) -> None:
+    """The function was imported above, before quantshard."""
     model = build("mxfp8")
-    try:
-        with pytest.warns(UserWarning, match=r"Accelerator.save_model: weights of this LlamaForCausalLM are quantized"):
-            Accelerator(cpu=True).save_model(model, str(tmp_path))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.warns(UserWarning, match=r"Accelerator.save_model: weights of this LlamaForCausalLM are quantized"):
+        alone_on_cpu.save_model(model, str(tmp_path), **options)
+    other = plain(seed=1)
+    before = bits(other)
+    for path in [tmp_path, *tmp_path.glob("*.index.json")]:
+        with pytest.raises(CheckpointError, match=CODES) as caught:
+            load_checkpoint_in_model(other, path)
+        assert "call quantshard.convert(model, recipe) first" in str(caught.value)
+    assert bits(other) == before
+    other = build("mxfp8", seed=1)
+    load_checkpoint_in_model(other, tmp_path)
+    assert bits(other) == bits(model)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_codes_of_save_state_are_not_read_as_values(safe: bool, alone_on_cpu: Accelerator, tmp_path: Path) -> None:
+    alone_on_cpu.prepare(build("mxfp8"))
+    alone_on_cpu.save_state(str(tmp_path), safe_serialization=safe)
+    alone_on_cpu.free_memory()
+    alone_on_cpu.prepare(model := plain(seed=1))
+    before = bits(model)
+    with pytest.raises(CheckpointError, match=CODES):
+        alone_on_cpu.load_state(str(tmp_path), strict=False)
+    assert bits(model) == before
+    alone_on_cpu.save_state(str(tmp_path / "plain"), safe_serialization=safe)
+    alone_on_cpu.load_state(str(tmp_path / "plain"), strict=False)
 
 
 def from_rank0(mixed: str) -> list[Any]:

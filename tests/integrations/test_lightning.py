@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -32,6 +33,7 @@ with warnings.catch_warnings():
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import ModelParallelStrategy
+    from lightning.pytorch.strategies import DDPStrategy
 
     from quantshard.integrations.lightning import FabricStrategy, TrainerStrategy, convert_and_shard
 
@@ -117,8 +119,8 @@ def by_hand(run: Run, in_fabric: bool) -> list[float]:
 # Fabric --------------------------------------------------------------------------------------------------------------
 
 
-def fabric_of(run: Run, recipe: str | None = None, **options: Any) -> Fabric:
-    parallelize = functools.partial(convert_and_shard, recipe=recipe or run.recipe)
+def fabric_of(run: Run, parallelize: Callable[..., nn.Module] | None = None, **options: Any) -> Fabric:
+    parallelize = parallelize or functools.partial(convert_and_shard, recipe=run.recipe)
     strategy = FabricStrategy(parallelize, dist.get_world_size(), 1, **options)
     plugins, count = [TorchElasticEnvironment()], dist.get_world_size()
     fabric = Fabric(accelerator="cpu", devices=count, strategy=strategy, precision=run.precision, plugins=plugins)
@@ -229,17 +231,25 @@ class Classifier(lightning.LightningModule):
         self.losses.append(loss.item() / self.trainer.accumulate_grad_batches)
         return loss
 
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        x, y = batch
+        self.log("validated", loss_of(self.model(x), y))
+
+    def val_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+        return torch.utils.data.DataLoader(batches(0, 2), batch_size=None)
+
     def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
         return torch.utils.data.DataLoader(batches(self.first, self.first + 100), batch_size=None)
 
 
-def trainer_of(run: Run, steps: int, folder: Path, **options: Any) -> lightning.Trainer:
+def trainer_of(run: Run, steps: int, folder: Path, strategy: Any = None) -> lightning.Trainer:
     count = dist.get_world_size()
     return lightning.Trainer(
-        accelerator="cpu", devices=count, strategy=TrainerStrategy(count, 1, **options), precision=run.precision,
+        accelerator="cpu", devices=count, strategy=strategy or TrainerStrategy(count, 1), precision=run.precision,
         plugins=[TorchElasticEnvironment()], max_steps=steps, gradient_clip_val=run.clip, default_root_dir=folder,
         accumulate_grad_batches=run.accumulate, use_distributed_sampler=False, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, check_val_every_n_epoch=None, val_check_interval=1000,
     )  # fmt: skip
 
 
@@ -259,7 +269,28 @@ def in_trainer(run: Run, folder: Path) -> dict[str, Any]:
     further = Classifier(run.recipe, seed=9, first=STEPS * run.accumulate)
     trainer = trainer_of(run, STEPS + MORE, folder)
     trainer.fit(further, ckpt_path=folder / "saved", weights_only=True)
-    return found | {"losses": model.losses + further.losses, "by hand": by_hand(run, in_fabric=False)}
+    losses = {"losses": model.losses + further.losses, "by hand": by_hand(run, in_fabric=False)}
+    return found | losses | {"saved": {name: value for name, value in saved.items() if name.startswith("model.")}}
+
+
+def evaluated_by_one(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """As docs/lightning-and-torchtitan.md says: bits of what more have saved, by the Trainer and without it."""
+    logging.disable(logging.WARNING)
+    found = {}
+    for name in names:
+        run, model = TRAINER[name], Classifier(TRAINER[name].recipe, seed=9)
+        (values,) = trainer_of(run, 0, folder).validate(
+            model, ckpt_path=folder / name / "saved", weights_only=True, verbose=False
+        )
+        other = Classifier(run.recipe, seed=9)
+        qs.convert(other.model, run.recipe)
+        if run.precision == "bf16-true":
+            other.bfloat16()
+        state = {"state_dict": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder / name / "saved")
+        other.load_state_dict(state["state_dict"])
+        found[name] = [values["validated"] > 0, bits(model), bits(other)]
+    return found
 
 
 def all_in_trainer(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -271,10 +302,53 @@ def all_in_trainer(folder: Path, names: Sequence[str]) -> dict[str, dict[str, An
     "names", [("current",), pytest.param(("mxfp8", "nvfp4", "bf16-true"), marks=pytest.mark.exhaustive)]
 )
 def test_trainer(names: Sequence[str], tmp_path: Path) -> None:
-    """2 ranks."""
-    for rank in run_ranks(2, all_in_trainer, tmp_path, names):
+    """2 ranks, then 1 that evaluates."""
+    ranks = run_ranks(2, all_in_trainer, tmp_path, names)
+    for rank in ranks:
         for name, found in rank.items():
             check(found, name)
+    (evaluated,) = run_ranks(1, evaluated_by_one, tmp_path, names)
+    for name, (is_evaluated, *loaded) in evaluated.items():
+        assert is_evaluated and loaded == [ranks[0][name]["saved"]] * 2, name
+
+
+class ReplicatedClassifier(Classifier):
+    """Converted on every rank, with the bits of rank 0, as DistributedDataParallel needs it."""
+
+    def configure_model(self) -> None:
+        if not perceptron.quantized(self.model):
+            qs.convert(self.model, self.recipe)
+            qs.broadcast_(self.model)
+
+
+def under_ddp(folder: Path) -> dict[str, Any]:
+    """Of ranks that were born apart: bits and losses of a run that goes on, and of one that was resumed."""
+    logging.disable(logging.WARNING)
+
+    def fit(seed: int, first: int, last: int, **options: Any) -> tuple[ReplicatedClassifier, lightning.Trainer]:
+        model = ReplicatedClassifier("mxfp8", seed=seed + dist.get_rank(), first=first)
+        trainer = trainer_of(Run(clip=0.5), last, folder, DDPStrategy(init_sync=False))
+        trainer.fit(model, **options)
+        return model, trainer
+
+    begun, trainer = fit(0, 0, STEPS)
+    trainer.save_checkpoint(folder / "ddp.ckpt")
+    resumed, trainer = fit(5, STEPS, STEPS + MORE, ckpt_path=folder / "ddp.ckpt", weights_only=True)
+    whole, whole_trainer = fit(0, 0, STEPS + MORE)
+    return {
+        "changed": perceptron.changed(begun.before, resumed.model),
+        "losses": [begun.losses + resumed.losses, whole.losses],
+        "bits": [bits(resumed, trainer.optimizers[0]), bits(whole, whole_trainer.optimizers[0])],
+    }
+
+
+def test_trainer_under_ddp(tmp_path: Path) -> None:
+    """2 ranks."""
+    one, two = run_ranks(2, under_ddp, tmp_path)
+    assert one["bits"] == two["bits"] and one["losses"] != two["losses"]
+    for found in (one, two):
+        assert found["changed"] == QUANTIZED
+        assert found["bits"][0] == found["bits"][1] and found["losses"][0] == found["losses"][1]
 
 
 # Wrong use -----------------------------------------------------------------------------------------------------------
@@ -284,6 +358,20 @@ def said(call: Callable[[], Any], error: type[Exception] = ConfigurationError) -
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
+
+
+def converted(model: nn.Module, mesh: object = None) -> nn.Module:
+    """And not sharded."""
+    qs.convert(model, "mxfp8")
+    return model
+
+
+class WholeClassifier(Classifier):
+    """Converted, and not sharded."""
+
+    def configure_model(self) -> None:
+        if not perceptron.quantized(self.model):
+            converted(self.model)
 
 
 def refused(folder: Path) -> dict[str, str]:
@@ -306,6 +394,8 @@ def refused(folder: Path) -> dict[str, str]:
     trainer = trainer_of(Run(), STEPS, folder)
     fit = functools.partial(trainer.fit, Classifier("mxfp8"), ckpt_path=folder / "file", weights_only=True)
     found["a file of the Trainer"] = said(fit, CheckpointError)
+    found["whole in the Trainer"] = said(lambda: trainer_of(Run(), STEPS, folder).fit(WholeClassifier("mxfp8")))
+    found["whole in Fabric"] = said(lambda: fabric_model(fabric_of(Run(), parallelize=converted)))
     return found
 
 
@@ -322,7 +412,23 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
         for kind, name in prefixes.items():
             assert "codes without their scales, of 4 quantized weights" in found[kind]
             assert f"({name}.weight, ...); save with save_distributed_checkpoint=True" in found[kind]
+        for kind, name in {"whole in the Trainer": "model.layers.0.0", "whole in Fabric": "layers.0.0"}.items():
+            assert f"Strategy: {name}.weight, the first of 4 that train, is whole on each of 2 ranks" in found[kind]
+            assert "shard it by convert_and_shard(network, mesh, recipe)" in found[kind]
         assert not any("\n" in each for each in found.values())
+
+
+def whole_in_one(folder: Path) -> tuple[int, int]:
+    """How many steps each makes of what two ranks would train apart."""
+    model = WholeClassifier("mxfp8")
+    trainer_of(Run(), 2, folder).fit(model)
+    _, optimizer = fabric_model(fabric_of(Run(), parallelize=converted))
+    return len(model.losses), len(optimizer.optimizer.param_groups)
+
+
+def test_a_model_that_one_process_holds_whole_is_trained(tmp_path: Path) -> None:
+    """1 rank."""
+    assert run_ranks(1, whole_in_one, tmp_path) == [(2, 1)]
 
 
 # Other ways in and out -----------------------------------------------------------------------------------------------

@@ -297,12 +297,6 @@ def test_optimizers_that_are_refused(folder: Path, tmp_path: Path) -> None:
         LossTrainer(load(folder, "mxfp8"), arguments(tmp_path), train_dataset=data()).train()
 
 
-def test_plain_models_have_the_trainers_own_optimizer(folder: Path, tmp_path: Path) -> None:
-    trainer = QuantizedLossTrainer(load(folder), arguments(tmp_path, max_steps=1), train_dataset=data())
-    trainer.train()
-    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
-
-
 # Examples
 
 

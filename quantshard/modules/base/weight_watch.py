@@ -164,5 +164,6 @@ def _warn(optimizer: Optimizer, names: list[str]) -> None:
     )
     warn_user(
         f"{shown}: {'it gets a gradient and is' if is_one else 'they get gradients and are'} in no optimizer, so no "
-        f"step changes {'it' if is_one else 'them'}; {why}"
+        f"step changes {'it' if is_one else 'them'}; {why}",
+        is_counted=True,
     )

@@ -161,7 +161,8 @@ class StepGraph:
         last = ", ".join(f"{name} = {_shown(value)}" for name, value in named_arguments(args, kwargs))
         warn_user(
             f"StepGraph has {len(self._replays)} graphs, and steps run eagerly whose arguments have other shapes or "
-            f"values (last: {last}); pad batches to a few lengths, and give numbers that change as tensors"
+            f"values (last: {last}); pad batches to a few lengths, and give numbers that change as tensors",
+            is_counted=True,
         )
 
     def close(self) -> None:

@@ -1,0 +1,39 @@
+"""Masters that were loaded beside other weights than theirs: half of a checkpoint, which a step would not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+from quantshard.errors import warn_user
+from quantshard.optimizers.state import OptimizerState
+
+FARTHEST: Final = 0.5
+"""How far weights may be from their masters, of the norm of these. FP4 with scales of blocks, the coarsest format,
+rounds normal numbers to within 0.15; two independent tensors of one norm are 1.4 apart."""
+
+
+def warn_of_other_weights(optimizer: str, held: Iterable[tuple[str, OptimizerState, OptimizerState]]) -> None:
+    """Warn of weights that are not those of their masters, by name, weight and master; on each rank of its own part.
+
+    Called by a `step`, whose caller is named. It waits for the device.
+    """
+    names, distances = [], []
+    for name, weight, master in held:
+        values = master.read()
+        names.append(name)
+        distances.append((weight.read() - values).norm() / values.norm())  # NaN of zeros, which is no distance
+    found = torch.stack(distances).tolist() if distances else []
+    far = {name: distance for name, distance in zip(names, found, strict=True) if distance > FARTHEST}
+    if not far:
+        return
+    first = next(iter(far))
+    warn_user(
+        f"{optimizer} was loaded with masters of other weights than the model has: {first} is {far[first]:.0%} of its "
+        f"master's norm away from it, and {len(far)} of {len(names)} are by more than {FARTHEST:.0%}; this step "
+        "replaces these weights by what their masters become. Load the model's weights of the same checkpoint too "
+        "(strict=False may have left its keys out in silence), or, to go on from the weights, call reseed_masters()",
+        is_counted=True,
+    )
