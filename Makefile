@@ -36,7 +36,7 @@ test-quick: $(STAMP)  ## Run the tests that start no process groups and are not 
 
 # What fuses or captures begins, as the least alike with and without a GPU.
 GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py) \
-  $(addprefix tests/distributed/test_,gpu.py graphs_fsdp.py graphs.py no_sync.py) tests/optimizers/test_capturable.py \
+  $(addprefix tests/distributed/test_,gpu.py graphs_fsdp.py graphs.py no_sync.py) tests/optimizers/test_capturable.py tests/optimizers/test_late_flags.py \
   tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py $(addprefix tests/optimizers/test_,on_kernels.py changed_parameters.py) \
   $(addprefix tests/distributed/test_,identity.py grad_scaler.py recompute.py sixteen_bits.py tensor_parallel.py torch_autocast.py) \
   $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) tests/compat/test_transformer_engine.py \

@@ -133,6 +133,12 @@ REFUSALS: Final[dict[str, Limit]] = {
         "the shapes in a graph are not yet told how many rows the ranks gather",
         "leave it out of the compiled function (torch.compiler.disable)",
     ),
+    "other stages": Limit(
+        "delayed scaling does not reduce amaxes over ranks that run other stages of a pipeline",
+        "each stage ends its passes at other times, so that ranks would wait for each other",
+        "give autocast(amax_reduction_group=) the ranks that run the same stage: its data-parallel group, or one of "
+        "this rank alone (docs/sharding.md)",
+    ),
     "captured draws": Limit(
         "what draws random words is not captured in a CUDA graph before quantshard.capturable_(model)",
         "the draws are counted on the host, so every replay would round with the same random words",

@@ -140,7 +140,7 @@ def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling, decoded: int = 
     rows, or of both."""
     padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)  # what the transform sees of a column
     shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
-    words = [RandomBits(5, 1, stream, shape) for stream, shape in enumerate(shapes)]
+    words = [RandomBits(5, 1, 0, shape, transposed=turned) for turned, shape in zip((False, True), shapes, strict=True)]
     (one, by_rows), (two, by_columns) = (
         quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None, decoded=number < decoded)
         for number, (values, drawn, way) in enumerate(

@@ -174,6 +174,12 @@ def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False,
 
 
 @triton.jit
+def swap_halves(words):
+    """`numerics.swap_halves`."""
+    return (words >> 16) | (words << 16)
+
+
+@triton.jit
 def highest_bytes(x):
     """The highest byte of each uint32 -> uint8."""
     if INTERPRETED:

@@ -22,30 +22,24 @@ for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from quantshard.formats import ALL, E8M0, FP32, Copy, Encoding, Format, QuantizedCopy, Role, Scaling
+from quantshard.numerics.chunks import in_chunks as in_chunks
 from quantshard.numerics.hadamard import hadamard16 as hadamard16
+from quantshard.numerics.random_bits import Pair as Pair
+from quantshard.numerics.random_bits import RandomBits as RandomBits
+from quantshard.numerics.random_bits import philox as philox
+from quantshard.numerics.random_bits import random_words as random_words
+from quantshard.numerics.random_bits import swap_halves as swap_halves
 
-Pair = tuple[int, int]
 Grids = Mapping[str, Tensor]  # by the names of scale and amax components
 
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
-_WORD: Final = 0xFFFFFFFF
-_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set of an elementwise chain stays in cache
-
-
-def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`chain(*inputs)`, elementwise over inputs of one shape; on CPU in chunks, several times faster than at once."""
-    shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
-    if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
-        return chain(*inputs)
-    pieces = [chain(*chunk) for chunk in zip(*(x.reshape(-1).split(size) for x in inputs), strict=True)]
-    return torch.cat(pieces).unflatten(0, shape)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -416,74 +410,3 @@ def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> di
     transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
     unpacked = unpack(parts[codes.name], codes.encoding, shape[1])
     return transposed | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}
-
-
-# -------------------------------------------------------------------------------------------------------- random words
-
-_PHILOX_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
-
-
-def philox(counter: Tensor | Sequence[Tensor | int], key: int) -> Tensor:
-    """Philox4x32-10: counter int64 [..., 4] of 32-bit words (or its four words), 64-bit key -> int64 [..., 4].
-
-    Word 0 of the key is its low half. 32 x 32 -> 64 bit products are taken modulo 2**64 in int64, then masked.
-    """
-    c0, c1, c2, c3 = counter.unbind(-1) if isinstance(counter, Tensor) else counter
-    k0, k1 = key & _WORD, key >> 32 & _WORD
-    for _ in range(10):
-        p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
-        c0, c1 = (p1 >> 32) & _WORD ^ c1 ^ k0, p1 & _WORD
-        c2, c3 = (p0 >> 32) & _WORD ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = (k0 + _PHILOX_KEY_STEPS[0]) & _WORD, (k1 + _PHILOX_KEY_STEPS[1]) & _WORD
-    device = next((c.device for c in (c0, c1, c2, c3) if isinstance(c, Tensor)), "cpu")
-    return torch.stack([torch.as_tensor(c, dtype=torch.int64, device=device) for c in (c0, c1, c2, c3)], dim=-1)
-
-
-class RandomBits(NamedTuple):
-    """Which random words: the arguments of `random_words`, for whoever makes them where they are used."""
-
-    key: int
-    draw: int | Tensor
-    stream: int
-    global_shape: Pair
-    origin: Pair = (0, 0)
-    shape: Pair | None = None
-
-    def tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """The words, int64 of the rectangle's shape."""
-        return random_words(*self, device=device)
-
-
-def random_words(
-    key: int,
-    draw: int | Tensor,
-    stream: int,
-    global_shape: Pair,
-    origin: Pair = (0, 0),
-    shape: Pair | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Random words of a rectangle [R, C]: int64 in [0, 2**32), the same however the tensor is cut.
-
-    Element i (row-major, in `global_shape`) gets word i % 4 of Philox call (lo(i // 4), hi(i // 4), draw, stream) under
-    the 64-bit `key`. `draw` counts the draws of a parameter, `stream` tells apart several tensors of one draw; both
-    are taken modulo 2**32; `draw` may be an int64 scalar on `device`. `shape` defaults to all that follows `origin`.
-    """
-    rows, cols = shape if shape is not None else (global_shape[0] - origin[0], global_shape[1] - origin[1])
-    if rows <= 0 or cols <= 0:
-        return torch.empty(max(rows, 0), max(cols, 0), dtype=torch.int64, device=device)
-    start = origin[0] * global_shape[1] + origin[1]
-    if cols == global_shape[1] or rows == 1:  # one run of elements: no gather, and no word is computed twice
-        call = start // 4
-        calls = torch.arange(call, -((start + rows * cols) // -4), device=device)
-        words = _words_of_calls(calls, key, draw, stream).flatten()
-        return words[start - 4 * call :][: rows * cols].view(rows, cols)
-    starts = torch.arange(rows, device=device).mul_(global_shape[1]).add_(start).unsqueeze(1)
-    calls = (starts >> 2) + torch.arange((cols + 6) // 4, device=device)  # enough from any offset within a call
-    words = _words_of_calls(calls, key, draw, stream).flatten(1)
-    return words.gather(1, (starts & 3) + torch.arange(cols, device=device))
-
-
-def _words_of_calls(calls: Tensor, key: int, draw: int | Tensor, stream: int) -> Tensor:
-    return in_chunks(lambda c: philox((c & _WORD, c >> 32, draw & _WORD, stream & _WORD), key), calls)

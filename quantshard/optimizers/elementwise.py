@@ -18,7 +18,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import EMA_DECAY, MASTER
 from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
-from quantshard.optimizers.loaded_masters import warn_of_other_weights
+from quantshard.optimizers.master_check import warn_of_other_weights
 from quantshard.optimizers.masters import MasterOptimizer
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula

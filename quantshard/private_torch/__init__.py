@@ -45,6 +45,7 @@ from quantshard.private_torch.meshes import (
     mesh_group,
     other_axes,
 )
+from quantshard.private_torch.pipelining import RunningStage, running_stage
 from quantshard.private_torch.recomputation import (
     NO_REGIONS,
     CheckpointedRegions,
@@ -91,6 +92,7 @@ __all__ = [
     "CheckpointedRegions",
     "FsdpGather",
     "FsdpPlan",
+    "RunningStage",
     "all_gather_of_dtensor",
     "all_gather_single",
     "answer_for_dtensors",
@@ -146,6 +148,7 @@ __all__ = [
     "registered_buffers",
     "registered_parameter",
     "registered_parameters",
+    "running_stage",
     "runs_forward_alone",
     "save_checkpoint",
     "scaled_mm",

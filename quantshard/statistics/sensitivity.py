@@ -27,7 +27,7 @@ from quantshard.numerics import RandomBits
 from quantshard.recipe import Cell, Gemm, Recipe, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.observation import Observer
-from quantshard.tensor.storage import DGRAD_STREAM, KEY, WGRAD_STREAM, QuantizedStorage
+from quantshard.tensor.storage import GRADIENT_STREAM, KEY, QuantizedStorage
 
 
 @dataclass(frozen=True)
@@ -106,26 +106,28 @@ class GemmErrors(Observer):
         )
         weight = recipe.weight
         found = [
-            (Gemm.FPROP, TensorRole.INPUT, _alone(x, w, x_first, key, DGRAD_STREAM)),
+            (Gemm.FPROP, TensorRole.INPUT, _alone(x, w, x_first, key)),
             (Gemm.FPROP, TensorRole.WEIGHT, _of_weight(w, x, weight, transposed=False)),
-            (Gemm.DGRAD, TensorRole.GRAD_OUTPUT, _alone(dy, w.t(), dy_first, key, DGRAD_STREAM)),
+            (Gemm.DGRAD, TensorRole.GRAD_OUTPUT, _alone(dy, w.t(), dy_first, key)),
             (Gemm.DGRAD, TensorRole.WEIGHT, _of_weight(w, dy, weight, transposed=True)),
-            (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, _alone(dy.t(), x.t(), dy_wgrad, key, WGRAD_STREAM)),
-            (Gemm.WGRAD, TensorRole.INPUT, _alone(x.t(), dy.t(), x_wgrad, key, WGRAD_STREAM)),
+            (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
+            (Gemm.WGRAD, TensorRole.INPUT, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
         self.found += [GemmError(*self._names[key], gemm.value, role.value, error) for gemm, role, error in found]
 
 
-def _alone(a: Tensor, b: Tensor, cell: Cell | None, key: int, stream: int) -> float:
-    """Of an input or a gradient; under delayed scaling it is scaled by its own amax, as if that were the past one."""
+def _alone(a: Tensor, b: Tensor, cell: Cell | None, key: int, transposed: bool = False) -> float:
+    """Of an input or a gradient, or, `transposed`, as wgrad reads it; under delayed scaling it is scaled by its own
+    amax, as if that were the past one."""
     if cell is None:
         return 0.0
 
     def quantized(values: Tensor) -> Tensor:
         values = values.contiguous()
         shard = operands.operand_shard((values.shape[0], values.shape[1]), cell)
-        words = RandomBits(key, 0, stream, shard.global_shape) if cell.scaling.stochastic_rounding else None
-        return operands.quantize_operand(values, cell, words=words).dequantize()
+        words = RandomBits(key, 0, GRADIENT_STREAM, shard.global_shape, transposed=transposed)
+        drawn = words if cell.scaling.stochastic_rounding else None
+        return operands.quantize_operand(values, cell, words=drawn).dequantize()
 
     return product_error(a, b, quantized, cell.scaling.random_hadamard)
 

@@ -31,7 +31,7 @@ KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
 SECOND_SCALE = "second_scale"
 """Name of what an operand that a kernel made for a product has besides its components, if these have an amax."""
 
-INIT_STREAM, DGRAD_STREAM, WGRAD_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 2, 3, 4, 16
+INIT_STREAM, GRADIENT_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 3, 4, 16
 """What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
 that differs between ranks adds rank * STREAMS_PER_RANK."""
 

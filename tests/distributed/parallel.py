@@ -23,7 +23,7 @@ from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.recipe import Cell
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import DGRAD_STREAM, STREAMS_PER_RANK, QuantizedStorage
+from quantshard.tensor.storage import GRADIENT_STREAM, STREAMS_PER_RANK, QuantizedStorage
 from tests.distributed.models import RECIPES
 
 CELLS: tuple[Cell, ...] = tuple(
@@ -50,7 +50,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def words_of(shard: Shard, stream: int = DGRAD_STREAM, device: str = "cpu") -> Tensor:
+def words_of(shard: Shard, stream: int = GRADIENT_STREAM, device: str = "cpu") -> Tensor:
     return numerics.random_words(KEY, 3, stream, shard.global_shape, shard.origin, shard.shape, device=device)
 
 
@@ -234,7 +234,7 @@ def gradient_of(data: int) -> Tensor:
 
 
 def stream_of(base: int) -> int:
-    return base * STREAMS_PER_RANK + DGRAD_STREAM
+    return base * STREAMS_PER_RANK + GRADIENT_STREAM
 
 
 # Layers cut over a group

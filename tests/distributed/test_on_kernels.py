@@ -7,7 +7,9 @@ Triton's interpreter runs the kernels in each rank; on GPUs `test_gpu.py` compar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_fused_adam import Case, build, cut_like, message_of
 from tests.interpreter import kernels_on, prepared_once
+from tests.late_flags import flags_come_late
 
 pytestmark = [
     pytest.mark.distributed,
@@ -160,21 +163,26 @@ def test_experts_at_once_have_the_bits_of_one_process(parallel: str) -> None:
         assert [name for name in expected if bits_found.get(name) != expected[name]] == [], case
 
 
-def refused() -> tuple[str, bool]:
-    """What is told where a gradient is on one rank only, and whether all bits stayed."""
+def refused(late: bool) -> tuple[str, bool]:
+    """What is told where a gradient is on one rank only, and whether all bits stayed. `late`: by the next step, as on a
+    GPU, on all ranks."""
     model, optimizer = build(("current", "fp32", "fp32", False), sizes=SIZES)
     before = bits(model, optimizer)
     mine = dist.get_rank() == 0
-    with prepared_once(), kernels_on("cpu"):
-        told = message_of(
-            lambda: step(model, optimizer, 0, lambda index, grad: grad if mine or index != 1 else None),
-            RankMismatchError,
-        )
+    with prepared_once(), kernels_on("cpu"), flags_come_late() if late else nullcontext():
+
+        def lacking(index: int, grad: Tensor) -> Tensor | None:
+            return grad if mine or index != 1 else None
+
+        if late:
+            step(model, optimizer, 0, lacking)
+        told = message_of(lambda: step(model, optimizer, 1, lacking), RankMismatchError)
     return told, bits(model, optimizer) == before
 
 
-def test_a_gradient_on_some_ranks_only_is_an_error_and_changes_nothing() -> None:
-    for told, stayed in run_ranks(2, refused):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_on_some_ranks_only_is_an_error_and_changes_nothing(late: bool) -> None:
+    for told, stayed in run_ranks(2, refused, late):
         assert "0.bias has a gradient on some ranks only" in told and stayed
 
 
@@ -200,22 +208,35 @@ def test_a_gradient_of_muons_on_some_ranks_only(capturable: bool) -> None:
         assert "layers.0.weight has a gradient on some ranks only" in told and stayed
 
 
-def mixed() -> dict[str, str]:
-    """A rank where the oracle takes the first gradient, beside ranks where kernels take them all."""
+def mixed(late: bool = False) -> dict[str, str]:
+    """A rank where the oracle takes the first gradient, beside ranks where kernels take them all. `late`: a step before
+    is skipped, and the host hears of it as on a GPU."""
     model, optimizer = build(("current", "fp32", "fp32", False), sizes=SIZES)
     optimizer._use_decoupled_grad = True
     for index, param in enumerate(model.parameters()):
         grad = cut_like(param, torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
         param.decoupled_grad = grad.double() if dist.get_rank() == 1 and index == 0 else grad
-    with prepared_once(), kernels_on("cpu"):
+    with prepared_once(), kernels_on("cpu"), flags_come_late() if late else nullcontext():
+        if late:
+            grads = [param.decoupled_grad for param in model.parameters()]
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.decoupled_grad = grad * math.nan
+            optimizer.step()
+            assert optimizer._unread is not None
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.decoupled_grad = grad
         optimizer.step()
-    assert bool(optimizer._kernels._left) == (dist.get_rank() == 1)
+        assert bool(optimizer._kernels._left) == (dist.get_rank() == 1)
+        assert optimizer.skipped_steps == late
+    for group in optimizer.param_groups:
+        group["skipped_steps"] = 0
     return bits(model, optimizer)
 
 
 def test_ranks_of_which_one_has_no_kernels_for_its_gradients() -> None:
     [expected] = run_ranks(1, mixed)
-    assert run_ranks(3, mixed) == [expected] * 3
+    for late in (False, True):
+        assert run_ranks(3, mixed, late) == [expected] * 3
 
 
 @pytest.mark.exhaustive

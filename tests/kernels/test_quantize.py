@@ -7,6 +7,7 @@ On a machine without a GPU Triton's interpreter runs them (tests/conftest.py ask
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,6 +181,26 @@ def test_both_directions_from_one_read(stochastic: bool, hadamard: bool) -> None
             assert same(target.scale, parts["scale_inv"])
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_both_directions_share_the_calls_of_the_generator(hadamard: bool) -> None:
+    """The transpose alone has the same bits, read as one or not; four neighbours of a row share a call, or not."""
+    fmt, rounds = FORMATS["nvfp4_1x16"], Scaling(stochastic_rounding=True)
+    turned = replace(rounds, random_hadamard=hadamard)
+    for shape in [*IN_A_TILE, (150, 72)]:
+        x = values(shape)
+        one, by_rows = wanted(x, fmt, rounds, 1)
+        two, by_columns = wanted(x.t(), fmt, turned, 1, transposed=True)
+        given = x.to(DEVICE)
+        alone, _ = quantize_matrix(given.t(), two)
+        copied, _ = quantize_matrix(given.t().contiguous(), two)
+        for target, parts in zip(
+            [*quantize_matrix(given, one, two), alone, copied], [by_rows, *[by_columns] * 3], strict=True
+        ):
+            assert target is not None
+            assert same(target.codes, parts["codes"])
+            assert same(target.scale, parts["scale_inv"])
+
+
 @pytest.mark.parametrize("name", ["fp8_1x128", "nvfp4_1x16"])
 def test_both_directions_of_a_piece(name: str) -> None:
     """It lies across the corner of four tiles; scales are given, random words are those of the whole."""
@@ -199,15 +220,15 @@ def test_both_directions_of_a_piece(name: str) -> None:
 
 
 def wanted(
-    x: Tensor, fmt: Format, scaling: Scaling, stream: int, which: Copy = Copy.ROWWISE
+    x: Tensor, fmt: Format, scaling: Scaling, stream: int, which: Copy = Copy.ROWWISE, transposed: bool = False
 ) -> tuple[QuantizeRequest, dict[str, Tensor]]:
     rows, cols = x.shape
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
-    words = dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, stream, shape))
-    parts = numerics.quantize(x, fmt, scaling, words=words)
+    bits = RandomBits(KEY, DRAW, stream, shape, transposed=transposed)
+    parts = numerics.quantize(x, fmt, scaling, words=dict.fromkeys(Copy, bits.tensor()))
     request = request_of(
         fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
-        words=words_of(shape, stream, scaling.stochastic_rounding),
+        words=bits if scaling.stochastic_rounding else None,
     )  # fmt: skip
     return request, parts
 

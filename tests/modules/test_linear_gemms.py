@@ -78,10 +78,14 @@ class Expected:
     """The operands of the three GEMMs of one step, quantized one by one."""
 
     def __init__(self, case, weight, x, dy, key, draw, amaxes):
-        def cast(values, fmt, stream=None, **how):
-            if not case.stochastic or stream is None:
+        def cast(values, fmt, drawn_by="", **how):
+            if not case.stochastic or not drawn_by:
                 return quantized(values, fmt, case.scaling, **how)
-            words = numerics.random_words(key, draw, stream, tuple(values.shape))
+            if drawn_by == "rows":
+                words = numerics.random_words(key, draw, 1, tuple(values.shape))
+            else:  # the words of the same elements, the halves of each exchanged
+                words = numerics.random_words(key, draw, 1, tuple(values.shape)[::-1]).t()
+                words = (words << 16) % 2**32 + (words >> 16)
             return quantized(values, fmt, replace(case.scaling, stochastic_rounding=True), words=words, **how)
 
         def for_wgrad(values):
@@ -93,8 +97,8 @@ class Expected:
         x_amax, dy_amax = amaxes if case.delayed else (None, None)
         self.x = cast(x, case.x, amax=x_amax)
         self.x_wgrad = cast(for_wgrad(x), case.x, amax=x_amax)
-        self.dy = cast(dy, case.dy, stream=1, amax=dy_amax)
-        self.dy_wgrad = cast(for_wgrad(dy), case.dy, stream=2, amax=dy_amax)
+        self.dy = cast(dy, case.dy, drawn_by="rows", amax=dy_amax)
+        self.dy_wgrad = cast(for_wgrad(dy), case.dy, drawn_by="columns", amax=dy_amax)
         self.w = cast(weight, case.weight)
         self.w_dgrad = cast(weight, case.weight, which=Copy.COLUMNWISE) if len(case.weight.copies) == 2 else self.w
 

@@ -833,6 +833,18 @@ def test_random_words_of_a_rectangle_are_a_slice(place, key):
     assert torch.equal(numerics.random_words(key, 3, 4, whole, (r, c)), every[r:, c:])
 
 
+@given(place=rectangles(limit=60), key=st.integers(0, 2**64 - 1))
+def test_words_of_a_transpose(place, key):
+    """Those of the matrix, halves exchanged; a rectangle's are a slice."""
+    whole, (r, c), (rows, cols) = place
+    bits = numerics.RandomBits(key, 3, 4, whole, transposed=True)
+    every = numerics.random_words(key, 3, 4, whole[::-1]).t()
+    assert torch.equal(bits.tensor(), (every >> 16) + (every % 2**16) * 2**16)
+    piece = bits._replace(origin=(r, c), shape=(rows, cols)).tensor()
+    assert torch.equal(piece, bits.tensor()[r : r + rows, c : c + cols])
+    assert torch.equal(bits._replace(origin=(r, c)).tensor(), bits.tensor()[r:, c:])
+
+
 def test_random_words_in_chunks():
     whole = (300, 1001)
     every = numerics.random_words(1, 2, 3, whole)

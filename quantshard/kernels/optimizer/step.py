@@ -103,7 +103,7 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
     write_state(state1, entry, STATE1, tile, area, words, ONE, H)
     if TWO.kind != ABSENT:
         measure(state2, entry, STATE2, tile, area, TWO, H)
-        write_state(state2, entry, STATE2, tile, area, swap_halves(words) if TWO.stochastic else 0, TWO, H)
+        write_state(state2, entry, STATE2, tile, area, ql.swap_halves(words) if TWO.stochastic else 0, TWO, H)
     measure(master, entry, MASTER, tile, area, W, H)
     if W.kind != SPLIT:  # which is written with the weight
         key = key_of(entry, gradients, groups, H.states, False)
@@ -118,12 +118,6 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
 def measure(x, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
     """All amaxes of one tile of a state."""
     give_amaxes(take_amaxes(x, no_amaxes(H), entry, role, tile, area, S, H), entry, role, S)
-
-
-@triton.jit
-def swap_halves(words):
-    """Their halves change places: `rounding.StateDraw`."""
-    return (words >> 16) | (words << 16)
 
 
 @triton.jit

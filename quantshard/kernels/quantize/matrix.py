@@ -66,38 +66,54 @@ def emit(
     Values are zero where there are none. H: of the tile itself. T: of its transpose, with scales of its own; either may
     be None.
     """
+    drawn = 0
     if H is not None:
         if out.next_amax is not None:
             tl.atomic_max(ql.as_bits(out.next_amax), ql.largest_bits(ql.widen(values)), sem="relaxed")
+        if H.stochastic:  # before anything reads the values, which are on their way
+            drawn = _drawn(row, col, words, H)
         x = transformed(values, dtype, H)
         amax = _amaxes(values, x, out, H)
         if T is None or T.hadamard:
-            _emit(x, amax, row, col, where, out, words, H)
+            _emit(x, amax, row, col, where, out, drawn, H)
     if T is not None:
         y = transformed(values, dtype, T)
         other_amax = _amaxes(values, y, other_out, T)
         if H is not None and not T.hadamard:
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
-            _emit(x, amax, row, col, where, out, words, H)
-        _emit(y, other_amax, col, row, other_where, other_out, other_words, T)
+            _emit(x, amax, row, col, where, out, drawn, H)
+        if T.stochastic:
+            drawn = ql.swap_halves(drawn) if T.shared else _drawn(col, row, other_words, T)
+        _emit(y, other_amax, col, row, other_where, other_out, drawn, T)
 
 
 @triton.jit
-def _emit(x, amax, row, col, where, out, words, H: tl.constexpr):
-    """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed."""
+def _drawn(row, col, words, H: tl.constexpr):
+    """Random words of a tile at a row and column of the quantized matrix, as it is held."""
+    named, stream, width = words
+    k0, k1, draw = named
+    number = tl.load(draw) if H.draw_loaded else draw
+    key = (k0, k1, number, stream, width)
+    index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
+    # words lie as the quantized matrix does, or as its transpose, and the tile is held as either
+    first, second = (col, row) if H.across else (row, col)
+    ROWS: tl.constexpr = H.cols if H.across else H.rows
+    COLS: tl.constexpr = H.rows if H.across else H.cols
+    if H.transposed != H.across:
+        drawn = rw.words_of_transposed_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
+    else:
+        drawn = rw.words_of_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
+    return ql.swap_halves(drawn) if H.across else drawn
+
+
+@triton.jit
+def _emit(x, amax, row, col, where, out, drawn, H: tl.constexpr):
+    """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed;
+    `drawn`: random words, if they are rounded with them."""
     element: tl.constexpr = H.rule.element
     multiplier, scale = _scales(amax, row, col, where, out, H)
     scaled = x * multiplier
     if H.stochastic:
-        named, stream, width = words
-        k0, k1, draw = named
-        number = tl.load(draw) if H.draw_loaded else draw
-        key = (k0, k1, number, stream, width)
-        index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
-        if H.transposed:
-            drawn = rw.words_of_transposed_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
-        else:
-            drawn = rw.words_of_tile(row, col, key, H.rows, H.cols, H.by_four, H.together, index)
         codes = ql.encode_stochastic(scaled, drawn, element)
     else:
         codes = ql.encode(scaled, element)
@@ -302,6 +318,8 @@ def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.c
         j = col // 2 + tl.arange(0, COLS // 2)
     else:
         j = col + tl.arange(0, COLS)
+        if H.together == 16:  # as `tile_of`: values are held, transformed and drawn for as they are loaded
+            j = tl.max_contiguous(j, 4)
     mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
     tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(ptr.dtype.element_ty), mask=mask)
 

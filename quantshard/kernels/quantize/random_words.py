@@ -3,7 +3,9 @@ launches tell kernels of them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import triton
@@ -11,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize.targets import EpilogueRequest, QuantizeRequest, Rounding
-from quantshard.numerics import RandomBits
+from quantshard.kernels.quantize.targets import MOST_PLANS, EpilogueRequest, QuantizeRequest, Rounding
+from quantshard.numerics import Pair
 
 
 @triton.jit
@@ -127,10 +129,34 @@ def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -
     drawn = first or second
     if drawn is None:
         return NO_KEY, NO_STREAMS, None, None
-    rounding, other_rounding = _rounding(first), _rounding(second)
-    first, second = first or drawn, second or drawn
-    streams = first.stream, first.global_shape[1], second.stream, second.global_shape[1]
+    width, other_width, rounding, other_rounding = _drawing(
+        first and (first.global_shape, first.transposed), second and (second.global_shape, second.transposed),
+        isinstance(drawn.draw, Tensor), first is not None and second is not None and first.stream == second.stream,
+    )  # fmt: skip
+    streams = (first or drawn).stream, width, (second or drawn).stream, other_width
     return (*halves(drawn.key), drawn.draw), streams, rounding, other_rounding
+
+
+@lru_cache(MOST_PLANS)
+def _drawing(
+    one: tuple[Pair, bool] | None, two: tuple[Pair, bool] | None, draw_loaded: bool, one_stream: bool
+) -> tuple[int, int, Rounding | None, Rounding | None]:
+    """Of both directions how many words lie in a row of the global matrix that they are counted in, and what kernels
+    are compiled for; `one`, `two`: its shape, and `RandomBits.transposed`; `one_stream`: they have the same."""
+    widths: list[int] = []
+    roundings: list[Rounding | None] = []
+    for words in (one, two):
+        if words is None:
+            roundings.append(None)
+            continue
+        shape, across = words
+        widths.append(shape[0 if across else 1])
+        roundings.append(Rounding(widths[-1] % 4 == 0, math.prod(shape) < 1 << 32, draw_loaded, across))
+    first, second = roundings
+    if one_stream and first is not None and second is not None:
+        is_same = widths[0] == widths[1] and first.short_index == second.short_index
+        second = second._replace(shared=is_same and second.across and not first.across)
+    return widths[0], widths[-1], first, second
 
 
 def random_arguments_of(
@@ -148,13 +174,6 @@ def random_arguments_of(
     keys = [part for key, *_ in found for part in key]
     _, streams, *roundings = found[0]
     return (*keys, *NO_KEY * (KEYS - len(requests))), streams, roundings
-
-
-def _rounding(words: RandomBits | None) -> Rounding | None:
-    if words is None:
-        return None
-    rows, cols = words.global_shape
-    return cols % 4 == 0, rows * cols < 1 << 32, isinstance(words.draw, Tensor)
 
 
 def halves(key: int) -> tuple[int, int]:

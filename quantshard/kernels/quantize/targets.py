@@ -41,6 +41,7 @@ class KernelConfig(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
+    `across`: random words are `RandomBits.transposed`; `shared`: and so those that the other direction has drawn.
     `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column; `swizzled`: as
     `swizzling.swizzled` has them. `poison`: see `Poison`. `decoded`: see `QuantizeSpec`.
     """
@@ -59,6 +60,8 @@ class KernelConfig(NamedTuple):
     by_four: bool = False
     short_index: bool = False
     draw_loaded: bool = False
+    across: bool = False
+    shared: bool = False
     pairs: bool = False
     by_columns: bool = False
     swizzled: bool = False
@@ -210,9 +213,16 @@ Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
 """Codes and scales of a matrix and of its transpose, as far as asked for."""
 
 
-Rounding = tuple[bool, bool, bool]
-"""Of random words: whether four neighbours share a call of the generator, whether an index of them fits into 32 bits,
-and whether their draw is read from memory."""
+class Rounding(NamedTuple):
+    """Of random words, what a kernel is compiled for: whether four neighbours share a call of the generator, whether an
+    index of them fits into 32 bits, whether their draw is read from memory, whether they are `RandomBits.transposed`,
+    and whether they are so those of the other direction."""
+
+    by_four: bool = True
+    short_index: bool = True
+    draw_loaded: bool = False
+    across: bool = False
+    shared: bool = False
 
 
 class QuantizeLayout(NamedTuple):
@@ -340,7 +350,7 @@ def plan_quantization(
         two = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
         down, across = tiles(two.where, two.how)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
-    constants = {"H": one.how, "T": two and two.how, **quantize_launch_options(shared, two is not None, dtype)}
+    constants = {"H": one.how, "T": two and two.how, **quantize_launch_options(shared, one.how, two is not None, dtype)}
     return QuantizePlan(one, two, one.where, programs, constants)
 
 
@@ -367,16 +377,18 @@ def layout(
         if spec.swizzled:
             assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
-    by_four, short_index, draw_loaded = rounding or (True, True, False)
+    drawn = rounding or Rounding()
     rule = sr.scale_rule(copy, spec.scaling, dtype, device)
     how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
         hadamard=hadamard,
         stochastic=rounding is not None,
-        by_four=by_four and (not transposed or tile.together % 4 == 0),
-        short_index=short_index,
-        draw_loaded=draw_loaded,
+        by_four=drawn.by_four and (transposed == drawn.across or tile.together % 4 == 0),
+        short_index=drawn.short_index,
+        draw_loaded=drawn.draw_loaded,
+        across=drawn.across,
+        shared=drawn.shared,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,
@@ -448,14 +460,18 @@ def touched(origin: int, size: int, covers: int) -> int:
 WARPS = 8
 
 
-def quantize_launch_options(shared: TileShape, both: bool, dtype: torch.dtype) -> dict[str, Any]:
+def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Keyword arguments of a launch; `both`: directions have scales of their own.
 
-    Large tiles of bfloat16 then do best by four warps in three programs beside each other (measured on an H200).
+    Large tiles of bfloat16 then do best by four warps in three programs beside each other, and those of which one
+    direction is transformed, and both are decoded without random words, by eight in two (measured on an H200).
     """
     if both and dtype is torch.bfloat16 and shared == LARGE_BOTH_WAYS:
         return {"num_warps": 4, "maxnreg": registers(4, 3), "enable_fp_fusion": False}
-    return {"num_warps": shared.warps, "enable_fp_fusion": False}
+    options = {"num_warps": shared.warps, "enable_fp_fusion": False}
+    if both and shared.together == 16 and how.decoded and not how.stochastic:
+        options["maxnreg"] = registers(shared.warps, 2)
+    return options
 
 
 def registers(warps: int, beside: int) -> int:

@@ -35,7 +35,7 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe, TensorRole
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, observation, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
@@ -391,7 +391,11 @@ class QuantizedModule(RecipeModule):
             for weight, state in zip(weights, states, strict=True):
                 self._check_history(weight, state, recipe)
         seen, seen_backward = histories.get(TensorRole.INPUT), histories.get(TensorRole.GRAD_OUTPUT)
-        return LinearState(states, seen, seen_backward, record=self.training)
+        is_delayed = bool(histories) or (cell is not None and cell.scaling.history > 0)
+        is_recorded = self.training and (is_delayed or observation.active is not None)
+        stage = private_torch.running_stage() if is_recorded else None
+        record = self.training and not (stage is not None and stage.infers)
+        return LinearState(states, seen, seen_backward, record, stage=stage)
 
     def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
         """A history of the length that `recipe` needs, made here if it is missing."""

@@ -23,7 +23,7 @@ from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import cells
-from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of
+from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
 from quantshard.modules.gemms.operand_watch import watch
 from quantshard.recipe import Cell, TensorRole
 from quantshard.tensor import observation
@@ -221,7 +221,15 @@ def are_readable(
 
 def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
     """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
-    bias, in x's dtype."""
+    bias, in x's dtype.
+
+    Raises:
+        ConfigurationError: amaxes would be reduced over ranks that run other stages of a pipeline.
+    """
+    if layer.record and (stage := private_torch.running_stage()) is not None:
+        if layer.histories:
+            check_same_stage(layer.amax_group, stage)
+        layer = layer._replace(record=not stage.infers)
     keeps_input = torch.is_grad_enabled() and any(weight.requires_grad for weight in layer.weights)
     out: Tensor = _ExpertsFunction.apply(x, layer, keeps_input, *layer.weights, *layer.biases)
     return out

@@ -26,11 +26,7 @@ from quantshard.modules.gemms.operand_watch import OperandWatch, watch
 from quantshard.recipe import Cell, CellPair, Recipe, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import (
-    DGRAD_STREAM,
-    WGRAD_STREAM,
-    QuantizedStorage,
-)
+from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
@@ -252,9 +248,9 @@ class OperandRequest:
         if self.wanted.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(amax, None if words is None else words.of(DGRAD_STREAM), poison)
+            first = one.request(amax, None if words is None else words.by_rows, poison)
         if two is not None:
-            second = two.request(other_amax, None if words is None else words.of(WGRAD_STREAM), poison)
+            second = two.request(other_amax, None if words is None else words.by_columns, poison)
         return EpilogueRequest(first, second, None, noted, poison if raised == "quantizing" else None, sums)
 
     def taken(
@@ -294,7 +290,7 @@ def _in_pieces(
     spread = split if split is not None and split.dim == 0 else None
     piece: Operand = values
     if quantized is not None:
-        piece = _quantized(values, quantized, split, amax, words.of(DGRAD_STREAM))
+        piece = _quantized(values, quantized, split, amax, words.by_rows)
     if watching is not None and (wanted.first or quantized is not None):
         watching.see(values, piece)
     as_is = piece
@@ -305,7 +301,7 @@ def _in_pieces(
     if second is None or shared:
         kept = WgradOperand(piece if shared else values, False, spread)
     else:
-        kept = _transposed_operand(values.t(), second, split, amax, words.of(WGRAD_STREAM))
+        kept = _transposed_operand(values.t(), second, split, amax, words.by_columns)
         if watching is not None:
             watching.see(values.t(), kept.operand, for_wgrad=True)
     return as_is, kept if role is TensorRole.INPUT else kept.whole()

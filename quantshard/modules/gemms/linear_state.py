@@ -7,22 +7,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch
+from quantshard import kernel_dispatch, limits
 from quantshard.collectives.delayed_scaling import PendingAmaxes
-from quantshard.collectives.process_groups import Groups, including
+from quantshard.collectives.process_groups import Groups, including, spanned, world
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
 from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
+from quantshard.private_torch import RunningStage
 from quantshard.recipe import Cell, TensorRole
 from quantshard.sharding import Shard
-from quantshard.tensor.storage import AMAX_HISTORY, KEY, STREAMS_PER_RANK, next_draw
+from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAMS_PER_RANK, next_draw
 
 
 @dataclass
@@ -33,7 +36,8 @@ class LinearState:
     seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
     delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
     batch, if not those of `tp`, by which random streams are told apart. `layers`: of which layers the weights are,
-    where each has histories of its own; the input is scaled by the first one's, and noted for all.
+    where each has histories of its own; the input is scaled by the first one's, and noted for all. `stage`: of which
+    pipeline's the call is, as far as that matters.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -44,6 +48,7 @@ class LinearState:
     amax_group: Groups = None
     data_group: Groups = None
     layers: Sequence[LinearState] = ()
+    stage: RunningStage | None = None
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:
@@ -93,15 +98,22 @@ class GradientRandomBits:
         self.group = state.tp.group if state.data_group is None else state.data_group
         self.drawn: tuple[int, int | Tensor] | None = None
 
-    def of(self, stream: int) -> operands.WordsOf:
-        """Words of one of the uses of a gradient, for any rectangle of it."""
-        return partial(self._words, stream)
+    @property
+    def by_rows(self) -> operands.WordsOf:
+        """Words of dgrad's operand, for any rectangle of it."""
+        return partial(self._words, False)
 
-    def _words(self, stream: int, shard: Shard) -> RandomBits:
+    @property
+    def by_columns(self) -> operands.WordsOf:
+        """Words of wgrad's operand, which is the transpose."""
+        return partial(self._words, True)
+
+    def _words(self, transposed: bool, shard: Shard) -> RandomBits:
         if self.drawn is None:
             self.drawn = int(self.weight[KEY]), next_draw(self.weight)
         base = tensor_parallel.stream_base(self.group) * STREAMS_PER_RANK
-        return RandomBits(*self.drawn, base + stream, shard.global_shape, shard.origin, shard.shape)
+        stream = base + GRADIENT_STREAM
+        return RandomBits(*self.drawn, stream, shard.global_shape, shard.origin, shard.shape, transposed)
 
 
 AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
@@ -116,6 +128,21 @@ def amaxes_of(role: TensorRole) -> PendingAmaxes:
     return context.backward_amaxes
 
 
+def check_same_stage(group: Groups, stage: RunningStage) -> None:
+    """Refuse to reduce amaxes over ranks that run other stages of a pipeline: each would wait for the other, since a
+    stage runs backward once for each micro-batch, when its gradients come. A stage that infers shapes notes none.
+
+    Raises:
+        ConfigurationError: `group` has such ranks.
+    """
+    pipeline = world() if stage.group is None else stage.group
+    if pipeline is None or stage.infers:
+        return
+    others = {*dist.get_process_group_ranks(pipeline)} - {dist.get_rank()}
+    if any(not others.isdisjoint(dist.get_process_group_ranks(each)) for each in spanned(group)):
+        raise ConfigurationError(limits.refusal("other stages", "torch.distributed.pipelining"))
+
+
 class DelayedScale:
     """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
 
@@ -126,7 +153,8 @@ class DelayedScale:
     def __init__(self, role: TensorRole, cell: Cell, call: LinearContext, state: LinearState, part: int) -> None:
         self._role, self._call, self._state, self._part = role, call, state, part
         known = call.amaxes.get((role, part))
-        self.notes = known is None and state.record
+        infers = state.stage is not None and state.stage.infers
+        self.notes = known is None and state.record and not infers  # `record` of compiled layers is that of their trace
         if known is None:
             self._pass, self._owners = amaxes_of(role), state.owners(role, part)
             self._histories = [found for owner in self._owners if (found := owner.history(role, part)) is not None]
@@ -151,6 +179,8 @@ class DelayedScale:
         group = self._call.group if state.amax_group is None else state.amax_group
         if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
             group = including(group, state.tp.group)
+        if state.stage is not None:
+            check_same_stage(group, state.stage)
         # all output gradients of a layer have one history: of the largest of their amaxes
         keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
         queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)

@@ -55,6 +55,7 @@ def test_weights_of_the_checkpoint_are_told_from_others(recipe: str, dtype: torc
         ) as told:
             step(other, loaded, recipe)
         assert len(told) == 1 and told[0].filename == __file__
+        assert not loaded._has_loaded, "which would look, and wait for a device, in each step"
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(other, loaded, recipe)

@@ -1,0 +1,20 @@
+"""Chains of elementwise operations on a CPU, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set of an elementwise chain stays in cache
+
+
+def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`chain(*inputs)`, elementwise over inputs of one shape; on CPU in chunks, several times faster than at once."""
+    shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
+    if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
+        return chain(*inputs)
+    pieces = [chain(*chunk) for chunk in zip(*(x.reshape(-1).split(size) for x in inputs), strict=True)]
+    return torch.cat(pieces).unflatten(0, shape)
