@@ -216,11 +216,11 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                     param, grad, states, self._weights[param], of_group, formula, seed, self._streams[param]
                 )
 
-    def _with_masters(self, work: list[ParameterStep]) -> Iterator[tuple[str, OptimizerState, OptimizerState]]:
-        """Names, weights and masters of those that have values here, and a master that is not a part of the weight."""
+    def _with_masters(self, work: list[ParameterStep]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Names, values and masters of those that have values here, and a master that is not a part of the weight."""
         for item in work:
             if item.source is not item.weight and not item.source.writes_weight and item.param.numel() > 0:
-                yield self._names[item.param], item.weight, item.source
+                yield self._names[item.param], item.weight.read(), item.source.read()
 
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
         """What a group's parameters are stepped by."""

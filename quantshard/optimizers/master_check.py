@@ -6,25 +6,24 @@ from collections.abc import Iterable
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from quantshard.errors import warn_user
-from quantshard.optimizers.state import OptimizerState
 
 FARTHEST: Final = 0.5
 """How far weights may be from their masters, of the norm of these. FP4 with scales of blocks, the coarsest format,
 rounds normal numbers to within 0.15; two independent tensors of one norm are 1.4 apart."""
 
 
-def warn_of_other_weights(optimizer: str, held: Iterable[tuple[str, OptimizerState, OptimizerState]]) -> None:
-    """Warn of weights that are not those of their masters, by name, weight and master; on each rank of its own part.
+def warn_of_other_weights(optimizer: str, held: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    """Warn of weights that are not those of their masters: names, values and masters of this rank's parts, float32.
 
     Called by a `step`, whose caller is named. It waits for the device.
     """
     names, distances = [], []
     for name, weight, master in held:
-        values = master.read()
         names.append(name)
-        distances.append((weight.read() - values).norm() / values.norm())  # NaN of zeros, which is no distance
+        distances.append((weight - master).norm() / master.norm())  # NaN of zeros, which is no distance
     found = torch.stack(distances).tolist() if distances else []
     far = {name: distance for name, distance in zip(names, found, strict=True) if distance > FARTHEST}
     if not far:

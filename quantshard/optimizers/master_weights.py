@@ -21,7 +21,8 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
-from quantshard.optimizers.state import PLAIN_DTYPES
+from quantshard.optimizers.master_check import warn_of_other_weights
+from quantshard.optimizers.state import PLAIN_DTYPES, make_weight
 from quantshard.tensor import components, requantize
 
 UPDATES = "updates"
@@ -98,6 +99,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._overflown: Tensor | None = None  # of each master, what the last update made wrong
+        self._has_loaded = False  # masters, which no step has read yet
         groups = self.param_groups
         given = [dict(group) for group in groups]
         for group in groups:
@@ -333,6 +335,7 @@ class MasterWeights(torch.optim.Optimizer):
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
+        self._has_loaded = True
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -363,6 +366,9 @@ class MasterWeights(torch.optim.Optimizer):
             options.check_decay(where, group.get(EMA_DECAY, 0.0))
             options.check_group_decay("MasterWeights", group, self._is_averaging)
         self._check_ours()
+        if self._has_loaded:
+            self._has_loaded = False
+            warn_of_other_weights("MasterWeights", self._with_masters())
         reduction = FlatMax()
         gradients = ((self._names[param], param, param.grad) for param in self._masters)
         flags = guards.GradientFlags(gradients, reduction, wrong=self._overflown)
@@ -419,6 +425,12 @@ class MasterWeights(torch.optim.Optimizer):
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
                 self._take_over(param, name)
+
+    def _with_masters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Names, values and masters of the parameters that have masters, and values here."""
+        for param, master in self._masters.items():
+            if master is not param and param.numel() > 0:
+                yield self._names[param], make_weight(param).read(), private_torch.local_tensor(master).detach()
 
     def _take_over(self, param: Tensor, name: str) -> None:
         """Give the master of a parameter the values that others gave it."""

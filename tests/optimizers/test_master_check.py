@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import FusedAdam, Lion
+from quantshard.optimizers import FusedAdam, Lion, MasterWeights
 from tests.distributed.models import RECIPES
 
 
@@ -71,14 +72,26 @@ def test_a_state_that_changed_little_is_no_other() -> None:
     step(model, optimizer, "mxfp8")
 
 
-def test_other_optimizers_tell_it_too() -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("Lion", lambda params: Lion(params, lr=1e-3)),
+        ("MasterWeights", lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-3)),
+    ],
+)
+def test_other_optimizers_tell_it_too(name: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Once, and nothing where the model was loaded too."""
     model, _ = built("current", 0)
-    state = Lion(model.named_parameters(), lr=1e-3).state_dict()
+    weights, state = model.state_dict(), make(model.named_parameters()).state_dict()
     other, _ = built("current", 1)
-    optimizer = Lion(other.named_parameters(), lr=1e-3)
+    optimizer = make(other.named_parameters())
     optimizer.load_state_dict(state)
-    with pytest.warns(UserWarning, match="Lion was loaded with masters of other weights"):
+    with pytest.warns(UserWarning, match=f"{name} was loaded with masters of other weights"):
         step(other, optimizer, "current")
+    assert not optimizer._has_loaded  # type: ignore[attr-defined]
+    optimizer.load_state_dict(state)
+    other.load_state_dict(weights)
+    step(other, optimizer, "current")
 
 
 def test_a_parameter_that_became_float64_is_refused() -> None:
