@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers
+from quantshard.checkpoints.parameter_numbers import ParameterNumbers, state_to_fill
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
@@ -54,7 +54,7 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
 
     The optimizer and its parameters stay as they are. A collective call where its step is one on sharded parameters.
     """
-    state: dict[str, Any] = optimizer.state_dict()
+    state = state_to_fill(optimizer)
     if numbers is not None:
         return numbers.to_checkpoint(state)
     if allocates(optimizer):

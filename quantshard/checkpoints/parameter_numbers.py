@@ -7,7 +7,7 @@ stand in the order of all. So a checkpoint is the same whatever the experts were
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -79,7 +79,7 @@ class ParameterNumbers:
         here = {number: place for place, number in enumerate(self.own)}
         states = {here[number]: value for number, value in state["state"].items()}
         groups = []
-        for own, saved in zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True):
+        for own, saved in zip(state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True):
             named = {key: own[key] for key in components.PARAMETER_ENTRIES if key in own}
             groups.append({**saved, **named})
         return {**state, "state": states, "param_groups": groups}
@@ -140,3 +140,9 @@ def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[s
         kinds = experts[: len({*map(tuple, experts)})]  # of the first expert here: its weight, perhaps its bias
         for same in zip(*kinds, strict=True):
             yield from (prefix + name for name in same)
+
+
+def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state dict, for a load; of ours without an error for bad steps, of which a load is the way out."""
+    made: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
+    return made()

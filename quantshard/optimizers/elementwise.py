@@ -19,7 +19,7 @@ from quantshard.numerics.states import EMA_DECAY, MASTER
 from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
 from quantshard.optimizers.master_check import warn_of_other_weights
-from quantshard.optimizers.masters import MasterOptimizer
+from quantshard.optimizers.masters import PendingStep, MasterOptimizer
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
 from quantshard.tensor import components
@@ -103,10 +103,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """One optimizer step; a collective call where parameters are sharded.
 
         On a GPU nothing is waited for: whether gradients were bad, so that the device skipped the step, is counted and
-        raised by the next step, a state dict, or whoever reads `skipped_steps` before (which counts, and raises not).
-        The `step` of a group counts such a step until then. Weights that are trained without masters are the exception.
-
-        `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
+        raised by the next step; who reads `skipped_steps` or a state dict before has it counted. Until then the `step`
+        of a group counts such a step. Optimizers without masters are the exception.
 
         Raises:
             ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse; a number of a group
@@ -133,14 +131,16 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             warn_of_other_weights(self._name, self._with_masters(work))
         flags, left = self._measured(work)
         flags.warn_of_no_gradient()
-        is_made = self._capturable or self._reads_late(flags) or not self._skips(flags)
+        is_late = self._is_late(flags)
+        is_made = self._capturable or is_late or not self._skips(flags)
         if self._capturable:
             self._remembered.finish(left, flags, self.param_groups)
         elif is_made:
             for item in left:
-                item.finish(flags.bad() if self._unread is flags else None)
+                item.finish(flags.bad() if is_late else None)
             for group in self.param_groups:
                 group["step"] += 1
+            self._unread = PendingStep(flags, self._kept) if is_late else None
         self._finished(is_made)
         if not is_made:
             self._remembered.keep(flags)
@@ -165,15 +165,13 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """The step is over, made or skipped."""
         return
 
-    def _reads_late(self, flags: guards.GradientFlags) -> bool:
-        """Leave flags that the device has yet to find out for the next step, or for whoever asks before.
+    def _is_late(self, flags: guards.GradientFlags) -> bool:
+        """Whether flags that the device has yet to find out are left for the next step, or for whoever asks before.
 
         The step is then taken for made. A weight without a master counts its random draws on the host, in its own
-        state, which others may save before that; so there the host waits.
+        state, which others may save before that; so without masters the host waits, on all ranks alike.
         """
-        if flags.is_late and not self._counts_draws:
-            self._unread = flags
-        return self._unread is flags
+        return flags.is_late and self._master_weights
 
     def _skips(self, flags: guards.GradientFlags) -> bool:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ from quantshard.optimizers.state import (
 from quantshard.optimizers.step import rounded_roles
 from quantshard.presets import check_remainders
 from quantshard.tensor import components
+
+
+class PendingStep(NamedTuple):
+    """A step that was taken for made before its flags came, and what `MasterOptimizer._kept` said before."""
+
+    flags: guards.GradientFlags
+    kept: str
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -108,7 +115,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._streams: dict[Tensor, int] = {}
         self._blank: set[Tensor] = set()  # whose states are new, and had no gradient yet
         self._remembered = BadStepRecord()
-        self._unread: guards.GradientFlags | None = None  # of the step before, on their way to the host
+        self._unread: PendingStep | None = None  # the step before, whose flags are on their way to the host
         self._late_error: Exception | None = None
         self._has_loaded = False  # masters, which no step has read yet
         self._stand_ins = False
@@ -180,17 +187,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
 
-    @property
-    def _counts_draws(self) -> bool:
-        """Whether a step counts random draws of weights' own, on the host."""
-        return not self._master_weights and any(weight.storage is not None for weight in self._weights.values())
-
     def _read_flags(self) -> None:
         """Count the step before as skipped if its flags, which the device alone knew, say so."""
-        flags, self._unread = self._unread, None
+        pending, self._unread = self._unread, None
         try:
-            if flags is not None and flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True):
-                self._remembered.keep(flags)
+            if pending is not None and pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True):
+                self._kept = pending.kept
+                self._remembered.keep(pending.flags)
         except (NonFiniteGradientError, RankMismatchError) as error:
             self._late_error = error  # raised where all ranks come, as one may ask alone what was skipped
 
@@ -339,6 +342,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             states.pop(AVERAGE, None)
             self.state[param].pop(AVERAGE, None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._read_flags()
+        return super().__getstate__()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterOptimizer:
         raise UnsupportedOperationError(
             f"a {self._name} is not copied: its states belong to its parameters; build another one over the copied "
@@ -424,16 +431,18 @@ class MasterOptimizer(torch.optim.Optimizer):
         """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError, ConfigurationError: on a GPU, what was wrong with the last step;
-                if `capturable`, what `step` could not raise.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
             ConfigurationError: its parameters were replaced; see `step`.
         """
         self._follow()
         if self._capturable:
             self._raise_for_bad_steps()
-        elif self._unread is not None or self._late_error is not None:
-            self._raise_late_error()
-            MISMATCHES.settle()
+        return self.state_dict_to_fill()
+
+    def state_dict_to_fill(self) -> dict[str, Any]:
+        """The same for a load, which is the way out of bad steps: it says nothing of them."""
+        self._follow()
+        self._read_flags()  # and the next step raises: one rank alone may ask for a state dict
         return super().state_dict()
 
     @loading.with_hooks

@@ -251,7 +251,7 @@ class Muon(AdamOptimizer):
             left = bucket.kernels.update(skips.on_device)
         else:
             _measure(work)
-        by_device = self._capturable or (skips.is_late and not self._counts_draws)
+        by_device = self._capturable or (skips.is_late and self._master_weights)
         if left and (by_device or not skips.on_host):
             for item in left:
                 item.finish(skips.on_device if by_device else None)

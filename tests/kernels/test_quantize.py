@@ -201,20 +201,22 @@ def test_both_directions_share_the_calls_of_the_generator(hadamard: bool) -> Non
             assert same(target.scale, parts["scale_inv"])
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["fp8_1x128", "nvfp4_1x16"])
-def test_both_directions_of_a_piece(name: str) -> None:
-    """It lies across the corner of four tiles; scales are given, random words are those of the whole."""
+def test_both_directions_of_a_piece(name: str, shared: bool) -> None:
+    """It lies across the corner of four tiles; scales are given, random words are those of the whole, of a stream for
+    each direction or `shared`."""
     fmt, x, origin, whole = FORMATS[name], values((40, 12)), (100, 254), (144, 272)
     scaling, requests, expected = Scaling(stochastic_rounding=True), [], []
     for stream, turn in enumerate((False, True)):
         y, at, of = (x.t(), origin[::-1], whole[::-1]) if turn else (x, origin, whole)
         copy, shape = fmt.copies[Copy.ROWWISE], (y.shape[0], y.shape[1])
         given = numerics.encode_scales(numerics.amaxes(y, fmt, at), fmt, scaling, x.dtype)
-        words = numerics.random_words(KEY, DRAW, stream, of, at, shape)
+        bits = RandomBits(KEY, DRAW, 0 if shared else stream, of, transposed=shared and turn)
+        words = bits._replace(origin=at, shape=shape).tensor()
         expected.append(numerics.quantize_codes(y, copy, given, at, words))
         multipliers = on_device(given[copy.scale.name])
-        words = RandomBits(KEY, DRAW, stream, of)
-        requests.append(request_of(copy, scaling, origin=at, multipliers=multipliers, words=words))
+        requests.append(request_of(copy, scaling, origin=at, multipliers=multipliers, words=bits))
     for target, codes in zip(quantize_matrix(x.to(DEVICE), *requests), expected, strict=True):
         assert target is not None and same(target.codes, codes)
 

@@ -13,6 +13,7 @@ from torch import nn
 import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights
+from quantshard.optimizers.master_check import warn_of_other_weights
 from tests.distributed.models import RECIPES
 
 
@@ -92,6 +93,17 @@ def test_other_optimizers_tell_it_too(name: str, make: Callable[[Any], torch.opt
     optimizer.load_state_dict(state)
     other.load_state_dict(weights)
     step(other, optimizer, "current")
+
+
+def test_a_part_below_the_reach_of_its_scale_is_no_other() -> None:
+    """Rows that a rank may hold alone, whose codes are zeros; and zeros of a master are told apart from values."""
+    told = []
+    for weight, master in ((0.0, 1e-6), (1.0, 0.0), (0.0, 0.0), (1.0, 1.1)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warn_of_other_weights("FusedAdam", [("weight", torch.full((3, 4), weight), torch.full((3, 4), master))])
+        told.append([str(each.message) for each in caught])
+    assert [len(each) for each in told] == [0, 1, 0, 0] and "weight is 100% of their norm" in told[1][0]
 
 
 def test_a_parameter_that_became_float64_is_refused() -> None:

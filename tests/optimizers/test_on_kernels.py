@@ -93,7 +93,7 @@ def set_grads(params: dict[str, nn.Parameter], step: int, name: str = "grad") ->
 def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[str, Any]:
     """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
-    is_late = DEVICE == "cuda" and not (optimizer._capturable or optimizer._counts_draws)
+    is_late = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
     late = optimizer.skipped_steps if is_late and optimizer._kernels._planned else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
