@@ -19,7 +19,7 @@ from quantshard.numerics.states import EMA_DECAY, MASTER
 from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
 from quantshard.optimizers.master_check import warn_of_other_weights
-from quantshard.optimizers.masters import PendingStep, MasterOptimizer
+from quantshard.optimizers.masters import MasterOptimizer, PendingStep
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
 from quantshard.tensor import components

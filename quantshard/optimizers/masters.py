@@ -190,12 +190,15 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _read_flags(self) -> None:
         """Count the step before as skipped if its flags, which the device alone knew, say so."""
         pending, self._unread = self._unread, None
+        if pending is None:
+            return
         try:
-            if pending is not None and pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True):
-                self._kept = pending.kept
-                self._remembered.keep(pending.flags)
+            is_skipped = pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True)
         except (NonFiniteGradientError, RankMismatchError) as error:
-            self._late_error = error  # raised where all ranks come, as one may ask alone what was skipped
+            is_skipped, self._late_error = True, error  # raised where all ranks come, as one may ask alone
+        if is_skipped:
+            self._kept = pending.kept
+            self._remembered.keep(pending.flags)
 
     def _raise_late_error(self) -> None:
         """Raise what the step before could not, if the device alone knew what was wrong with its gradients.
