@@ -46,7 +46,7 @@ class FusedAdam(AdamOptimizer):
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (L2).
         capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
             in `step`, so that a CUDA graph can hold one. The bits are those of `capturable=False`. A bad step is then
-            found out late: reading `skipped_steps` or `state_dict()` raises what `step` would have raised. Set the
+            found out late: reading `skipped_steps` or `state_dict()` raises, once, what `step` would have. Set the
             rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters. Run a step
             before one is captured, and replace no tensor after it.
         preset: a name of `presets.PRESETS`, "lean8" or "lean6", for the next four options and store_param_remainders.

@@ -118,6 +118,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._unread: PendingStep | None = None  # the step before, whose flags are on their way to the host
         self._late_error: Exception | None = None
         self._has_loaded = False  # masters, which no step has read yet
+        self._told_skipped = -1  # of a capturable optimizer, how many skipped steps there were as an error told of them
         self._stand_ins = False
         for group in self.param_groups:
             self._adopt(group)
@@ -213,7 +214,14 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _raise_for_bad_steps(self) -> None:
         MISMATCHES.settle()
-        self._remembered.check(self.param_groups, self._max_skipped_in_a_row)
+        skipped = int(self.param_groups[0]["skipped_steps"])
+        if skipped == self._told_skipped:  # once, or no load could ask for a state dict to fill
+            return
+        try:
+            self._remembered.check(self.param_groups, self._max_skipped_in_a_row)
+        except (NonFiniteGradientError, ConfigurationError):
+            self._told_skipped = skipped
+            raise
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -462,6 +470,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
         self._late_error = None  # a load is the way out of it
-        self._has_loaded = True
+        self._has_loaded, self._told_skipped = True, -1
         self._blank.clear()  # what was loaded has begun, or is not told from what has
         self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after

@@ -226,6 +226,7 @@ def test_too_many_bad_steps_are_found_out_when_asked(ask):
             ask(optimizer)
     with pytest.raises(NonFiniteGradientError, match=r"4 steps in a row .* first in fp16;"):
         ask(optimizer)
+    assert optimizer.state_dict()["param_groups"][0]["skipped_steps"] == 4  # for a load to fill
     assert not differing(before, everything(params, optimizer))
     set_grads(params, 9)
     optimizer.step()
