@@ -60,7 +60,7 @@ def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
         holding = [each for each in optimizers if any(param in params for param in held([each]))]
         kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in holding}))
         warn_once(
-            f"unheld {shown(missing)} {class_name(model)}",
+            f"unheld {shown(missing)} {class_name(model)} {[*map(_number, holding)]}",
             f"{shown(missing)} of a {class_name(model)}: trained, but in no optimizer ({kinds}), so a step leaves "
             "it as it is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
         )
@@ -90,7 +90,12 @@ def warn_of_replaced(optimizer: Any, names: Sequence[str], by: str = "convert") 
 
 def _warn_of_optimizer(optimizer: Any, text: str) -> None:
     """Once for each optimizer."""
-    warn_once(f"parameters of optimizer {_numbers.setdefault(optimizer, next(_count))}", text)
+    warn_once(f"parameters of optimizer {_number(optimizer)}", text)
+
+
+def _number(optimizer: Any) -> int:
+    """By which one is told from others that are alike; of this process."""
+    return _numbers.setdefault(optimizer, next(_count))
 
 
 def class_name(model: nn.Module) -> str:
