@@ -150,7 +150,7 @@ def test_steps_without_a_process_group(recipe: str, way: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recipe", NAMED)
+@pytest.mark.parametrize("recipe", NAMED if GPU else ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_steps_with_a_process_group(recipe: str) -> None:
     """1 rank: the same, in one that reduces amaxes over all its ranks, and under FSDP2."""
     run_ranks(1, sharded_steps, recipe, list(WAYS.values()), "cuda" if GPU else "cpu")
