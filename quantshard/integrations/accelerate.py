@@ -28,6 +28,7 @@ from accelerate.utils import DistributedDataParallelKwargs, constants, fsdp_util
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard.checkpoints.disk import agreement
@@ -35,7 +36,7 @@ from quantshard.checkpoints.from_rank0 import load_from_rank0
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.reader import read_whole
 from quantshard.collectives import process_groups
-from quantshard.distributed.replicas import broadcast_
+from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
 from quantshard.observe import optimizer_members
 from quantshard.tensor import components
@@ -85,7 +86,8 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     Raises:
         ConfigurationError: the model has no quantized weight; accelerate is set to what does not work with them; an
             optimizer has parameters that the model has not, or states that sharding would lose.
-        CheckpointError: ranks have different models.
+        CheckpointError: ranks have different models, and rank 0's is read.
+        RankMismatchError: ranks hold different bits, and shard what they hold.
     """
     _check_model(model)
     _check_settings(accelerator)
@@ -209,6 +211,9 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.fsdp_plugin
     from_rank0 = bool(plugin.cpu_ram_efficient_loading) and not isinstance(model, FSDPModule)
     state = agreement.alike(lambda: _taken(model) if from_rank0 else {}, "prepare: ")
+    params = components.named_parameters(model).values()
+    if not from_rank0 and not any(param.is_meta or isinstance(param, DTensor) for param in params):
+        check_replicas(model)  # of which each rank keeps its part
     stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
     with _without_ram_efficient_loading(plugin):
         model, stand_in = accelerator.prepare(model, stand_in)

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 import transformers
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import CONFIG_NAME, logging
@@ -21,6 +22,7 @@ from quantshard.integrations import transformers_files as files
 from quantshard.integrations.accelerate import replica_arguments, warn_of_replicas
 from quantshard.integrations.transformers_checkpoint import load_weights, weight_files
 from quantshard.optimizers import FusedAdam
+from quantshard.tensor import components
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
 """The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
@@ -94,7 +96,7 @@ class QuantizedTraining:
                 warn_of_replicas(trainer.accelerator)
             if trainer.is_fsdp_enabled:
                 _check_sharded_checkpoints(trainer)
-            elif trainer.args.world_size > 1:
+            if trainer.args.world_size > 1 and _is_whole(trainer, whole):
                 check_replicas(whole)
         elif not vars(self).setdefault(_TOLD, False):
             vars(self)[_TOLD] = True
@@ -111,6 +113,9 @@ class QuantizedTraining:
         checkpoints are sharded."""
         trainer = cast(Any, self)
         plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        if plugin is not None and _internal_call and output_dir is not None:
+            # sharded files come after the Trainer has looked, on each rank, whether there is such a folder to be best
+            os.makedirs(output_dir, exist_ok=True)
         if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
@@ -156,6 +161,13 @@ def _log_of_release(folder: str) -> None:
             f"version is {transformers.__version__}. This is not recommended and could yield to errors or unwanted "
             "behaviors."
         )
+
+
+def _is_whole(trainer: Any, model: nn.Module) -> bool:
+    """Whether each rank holds all of a model, with values: not where it is sharded, or read by rank 0 alone."""
+    by_rank0 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+    params = components.named_parameters(model).values()
+    return not by_rank0 and not any(param.is_meta or isinstance(param, DTensor) for param in params)
 
 
 def _check_sharded_checkpoints(trainer: Any) -> None:

@@ -227,6 +227,11 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _told(self, number: int, group: dict[str, Any]) -> GroupSettings:
         where = f"{self._name}: group {number} has been given numbers that make no step: group"
         self.check_group(where, group, reads_rate=not self._capturable)
+        if self._capturable and not isinstance(group["lr"], Tensor):
+            raise ConfigurationError(
+                f"{where}['lr'] = {group['lr']!r} in place of its tensor, which capturable=True keeps on the device; "
+                f"write into that: group['lr'].fill_({group['lr']!r})"
+            )
         options.check_no_states(type(self), group)  # maximize may be set later
         decay = group.get(EMA_DECAY, 0.0)
         options.check_decay(where, decay)

@@ -324,9 +324,18 @@ class GradientFlags:
             group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
         if bad:
             self.check_skipped(groups, most_in_a_row)
-            if name := self.large_gradient():
-                warn_user(f"{too_large(name)}; {'the step before this one was' if is_late else 'this step is'} skipped")
+            self._warn_of_skip("the step before this one was" if is_late else "this step is", groups, most_in_a_row)
         return bad
+
+    def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
+        """Of gradients that are not finite at the first of skipped steps in a row: more may follow, and are counted."""
+        if name := self.large_gradient():
+            warn_user(f"{too_large(name)}; {which} skipped")
+        elif groups[0]["skipped_in_a_row"] == 1:
+            warn_user(
+                f"the gradient of {self._first(self.table[2] > 0)} is infinite or NaN; {which} skipped, and nothing "
+                f"changed (skipped_steps counts; {most_in_a_row} in a row are an error)"
+            )
 
     def large_gradient(self) -> str:
         """The first parameter whose gradient is finite, but too large, where nothing worse is wrong; else "". Alike on

@@ -227,11 +227,12 @@ def test_two_ranks_train_and_resume_as_loops_by_hand(kind: str, recipe: str, fol
 
 
 def refusals(folder: Path, out: Path) -> list[str]:
-    """DDP of the Trainer as it is; replicas that differ; checkpoints of FSDP2 that cannot be resumed."""
+    """DDP of the Trainer as it is; ranks that differ, under DDP and FSDP2; checkpoints of FSDP2 that cannot be
+    resumed."""
     said = []
     whole = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     for kind, other, options in (
-        (LossTrainer, False, {}), (QuantizedLossTrainer, True, {}),
+        (LossTrainer, False, {}), (QuantizedLossTrainer, True, {}), (QuantizedLossTrainer, True, FSDP2),
         (QuantizedLossTrainer, False, {**whole, "save_strategy": "epoch"}),
     ):  # fmt: skip
         with fresh_state():
@@ -248,10 +249,37 @@ def refusals(folder: Path, out: Path) -> list[str]:
 
 def test_what_the_trainer_refuses_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     """2 ranks."""
-    for plain, differs, whole in run_ranks(2, refusals, folder, tmp_path):
+    for plain, differs, sharded, whole in run_ranks(2, refusals, folder, tmp_path):
         assert "DistributedDataParallel(model, init_sync=False)" in plain
-        assert differs.startswith("RankMismatchError: ") and "up_proj.weight" in differs
+        for told in (differs, sharded):
+            assert told.startswith("RankMismatchError: ") and "up_proj.weight" in told
         assert whole.startswith("ConfigurationError: ") and "'SHARDED_STATE_DICT'" in whole
+
+
+def best(folder: Path, out: Path) -> tuple[str | None, int, bool]:
+    """The folder and the step of the best model under FSDP2, and whether its bits are those at the end."""
+    with fresh_state():
+        options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        given = arguments(
+            out, load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False,
+            save_total_limit=1, **options, **FSDP2,
+        )  # fmt: skip
+        trainer = QuantizedLossTrainer(load(folder, "mxfp8"), given, train_dataset=data(), eval_dataset=data()[:8])
+        kept: dict[int, dict[str, str]] = {}
+
+        class Keep(transformers.TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+                kept[state.global_step] = bits(trainer.model)
+
+        trainer.add_callback(Keep())
+        trainer.train()
+        found = trainer.state.best_model_checkpoint
+        return found and Path(found).name, trainer.state.best_global_step, bits(trainer.model) == kept[STEPS]
+
+
+def test_the_best_model_under_fsdp2_is_the_same_on_all_ranks(folder: Path, tmp_path: Path) -> None:
+    """2 ranks: the last step's, whose files are written after the Trainer has looked for their folder."""
+    assert run_ranks(2, best, folder, tmp_path) == [(f"checkpoint-{STEPS}", STEPS, True)] * 2
 
 
 # 1 process

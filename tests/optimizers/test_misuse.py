@@ -204,6 +204,34 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @every_optimizer
+def test_gradients_that_are_not_finite_are_told_once_in_a_row(make):
+    """A capturable optimizer's are told where it is asked."""
+    param = ones(2, 3, dtype=torch.float32)
+    optimizer = make([("weight", param)], max_skipped_in_a_row=4)
+    said = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for value in (math.nan, math.inf, 1.0, math.nan):
+            give(value, param)
+            optimizer.step()
+            said.append(len(told))
+    assert said == ([0] * 4 if make is OPTIMIZERS["capturable"] else [1, 1, 1, 2])
+    for each in told:
+        assert "gradient of weight is infinite or NaN; this step is skipped, and nothing changed" in str(each.message)
+        assert "4 in a row are an error" in str(each.message)
+
+
+def test_a_rate_in_the_place_of_a_capturable_optimizers_tensor_is_refused():
+    param = ones(2, 3, dtype=torch.float32)
+    optimizer = OPTIMIZERS["capturable"]([("weight", param)])
+    give(1.0, param)
+    optimizer.param_groups[0]["lr"] = 5e-4
+    with pytest.raises(ConfigurationError, match=r"lr'\] = 0.0005 in place of its tensor.*fill_\(0.0005\)"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+
+
+@every_optimizer
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("value", [1e20, -3e38])
 def test_finite_gradients_whose_squares_overflow_are_called_so(make, dtype, value):
