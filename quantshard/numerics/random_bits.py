@@ -53,14 +53,14 @@ class RandomBits(NamedTuple):
     transposed: bool = False
 
     @property
-    def across(self) -> RandomBits:
+    def untransposed(self) -> RandomBits:
         """Those of the transpose, if they are `transposed`: plain ones."""
         return RandomBits(*self[:3], self.global_shape[::-1], self.origin[::-1], self.shape and self.shape[::-1])
 
     def tensor(self, device: torch.device | str = "cpu") -> Tensor:
         """The words, int64 of the rectangle's shape."""
         if self.transposed:
-            return swap_halves(self.across.tensor(device)).t()
+            return swap_halves(self.untransposed.tensor(device)).t()
         return random_words(*self[:6], device=device)
 
 

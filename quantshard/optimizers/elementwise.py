@@ -102,6 +102,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
         """One optimizer step; a collective call where parameters are sharded.
 
+        `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
+
         On a GPU nothing is waited for: whether gradients were bad, so that the device skipped the step, is counted and
         raised by the next step; who reads `skipped_steps` or a state dict before has it counted. Until then the `step`
         of a group counts such a step. Optimizers without masters are the exception.

@@ -201,6 +201,11 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._kept = pending.kept
             self._remembered.keep(pending.flags)
 
+    def _held_by_states(self) -> str:
+        """What new states would not hold, in words; a step that the device has skipped made none of it."""
+        self._read_flags()
+        return self._kept
+
     def _raise_late_error(self) -> None:
         """Raise what the step before could not, if the device alone knew what was wrong with its gradients.
 
@@ -229,7 +234,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Make states for parameters that others have put in the places of those that this optimizer knew; see
         `parameter_registry`. Called before anything that reads or writes a state."""
         guards.check_own_weights(self._name, self._stand_ins)
-        swaps = self._members.replaced(self.param_groups, self._names, lambda: self._kept)
+        swaps = self._members.replaced(self.param_groups, self._names, self._held_by_states)
         if not swaps:
             return
         for swap in swaps:
@@ -445,7 +450,6 @@ class MasterOptimizer(torch.optim.Optimizer):
             NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
             ConfigurationError: its parameters were replaced; see `step`.
         """
-        self._follow()
         if self._capturable:
             self._raise_for_bad_steps()
         return self.state_dict_to_fill()

@@ -83,7 +83,7 @@ def emit(
             # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
             _emit(x, amax, row, col, where, out, drawn, H)
         if T.stochastic:
-            drawn = ql.swap_halves(drawn) if T.shared else _drawn(col, row, other_words, T)
+            drawn = ql.swap_halves(drawn) if T.words_shared else _drawn(col, row, other_words, T)
         _emit(y, other_amax, col, row, other_where, other_out, drawn, T)
 
 
@@ -96,14 +96,14 @@ def _drawn(row, col, words, H: tl.constexpr):
     key = (k0, k1, number, stream, width)
     index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
     # words lie as the quantized matrix does, or as its transpose, and the tile is held as either
-    first, second = (col, row) if H.across else (row, col)
-    ROWS: tl.constexpr = H.cols if H.across else H.rows
-    COLS: tl.constexpr = H.rows if H.across else H.cols
-    if H.transposed != H.across:
+    first, second = (col, row) if H.words_transposed else (row, col)
+    ROWS: tl.constexpr = H.cols if H.words_transposed else H.rows
+    COLS: tl.constexpr = H.rows if H.words_transposed else H.cols
+    if H.transposed != H.words_transposed:
         drawn = rw.words_of_transposed_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
     else:
         drawn = rw.words_of_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
-    return ql.swap_halves(drawn) if H.across else drawn
+    return ql.swap_halves(drawn) if H.words_transposed else drawn
 
 
 @triton.jit

@@ -149,13 +149,14 @@ def _drawing(
         if words is None:
             roundings.append(None)
             continue
-        shape, across = words
-        widths.append(shape[0 if across else 1])
-        roundings.append(Rounding(widths[-1] % 4 == 0, math.prod(shape) < 1 << 32, draw_loaded, across))
+        shape, transposed = words
+        widths.append(shape[0 if transposed else 1])
+        roundings.append(Rounding(widths[-1] % 4 == 0, math.prod(shape) < 1 << 32, draw_loaded, transposed))
     first, second = roundings
     if one_stream and first is not None and second is not None:
         is_same = widths[0] == widths[1] and first.short_index == second.short_index
-        second = second._replace(shared=is_same and second.across and not first.across)
+        is_turned = second.words_transposed and not first.words_transposed
+        second = second._replace(words_shared=is_same and is_turned)
     return widths[0], widths[-1], first, second
 
 

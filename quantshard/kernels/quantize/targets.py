@@ -41,7 +41,7 @@ class KernelConfig(NamedTuple):
     """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
 
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    `across`: random words are `RandomBits.transposed`; `shared`: and so those that the other direction has drawn.
+    `words_transposed`: random words are `RandomBits.transposed`; `words_shared`: the other direction has drawn them.
     `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column; `swizzled`: as
     `swizzling.swizzled` has them. `poison`: see `Poison`. `decoded`: see `QuantizeSpec`.
     """
@@ -60,8 +60,8 @@ class KernelConfig(NamedTuple):
     by_four: bool = False
     short_index: bool = False
     draw_loaded: bool = False
-    across: bool = False
-    shared: bool = False
+    words_transposed: bool = False
+    words_shared: bool = False
     pairs: bool = False
     by_columns: bool = False
     swizzled: bool = False
@@ -221,8 +221,8 @@ class Rounding(NamedTuple):
     by_four: bool = True
     short_index: bool = True
     draw_loaded: bool = False
-    across: bool = False
-    shared: bool = False
+    words_transposed: bool = False
+    words_shared: bool = False
 
 
 class QuantizeLayout(NamedTuple):
@@ -384,11 +384,11 @@ def layout(
         transposed=transposed,
         hadamard=hadamard,
         stochastic=rounding is not None,
-        by_four=drawn.by_four and (transposed == drawn.across or tile.together % 4 == 0),
+        by_four=drawn.by_four and (transposed == drawn.words_transposed or tile.together % 4 == 0),
         short_index=drawn.short_index,
         draw_loaded=drawn.draw_loaded,
-        across=drawn.across,
-        shared=drawn.shared,
+        words_transposed=drawn.words_transposed,
+        words_shared=drawn.words_shared,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,

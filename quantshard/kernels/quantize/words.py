@@ -34,7 +34,7 @@ def words_kernel(
 def random_words(bits: RandomBits, device: torch.device) -> Tensor:
     """`numerics.random_words` of these: int64 [R, C] in [0, 2**32)."""
     if bits.transposed:
-        return swap_halves(random_words(bits.across, device)).t()
+        return swap_halves(random_words(bits.untransposed, device)).t()
     height, width = bits.global_shape
     rows, cols = (height - bits.origin[0], width - bits.origin[1]) if bits.shape is None else bits.shape
     out = torch.empty(max(rows, 0), max(cols, 0), dtype=torch.int64, device=device)
