@@ -211,9 +211,8 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     plugin = accelerator.state.fsdp_plugin
     from_rank0 = bool(plugin.cpu_ram_efficient_loading) and not isinstance(model, FSDPModule)
     state = agreement.alike(lambda: _taken(model) if from_rank0 else {}, "prepare: ")
-    params = components.named_parameters(model).values()
-    if not from_rank0 and not any(param.is_meta or isinstance(param, DTensor) for param in params):
-        check_replicas(model)  # of which each rank keeps its part
+    if not from_rank0:
+        check_before_sharding(model)
     stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
     with _without_ram_efficient_loading(plugin):
         model, stand_in = accelerator.prepare(model, stand_in)
@@ -221,6 +220,18 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     if from_rank0:
         _fill(accelerator, model, state)
     return model
+
+
+def check_before_sharding(model: nn.Module) -> None:
+    """Check that ranks, of which each will keep its part of what it holds, hold one model: where all of them hold the
+    whole, with values. A collective call.
+
+    Raises:
+        RankMismatchError: they hold different bits.
+    """
+    params = components.named_parameters(model).values()
+    if all(agreement.gathered(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
+        check_replicas(model)
 
 
 @contextmanager

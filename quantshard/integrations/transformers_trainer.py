@@ -11,7 +11,6 @@ from typing import Any, Final, cast
 import transformers
 from torch import nn
 from torch.distributed.fsdp import StateDictType
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedConfig, TrainingArguments
 from transformers.utils import CONFIG_NAME, logging
@@ -19,10 +18,9 @@ from transformers.utils import CONFIG_NAME, logging
 from quantshard.distributed.replicas import check_replicas
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.integrations import transformers_files as files
-from quantshard.integrations.accelerate import replica_arguments, warn_of_replicas
+from quantshard.integrations.accelerate import check_before_sharding, replica_arguments, warn_of_replicas
 from quantshard.integrations.transformers_checkpoint import load_weights, weight_files
 from quantshard.optimizers import FusedAdam
-from quantshard.tensor import components
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
 """The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
@@ -96,7 +94,9 @@ class QuantizedTraining:
                 warn_of_replicas(trainer.accelerator)
             if trainer.is_fsdp_enabled:
                 _check_sharded_checkpoints(trainer)
-            if trainer.args.world_size > 1 and _is_whole(trainer, whole):
+                if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # rank 0's is read then
+                    check_before_sharding(whole)
+            elif trainer.args.world_size > 1:
                 check_replicas(whole)
         elif not vars(self).setdefault(_TOLD, False):
             vars(self)[_TOLD] = True
@@ -161,13 +161,6 @@ def _log_of_release(folder: str) -> None:
             f"version is {transformers.__version__}. This is not recommended and could yield to errors or unwanted "
             "behaviors."
         )
-
-
-def _is_whole(trainer: Any, model: nn.Module) -> bool:
-    """Whether each rank holds all of a model, with values: not where it is sharded, or read by rank 0 alone."""
-    by_rank0 = trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    params = components.named_parameters(model).values()
-    return not by_rank0 and not any(param.is_meta or isinstance(param, DTensor) for param in params)
 
 
 def _check_sharded_checkpoints(trainer: Any) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 import quantshard as qs
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, ConfigurationError, RankMismatchError, UnsupportedOperationError
 from quantshard.integrations.accelerate import prepare
 from quantshard.layouts.names import Names
 from quantshard.optimizers import FusedAdam, MasterWeights
@@ -294,6 +294,26 @@ def test_a_model_without_values_is_sharded_and_its_optimizer_waits() -> None:
     """2 ranks."""
     for sharded, said_of_optimizer in run_ranks(2, on_meta, None):
         assert sharded and "is on the meta device; call reset_parameters()" in said_of_optimizer
+
+
+def of_other_seeds(_: object) -> list[str]:
+    """What is said of ranks that hold other models, and of some that hold none while others do."""
+    found = []
+    for changed in (lambda model: model, lambda model: model.to("meta") if dist.get_rank() else model):
+        with accelerator() as accelerate:
+            try:
+                prepare(accelerate, changed(build("mxfp8", seed=dist.get_rank())))
+                found.append("")
+            except RankMismatchError as error:
+                found.append(str(error))
+    return found
+
+
+def test_ranks_that_hold_other_models_are_refused() -> None:
+    """2 ranks and 3: each would keep its part of another model. Where some hold nothing, none waits for them."""
+    for ranks in (2, 3):
+        for other, _ in run_ranks(ranks, of_other_seeds, None):
+            assert "the hash of 'model.embed_tokens.weight" in other and "differs between ranks" in other
 
 
 def test_cpu_ram_efficient_loading() -> None:
