@@ -299,10 +299,10 @@ def test_a_model_without_values_is_sharded_and_its_optimizer_waits() -> None:
 def of_other_seeds(_: object) -> list[str]:
     """What is said of ranks that hold other models, and of some that hold none while others do."""
     found = []
-    for held in (lambda model: model, lambda model: model.to("meta") if dist.get_rank() else model):
+    for placed in (lambda model: model, lambda model: model.to("meta") if dist.get_rank() else model):
         with accelerator() as accelerate:
             try:
-                prepare(accelerate, held(build("mxfp8", seed=dist.get_rank())))
+                prepare(accelerate, placed(build("mxfp8", seed=dist.get_rank())))
                 found.append("")
             except RankMismatchError as error:
                 found.append(str(error))
