@@ -33,3 +33,21 @@ def test_scalars_are_zero_and_can_be_seen_as_bytes() -> None:
     with workspace.separate_allocations():
         one, other = workspace.zero(DEVICE), workspace.zero(DEVICE)
     assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+
+def test_a_write_to_one_scalar_leaves_what_backward_saved_of_others() -> None:
+    """Tensor parallelism writes a reduced amax into one, while an earlier layer's scale is saved in another."""
+    scale, amax = workspace.zero_scalars(DEVICE, 1, 1)[:2]
+    reduction = torch.ops.aten._foreach_copy_.default
+    scale.fill_(3)
+    x = torch.ones(1, 1, device=DEVICE, requires_grad=True)
+    y = x * scale
+    before = scale._version
+    reduction([amax], [torch.full_like(amax, 5)])
+    assert scale._version == before and (scale.item(), amax.item()) == (3, 5)
+    y.backward()
+    assert x.grad is not None and x.grad.item() == 3
+    with torch.inference_mode():
+        inferred = workspace.zero_scalars(DEVICE, 1, 1)[0]
+    inferred.add_(1)  # outside of it, and seen by its counter
+    assert not inferred.is_inference() and inferred._version > 0
