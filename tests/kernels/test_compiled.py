@@ -143,7 +143,7 @@ def trained(
         module.eval()
         with torch.no_grad():
             run(data(9, dtype), "evaluated")
-    assert not context.forward_amaxes and not context.backward_amaxes
+    assert not context.forward_amaxes() and not context.backward_amaxes
     return found | {name: t.clone() for name, t in module.state_dict().items()}
 
 

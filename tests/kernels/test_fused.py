@@ -212,7 +212,7 @@ def test_frozen_weights_no_gradients_and_recomputation(recipe: str, both: Callab
 
     one, other = both(evaluated)
     assert not differing(one, other)
-    assert not context.forward_amaxes
+    assert not context.forward_amaxes()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ All on the CPU, also where there is a GPU: products there sum in another order t
 import gc
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from quantshard import requantize_
 from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
 from quantshard.modules import LayerNormMLP, Linear, TransformerLayer, autocast, quantized_model_init
 from quantshard.modules.contexts import context
+from quantshard.modules.contexts.recompute import checkpoint
+from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 SIZE, LENGTH = 48, 3
 DELAYED = recipes.DelayedScaling(amax_history_len=LENGTH)
@@ -37,7 +40,7 @@ def data(seed=0):
 def nothing_left_behind():
     yield
     assert context.setting(context.current_setting()).recipe == recipes.HighPrecision()
-    assert not context.forward_amaxes
+    assert not context.forward_amaxes()
     assert not context.backward_amaxes
 
 
@@ -504,3 +507,89 @@ def test_planned_histories_survive_meta(how):
 def test_histories_that_would_differ_between_ranks_are_refused():
     with pytest.raises(ConfigurationError, match="reduce_amax=False"):
         recipes.DelayedScaling(reduce_amax=False)
+
+
+# Threads
+
+
+def in_another_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_autocast_holds_for_the_thread_that_entered_it(compiled):
+    layer, x = linear("current"), data()
+    forward = torch.compile(lambda x: layer(x), backend="eager") if compiled else layer
+    high_precision = layer(x)
+    with autocast(recipe="current"):
+        quantized = forward(x)
+        elsewhere = in_another_thread(lambda: forward(x))
+
+        def run_inside():
+            with autocast(recipe="current"):
+                return forward(x)
+
+        entered_elsewhere = in_another_thread(run_inside)
+    assert not torch.equal(quantized, high_precision)
+    assert torch.equal(elsewhere, high_precision)
+    assert torch.equal(entered_elsewhere, quantized)
+
+
+def test_quantized_model_init_holds_for_the_thread_that_entered_it():
+    with quantized_model_init(recipe="current"):
+        weight = in_another_thread(lambda: Linear(SIZE, SIZE, device="cpu").weight)
+        assert isinstance(Linear(SIZE, SIZE, device="cpu").weight, QuantizedTensor)
+    assert not isinstance(weight, QuantizedTensor)
+
+
+def test_recipes_by_name_pass_over_layers_of_other_threads():
+    with quantized_model_init(recipe={"*": "current"}):
+        model = torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"))
+        elsewhere = in_another_thread(lambda: torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"), model))
+    assert isinstance(model[0].weight, QuantizedTensor)
+    assert not isinstance(elsewhere[0].weight, QuantizedTensor)
+
+
+def test_leaving_an_autocast_records_no_amaxes_of_another_thread():
+    layer, other = linear(DELAYED), linear(DELAYED)
+    other.eval()
+
+    def run_other():
+        with autocast(recipe=DELAYED):
+            other(data(1))
+
+    with autocast(recipe=DELAYED):
+        layer(data())
+        in_another_thread(run_other)
+        assert not layer.input_amax_history.any()
+    assert layer.input_amax_history[-1] == data().abs().max()
+
+
+def test_entering_an_autocast_drops_no_gradient_amaxes_of_another_thread():
+    layer = linear(DELAYED)
+
+    def enter(grad):
+        in_another_thread(lambda: autocast(recipe="current")(torch.nn.Identity())(grad))
+
+    x = torch.zeros(5, SIZE, requires_grad=True)
+    with autocast(recipe=DELAYED):
+        hidden = layer(x * 1.0 + data())
+    x.register_hook(enter)
+    hidden.square().sum().backward()
+    recorded = layer.grad_output_amax_history[-1]
+    assert recorded == 2 * hidden.abs().max()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_in_another_thread_recomputes_by_the_recipe_of_its_forward(use_reentrant):
+    def gradient(run_backward, recompute):
+        layer, x = linear("current"), data().requires_grad_()
+        with autocast(recipe="current"):
+            y = checkpoint(layer, x, use_reentrant=use_reentrant) if recompute else layer(x)
+        run_backward(y.square().sum().backward)
+        return x.grad
+
+    expected = gradient(lambda backward: backward(), recompute=False)
+    with autocast(recipe="block"):
+        assert torch.equal(gradient(in_another_thread, recompute=True), expected)

@@ -129,7 +129,7 @@ def cells() -> list[Any]:
 def nothing_left_behind() -> Iterator[None]:
     torch._dynamo.reset()
     yield
-    assert not context.forward_amaxes
+    assert not context.forward_amaxes()
     assert not context.backward_amaxes
 
 

@@ -211,12 +211,12 @@ def test_capturing_leaves_no_trace(rerun: None, recipe: str) -> None:
     held = [param.grad for param in training.model.parameters()]
     with qs.autocast(recipe=RECIPES[recipe]):
         training.model(training.data(2))
-        pending = context.forward_amaxes
+        pending = context.forward_amaxes()
         waiting = bool(pending)
         before, grads = bits(training.model, training.optimizer), [grad.clone() for grad in held]
         random = torch.get_rng_state()
         training.capture()
-        assert context.forward_amaxes is pending and bool(pending) == waiting
+        assert context.forward_amaxes() is pending and bool(pending) == waiting
         assert torch.equal(random, torch.get_rng_state())
         assert bits(training.model, training.optimizer) == before
     for param, kept, grad in zip(training.model.parameters(), held, grads, strict=True):

@@ -145,7 +145,7 @@ def test_compiled_in_one_graph_for_changing_splits(recipe: str) -> None:
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(kept.parameters(), compiled.parameters(), strict=True))
     pairs = zip(kept.state_dict().values(), compiled.state_dict().values(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
-    assert not context.forward_amaxes and not context.backward_amaxes
+    assert not context.forward_amaxes() and not context.backward_amaxes
 
 
 def test_ways_to_call() -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,17 +48,28 @@ _Result = TypeVar("_Result")
 
 _INIT = "quantized_model_init"
 _HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
-_init_plans: list[InitPlan] = []
-_autocasts: list[autocast] = []
-
 _queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
 _rehearses = False
 
-forward_amaxes = PendingAmaxes()
-"""Amaxes of inputs and weights seen since the outermost autocast was entered."""
-
 backward_amaxes = PendingAmaxes()
-"""Amaxes of output gradients seen in the running backward pass."""
+"""Amaxes of output gradients seen in the running backward pass, which autograd spreads over threads of its own."""
+
+
+class _ThreadState(threading.local):
+    """The contexts that this thread has entered, and the forward amaxes of its outermost autocast."""
+
+    def __init__(self) -> None:
+        self.init_plans: list[InitPlan] = []
+        self.autocasts: list[autocast] = []
+        self.forward_amaxes = PendingAmaxes()
+
+
+_thread = _ThreadState()
+
+
+def forward_amaxes() -> PendingAmaxes:
+    """Amaxes of inputs and weights that this thread has seen since it entered the outermost autocast."""
+    return _thread.forward_amaxes
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,7 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
 
 def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
     known = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
-    for name, other in _settings.items():
+    for name, other in list(_settings.items()):  # other threads may add some
         if other == known and name != NO_AUTOCAST:
             return name
     content = repr((asked, list(asked.table.items()), sorted(gemm.value for gemm in asked.fast_gemms), strict))
@@ -144,7 +156,7 @@ def quantizes(name: str) -> bool:
 
 def has_quantized() -> bool:
     """True if any autocast of this process so far quantizes anything."""
-    return any(known.recipe.table for known in _settings.values())
+    return any(known.recipe.table for known in list(_settings.values()))
 
 
 @private_torch.constant_in_graphs
@@ -177,23 +189,23 @@ def setting(name: str) -> AutocastSetting:
 
 def current_setting() -> str:
     """Name of the setting of the innermost autocast."""
-    return _autocasts[-1].setting if _autocasts else NO_AUTOCAST
+    return _thread.autocasts[-1].setting if _thread.autocasts else NO_AUTOCAST
 
 
 def init_plan() -> InitPlan:
     """How a module built now stores its weights; each that asks is counted as built."""
     context_warnings.counts.built += 1
-    return _init_plans[-1] if _init_plans else _HIGH_PRECISION_INIT
+    return _thread.init_plans[-1] if _thread.init_plans else _HIGH_PRECISION_INIT
 
 
 def quantizes_weights() -> bool:
     """True inside a `quantized_model_init` that quantizes, or may: recipes by name are told when it is left."""
-    return bool(_init_plans) and (_init_plans[-1].quantize or _init_plans[-1].unnamed is not None)
+    return bool(_thread.init_plans) and (_thread.init_plans[-1].quantize or _thread.init_plans[-1].unnamed is not None)
 
 
 def in_autocast() -> bool:
     """True inside an autocast, an `enabled=False` one included."""
-    return len(_autocasts) > 0  # torch 2.11 cannot trace bool(list): every converted layer would run uncompiled
+    return len(_thread.autocasts) > 0  # torch 2.11 cannot trace bool(list): every converted layer would run uncompiled
 
 
 def runs_by(recipe: str | Recipe) -> bool:
@@ -217,9 +229,7 @@ def flush_after_backward() -> None:
         RankMismatchError: ranks used different modules in the forward, and the host is about to wait for the others.
     """
     global _queued_flush
-    if _queued_flush is not None and _queued_flush() is None:
-        backward_amaxes.drop()  # of a backward pass that failed
-        _queued_flush = None
+    drop_failed_backward()
     if _queued_flush is None:
         flush = _BackwardFlush()
         _queued_flush = weakref.ref(flush)
@@ -240,13 +250,15 @@ class _BackwardFlush:
 @contextmanager
 def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator[None]:
     """Meanwhile amaxes are noted there; those that are pending stay so. What runs inside is no step of training."""
-    global forward_amaxes, backward_amaxes, _queued_flush, _rehearses
-    before = forward_amaxes, backward_amaxes, _queued_flush, _rehearses
-    forward_amaxes, backward_amaxes, _queued_flush, _rehearses = forward, backward, None, True
+    global backward_amaxes, _queued_flush, _rehearses
+    before, before_forward = (backward_amaxes, _queued_flush, _rehearses), _thread.forward_amaxes
+    backward_amaxes, _queued_flush, _rehearses = backward, None, True
+    _thread.forward_amaxes = forward
     try:
         yield
     finally:
-        forward_amaxes, backward_amaxes, _queued_flush, _rehearses = before
+        backward_amaxes, _queued_flush, _rehearses = before
+        _thread.forward_amaxes = before_forward
 
 
 def is_rehearsed() -> bool:
@@ -255,9 +267,9 @@ def is_rehearsed() -> bool:
 
 
 def drop_failed_backward() -> None:
-    """Outside of backward, forget what a backward pass that failed has left."""
+    """Forget the amaxes of a backward pass that failed; one that runs, on any thread, keeps its own."""
     global _queued_flush
-    if not private_torch.in_backward():
+    if _queued_flush is not None and _queued_flush() is None:
         _queued_flush = None
         backward_amaxes.drop()
 
@@ -268,7 +280,7 @@ def _record_forward_amaxes() -> Tensor:
 
     Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
     """
-    forward_amaxes.flush()
+    _thread.forward_amaxes.flush()
     return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -311,9 +323,7 @@ def _leave(entered: list[Any], one: object) -> None:
 class quantized_model_init:
     """Modules built inside store their weights quantized.
 
-    It holds for all threads, not only for the one that entered it.
-
-    As a decorator, it is entered anew in each call.
+    Only the thread that entered it is affected. As a decorator, each call enters it again.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
@@ -352,6 +362,7 @@ class quantized_model_init:
         self._enabled, self._preserve = enabled, preserve_high_precision_init_val
         self.plan = self._plan_of(HighPrecision() if self._by_name else resolve(recipe))  # type: ignore[arg-type]
         self._entered: list[tuple[InitPlan, InitWatch | None]] = []
+        self._arguments = (enabled, recipe, preserve_high_precision_init_val)
 
     def _plan_of(self, recipe: Recipe) -> InitPlan:
         return InitPlan(recipe, self._enabled and recipe.weight is not None, self._preserve)
@@ -361,7 +372,7 @@ class quantized_model_init:
 
         @functools.wraps(function)
         def inside(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with self:
+            with quantized_model_init(*self._arguments):
                 return function(*args, **kwargs)
 
         return inside
@@ -371,11 +382,11 @@ class quantized_model_init:
         if self._by_name is not None:
             plan = replace(plan, unnamed=UnnamedLayers(_INIT, self._by_name))
         self._entered.append((plan, None if silent else InitWatch(f"{_INIT}(recipe={plan.recipe.name!r})")))
-        _init_plans.append(plan)
+        _thread.init_plans.append(plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         plan, watch = self._entered.pop()
-        _leave(_init_plans, plan)
+        _leave(_thread.init_plans, plan)
         if watch is not None:
             watch.end(failed=kind is not None)
         if plan.unnamed is not None:
@@ -387,9 +398,10 @@ class quantized_model_init:
 class autocast:
     """GEMMs of modules called inside are quantized by the recipe.
 
-    Contexts nest; the innermost decides, for all threads, unlike `torch.autocast`. At the exit of the outermost one,
-    the amaxes that delayed scaling saw are reduced over the ranks and recorded, in one collective. As a decorator, each
-    call enters one of its own.
+    Contexts nest; the innermost decides, for the thread that entered it, as with `torch.autocast`. Backward and
+    recomputation use the recipe of their forward on any thread. At the exit of the outermost context, the amaxes that
+    delayed scaling saw on this thread are reduced over the ranks and recorded, in one collective. As a decorator, each
+    call enters a new context.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
@@ -440,30 +452,30 @@ class autocast:
         return inside
 
     def __enter__(self) -> None:
-        if self in _autocasts:
+        if self in _thread.autocasts:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
-        if not _autocasts and not torch.compiler.is_compiling():
+        if not _thread.autocasts and not torch.compiler.is_compiling():
             drop_failed_backward()
             self._runs_before = context_warnings.counts.run
-        _autocasts.append(self)
+        _thread.autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _leave(_autocasts, self)
-        if _autocasts:
+        _leave(_thread.autocasts, self)
+        if _thread.autocasts:
             if self.records:
-                _autocasts[-1].records = True
+                _thread.autocasts[-1].records = True
         elif torch.compiler.is_compiling():
             if self.records:
                 torch.ops.quantshard.record_forward_amaxes()
         elif kind is None:
-            forward_amaxes.flush()
+            _thread.forward_amaxes.flush()
             if context_warnings.counts.run == self._runs_before and quantizes(self.setting):
                 context_warnings.warn_of_idle_autocast(f"autocast(recipe={setting(self.setting).recipe.name!r})")
         else:
-            forward_amaxes.drop()  # other ranks may not have failed here: no collective
+            _thread.forward_amaxes.drop()  # other ranks may not have failed here: no collective
 
 
 def autocast_by(recipe: str | Recipe) -> autocast:
     """The innermost autocast once more, of another recipe: as strict, and over the same ranks."""
-    *_, group, strict = _autocasts[-1]._arguments
+    *_, group, strict = _thread.autocasts[-1]._arguments
     return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -31,8 +32,8 @@ _FRAMES_OWN_REFERENCES = 3  # to a copy of its variables: the frame's, and two o
 _seen_codes: set[CodeType] = set()
 
 
-class LayerCounts:
-    """How many modules of quantshard were built, and how many linear layers of them ran, in this process."""
+class LayerCounts(threading.local):
+    """How many modules of quantshard this thread built, and how many of their linear layers it ran."""
 
     built = 0
     run = 0
@@ -48,7 +49,7 @@ class InitWatch:
     """What is built while `quantized_model_init` is entered: no module of quantshard, but which other one first."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._before = what, counts.built
+        self._what, self._before, self._thread = what, counts.built, threading.get_ident()
         self._first: nn.Module | None = None
         self._top: nn.Module | None = None
         self._path: list[str] = []
@@ -59,6 +60,8 @@ class InitWatch:
 
     def _note_parameter(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
         """Of `nn.Linear` and what else may multiply by a matrix, or by those of experts."""
+        if self._thread != threading.get_ident():
+            return
         if self._first is not None or parameter is None or parameter.ndim not in (2, 3):
             return
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):

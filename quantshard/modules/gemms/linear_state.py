@@ -123,7 +123,7 @@ AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
 def amaxes_of(role: TensorRole) -> PendingAmaxes:
     """Those of the pass in which tensors of a role are quantized for the first time."""
     if role is not TensorRole.GRAD_OUTPUT:
-        return context.forward_amaxes
+        return context.forward_amaxes()
     context.flush_after_backward()
     return context.backward_amaxes
 

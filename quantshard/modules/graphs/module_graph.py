@@ -346,9 +346,9 @@ class ModuleGraph:
         self._forward_graph.replay()
         increment_version(self._written)  # which autograd, and what else keeps an older result, must know
         context_warnings.counts.run += 1
-        self._outputs.note(context.forward_amaxes)
+        self._outputs.note(context.forward_amaxes())
         if not context.in_autocast():  # one that the callable itself enters ends in it
-            context.forward_amaxes.flush()
+            context.forward_amaxes().flush()
         return token, [output.detach() for output in self._outputs.tensors if output is not None]
 
     def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
