@@ -163,6 +163,7 @@ class MasterWeights(torch.optim.Optimizer):
         see `parameter_registry`. Called before anything that reads or writes a state."""
         guards.check_own_weights("MasterWeights", self._stand_ins)
         swaps = self._members.replaced(self.param_groups, self._names, self._kept)
+        self._add_masters(self._members.recast())
         if not swaps:
             return
         for swap in swaps:
@@ -176,6 +177,14 @@ class MasterWeights(torch.optim.Optimizer):
         for name in ("_masters", "_names"):
             setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
         self._check_parameters()
+
+    @torch.no_grad()
+    def _add_masters(self, recast: list[Tensor]) -> None:
+        """Give float32 parameters that a cast of the model made coarser the masters that they lack now."""
+        for param in recast:
+            if self._masters.get(param) is param and param.dtype in PLAIN_DTYPES:
+                self._masters[param] = self._new_master(param)
+                self._with_own(param, self.state[param], self.state[param][UPDATES])
 
     def _kept(self) -> str:
         """What the states hold that new ones would not."""

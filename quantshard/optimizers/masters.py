@@ -235,6 +235,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         `parameter_registry`. Called before anything that reads or writes a state."""
         guards.check_own_weights(self._name, self._stand_ins)
         swaps = self._members.replaced(self.param_groups, self._names, self._held_by_states)
+        self._add_masters(self._members.recast())
         if not swaps:
             return
         for swap in swaps:
@@ -298,22 +299,39 @@ class MasterOptimizer(torch.optim.Optimizer):
         states = {
             spec.role: make_state(param, self._dtypes[spec.role], spec.nonnegative) for spec in self.group_states(group)
         }
+        self._states[param], self._weights[param] = states, make_weight(param)
+        self._blank.add(param)
+        self._add_master(param, remainders)
+        if EMA_DECAY in self.defaults:
+            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
+        self._versions[param] = guards.weight_version(param)
+        self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
+
+    def _add_master(self, param: Tensor, remainders: bool) -> None:
+        """Give a parameter that is coarser than a master one, and draw the seed if anything is rounded by it."""
+        states = self._states[param]
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
             master.seed(guards.initial_master(param))
             states[MASTER] = master
-        self._states[param], self._weights[param] = states, make_weight(param)
-        self._blank.add(param)
-        if EMA_DECAY in self.defaults:
-            states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
-        self._versions[param] = guards.weight_version(param)
         is_joined = components.quantized_local(param) is None and master is not None and master.writes_weight
         self._members.record_states(param, of_any_dtype=not is_joined)
-        self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for group in self.param_groups:
                 group[ROUNDING_SEED] = seed
+
+    @torch.no_grad()
+    def _add_masters(self, recast: list[Tensor]) -> None:
+        """Give float32 parameters that a cast of the model made coarser the masters that they lack now."""
+        has_seed = self._seed is not None
+        for param in recast:
+            if param in self._states and MASTER not in self._states[param] and param.dtype in PLAIN_DTYPES:
+                self._add_master(param, self._remainders)
+                master = self._states[param].get(MASTER)
+                self.state[param] |= {} if master is None else master.tensors(MASTER)
+        if self._seed is not None and not has_seed:
+            self._check_parameters()
 
     @torch.no_grad()
     def reseed_masters(self) -> None:

@@ -108,6 +108,11 @@ class ParameterRegistry:
         """States were made for a parameter as it is now; `of_any_dtype`: they are not joined to its bits."""
         self._stored_as[param] = param.dtype, param.shape, of_any_dtype
 
+    def recast(self) -> list[Tensor]:
+        """Parameters whose dtype is not the one that their states were made for, since the model was cast."""
+        stored = self._stored_as.items()
+        return [param for param, (dtype, shape, _) in stored if param.dtype is not dtype and param.shape == shape]
+
     def check_stored(self, param: Tensor, name: str) -> None:
         """Check that a parameter that is to be stepped is as it was when its states were made. `Module.half` and
         transformers' resizing of embeddings keep a parameter and give it other data, which no version of it tells.

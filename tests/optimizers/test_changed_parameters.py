@@ -205,3 +205,45 @@ def test_a_frozen_parameter_may_be_cast_before_it_is_trained(how):
     before = model.weight.detach().clone()
     step(optimizer, model.weight, 1)
     assert 0 < (model.weight.float() - before.float()).abs().max() < 0.01
+
+
+def normalization_after_a_cast(make, dtype, steps_before):
+    """Weight and optimizer of a norm that is cast from float32 and takes 400 steps of 1e-5, too small for 16
+    bits."""
+    torch.manual_seed(0)
+    model = nn.LayerNorm(64, bias=False, device=DEVICE, dtype=torch.float32)
+    optimizer = make(model.named_parameters())
+    for _ in range(steps_before):
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+    model.to(dtype)
+    for _ in range(400):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    return model.weight, optimizer
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0),
+        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, ema_decay=0.5),
+        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, store_param_remainders=True),
+        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, master_weights=False),
+        lambda params: Lion(params, lr=1e-5, weight_decay=0.0),
+        lambda params: Muon([{"params": params, "algorithm": "adamw", "lr": 1e-5, "weight_decay": 0.0}]),
+        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-5, weight_decay=0.0),
+        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-5, weight_decay=0.0, ema_decay=0.5),
+    ],
+    ids=["FusedAdam", "average", "remainders", "without masters", "Lion", "Muon", "MasterWeights", "average of any"],
+)
+def test_small_updates_add_up_after_a_cast_to_16_bits(make, dtype, steps_before):
+    weight, optimizer = normalization_after_a_cast(make, dtype, steps_before)
+    assert weight.dtype is dtype
+    assert abs(weight.float().mean() - 0.9960) < 5e-4
+    other = nn.LayerNorm(64, bias=False, device=DEVICE, dtype=dtype)
+    built_later = make(other.named_parameters())
+    built_later.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[weight].keys() == built_later.state[other.weight].keys()
