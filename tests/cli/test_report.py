@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import threading
@@ -18,7 +19,7 @@ from quantshard.terminal.progress import transfer_bar
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import told
-from tests.report.runs import entry, made_run, write
+from tests.report.runs import entry, made_run, sampled, write
 
 
 @pytest.fixture
@@ -195,3 +196,32 @@ def test_bars_are_for_terminals(run: Path, monkeypatch: pytest.MonkeyPatch, stre
         time.sleep(0.2 if stream is Terminal else 0)
     transfer.moved(1)  # nobody is told
     assert (stream is Terminal) == ("3.0/4.0 MB" in err.getvalue()) and (stream is Terminal or not err.getvalue())
+
+
+EXTREMES = 1e308, 1.7976931348623157e308, -1.7e308, 3.5e38, 3.4028234e38, 5e-324, -5e-324, math.inf, math.nan, 10**400
+FIGURES = (
+    "loss", "heldout_loss", "heldout_loss_ema", "lr", "grad_norm", "skipped_steps", "tokens_per_s", "memory_bytes",
+    "mfu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("seconds", "tokens")])
+@pytest.mark.parametrize("value", [None, 1e308, 5e-324])
+def test_any_number_is_a_figure(run: Path, value: float | None, more: tuple[str, ...]) -> None:
+    """No figure of a record, however large, small or odd, ends a report or a watch; `None`: all of them in turn."""
+    values = EXTREMES if value is None else (value,) * 12
+    steps = range(41, 41 + len(values))
+    odd = [entry(step, **dict.fromkeys((*FIGURES, *more), value)) for step, value in zip(steps, values, strict=True)]
+    write(run / "metrics.jsonl", odd, "a")
+    alarm = {"kind": "x", "name": "n", "value": values[0]}
+    write(run / "statistics.jsonl", [sampled(41, (alarm,), amax=values[0], sqnr_db=values[-1])], "a")
+    config = (run / "config.toml").read_text()
+    for planned in (steps[-1] + 1, (1 << 63) - 1):
+        (run / "config.toml").write_text(config.replace("steps = 40", f"steps = {planned}"))
+        code, (line,), err = told("report", "run")
+        assert code == 0 and not err and line.startswith("wrote report.html"), err
+        code, out, err = told("watch", "run", "--once")
+        assert code == 0 and not err and f"step {steps[-1]}" in out[1], err
+    (run / "config.toml").write_text(config)
+    code, out, err = told("watch", "run")
+    assert code == 0 and not err and out[-1] == f"done at step {steps[-1]}"
