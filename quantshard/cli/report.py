@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +18,9 @@ from quantshard.report.history import read_history
 from quantshard.report.live import LiveView
 from quantshard.report.page import is_report, render
 from quantshard.report.records import Record
-from quantshard.report.watching import RunWatch
-from quantshard.terminal import outputs
+from quantshard.report.source import CONFIG
+from quantshard.report.watching import NOT_RUNNING, START_SECONDS, RunWatch
+from quantshard.terminal import inputs, outputs
 from quantshard.terminal.screen import Screen, complain, say
 
 _MOST_RUNS = 24
@@ -74,8 +76,11 @@ def watch(
 ) -> None:
     """Follow a run while it is trained, here or elsewhere: its figures as they change, or a line a step in a pipe.
 
-    Ends when the run does. Nothing is written, and a run that has ended is shown as it was left.
+    Waits for a run that does not exist yet, and ends when the run does. Nothing is written, and a run that has ended is
+    shown as it was left.
     """
+    if not once:
+        _wait_for(run, every or _EVERY)
     followed, screen = RunWatch(run), Screen(soft_wrap=True)
     try:
         new = followed.poll(_FIRST_LINES)
@@ -90,7 +95,24 @@ def watch(
         with Live(LiveView(followed.figures), console=screen, refresh_per_second=4):
             _follow(followed, seconds, new, shown=False)
     else:
+        if followed.figures.state == NOT_RUNNING:
+            say(f"no process trains {run}; waiting {START_SECONDS:.0f} s for one to start")
         _follow(followed, seconds, new, shown=True)
+
+
+def _wait_for(run: str, seconds: float) -> None:
+    """Wait until a local folder holds a run, as it does once `train` has prepared its data."""
+    place = Path(run)
+    if "://" in run or not _may_become_run(place):
+        return
+    hint = "" if os.path.lexists(place) else inputs.meant_path(place)
+    say(f"{run} is not a run yet{hint}; waiting for it to start")
+    while _may_become_run(place):
+        time.sleep(seconds)
+
+
+def _may_become_run(place: Path) -> bool:
+    return not os.path.lexists(place) or (place.is_dir() and not os.path.lexists(place / CONFIG))
 
 
 def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) -> None:

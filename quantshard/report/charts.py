@@ -131,7 +131,8 @@ def _axis(run: RunHistory, values: NDArray[np.float64] | None) -> list[list[floa
 
 def _short(values: NDArray[np.float64]) -> list[float]:
     """Six digits of each, whole numbers without a point."""
-    return [int(value) if value == int(value) else value for value in (float(f"{each:.6g}") for each in values)]
+    rounded = (float(f"{value:.6g}") for value in values)
+    return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 
 
 def _maps(runs: Sequence[RunHistory]) -> list[dict[str, Any] | None]:

@@ -111,7 +111,7 @@ class RunFigures:
         seconds = number(entry.get(SECONDS))
         speed = number(entry.get(SPEED))
         if math.isnan(seconds) and self.tokens_per_step and speed > 0:
-            seconds = self.tokens_per_step / speed
+            seconds = number(self.tokens_per_step / speed)
         if math.isfinite(seconds) and seconds >= 0:
             self.recent.append(seconds)
 

@@ -12,7 +12,7 @@ import numpy as np
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.report.heat_maps import StatisticsReader
-from quantshard.report.metrics import MOST_COLUMNS, Column, MetricReader, MetricTable
+from quantshard.report.metrics import LARGEST, LARGEST_STEP, MOST_COLUMNS, Column, MetricReader, MetricTable
 from quantshard.report.record_sample import RecordSample
 from quantshard.report.records import Record, RecordFile
 from quantshard.report.source import METRICS, STARTS, STATISTICS, CheckpointRow, RunSource
@@ -67,7 +67,7 @@ class RunHistory:
             speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
             if speed is None or tokens is None:
                 return None
-            each = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > 0)
+            each = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > tokens / LARGEST)
         return np.cumsum(np.where(np.isfinite(each) & (each >= 0), each, 0.0))
 
 
@@ -80,7 +80,7 @@ def tokens_per_step(config: dict[str, Any]) -> float | None:
 def planned_steps(config: dict[str, Any]) -> int | None:
     """The steps that were asked for, if the settings say it."""
     steps = config.get("steps")
-    return steps if type(steps) is int and steps > 0 else None
+    return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
 
 def checkpoints_elsewhere(config: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """The figures of `metrics.jsonl` as columns, of a million steps as of ten.
 
-Whatever is a number has a column, those that no version of quantshard has written too. A value that is missing is NaN,
-one that is not finite infinity. Steps that were trained twice, since a run was killed and resumed, count once: as they
-were trained last.
+Whatever is a number has a column, those that no version of quantshard has written too. A missing value is NaN. A value
+that is not finite in float32 is infinity, so that sums and squares of the others cannot overflow. Steps that were
+trained twice, since a run was killed and resumed, count once: as they were trained last.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from quantshard.report.records import Record
 Column = NDArray[np.float64]
 
 MOST_COLUMNS, _MOST_VALUES = 64, 1 << 26
-_LONGEST_NAME, _LARGEST_STEP = 80, 1 << 53
+_LONGEST_NAME, LARGEST_STEP = 80, 1 << 53
 _NUMBERS = frozenset((int, float))
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest magnitude of a figure; a larger one counts as infinite."""
 
 
 def number(value: object) -> float:
-    """A figure of a record: NaN for what is none, infinity for one that is not finite, also in words ("nan")."""
+    """A figure of a record: NaN if it is no number, infinity if it is not finite in float32, also in words ("nan")."""
     if type(value) in _NUMBERS or (type(value) is str and len(value) < 10):
         try:
             found = float(value)  # type: ignore[arg-type]
         except (ValueError, OverflowError):
             return math.inf if type(value) is int else math.nan
-        return found if math.isfinite(found) else math.inf
+        return found if abs(found) <= LARGEST else math.inf
     return math.nan
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
     """The step of a record; None if it says none."""
     step = record.get("step")
-    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
+    return step if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def _column(values: list[Any]) -> Column:
     if kinds <= _NUMBERS:
         try:
             found = np.array(values, dtype=np.float64)
-            return np.where(np.isfinite(found), found, np.inf)
+            return np.where(np.abs(found) <= LARGEST, found, np.inf)
         except OverflowError:
             pass
     if kinds == {type(None)}:

@@ -41,8 +41,7 @@ def is_report(head: bytes) -> bool:
 
 
 def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
-    """The page that compares some runs. `now`: when it is made, by which ages are told."""
-    now = now or datetime.now(timezone.utc)
+    """The page that compares some runs. `now`: the time in its head."""
     names = labels(runs)
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -54,7 +53,8 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
         lstrip_blocks=True,
     )
     environment.filters["bytes"] = lambda size: summary.NONE if size is None else human_bytes(size)
-    environment.filters["age"] = lambda moment: summary.said_age(moment, now)
+    environment.filters["time"] = summary.said_time
+    environment.filters["counted"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
     environment.filters["said"] = lambda value: printable(summary.said(value))
     environments = [summary.environment_of(run) for run in runs]
     return environment.get_template("page.html").render(
@@ -69,7 +69,7 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
         environments=_by_name(environments),
         weights=[summary.weight_rows(run) for run in runs],
         memory=[summary.memory_parts(run) for run in runs],
-        made=f"{now:%Y-%m-%d %H:%M} UTC",
+        made=summary.said_time(now or datetime.now(timezone.utc)),
         version=__version__,
     )
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 def _moment(text: str) -> datetime | None:
     try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
+        moment = datetime.fromisoformat(text)
+        return None if moment.tzinfo is None else moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):
         return None
-    return found if found.tzinfo is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,8 +77,12 @@ def said_seconds(seconds: float) -> str:
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The names of which not all tables say the same, each with what they say, in words."""
+    """The settings that differ between runs, with the values of each run. Paths of data with equal digests are left
+    out: each run has a folder of tokens of its own."""
     names = dict.fromkeys(name for table in tables for name in table)
+    digests = {table.get("corpus.sha256") for table in tables}
+    if len(digests) == 1 and None not in digests:
+        names = {name: None for name in names if name not in ("data", "heldout_data")}
     rows = [(name, [said(table[name]) if name in table else NONE for table in tables]) for name in names]
     return [(name[:_LONGEST], values) for name, values in rows if len(set(values)) > 1][:_MOST_ROWS]
 
@@ -142,9 +146,11 @@ def _count(table: Mapping[str, Any], name: str) -> int:
     return value if type(value) is int and 0 <= value < 1 << 62 else 0
 
 
-def said_age(saved_at: datetime | None, now: datetime) -> str:
-    """How long ago something was saved."""
-    if saved_at is None:
-        return NONE
-    age: timedelta = now - saved_at
-    return f"{said_seconds(max(0.0, age.total_seconds()))} ago"
+def said_age(saved_at: datetime, now: datetime) -> str:
+    """How long ago a checkpoint was saved, for a view that does not outlast the moment."""
+    return f"{said_seconds(max(0.0, (now - saved_at).total_seconds()))} ago"
+
+
+def said_time(moment: datetime | None) -> str:
+    """A time in UTC, to the minute."""
+    return NONE if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"

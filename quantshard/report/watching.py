@@ -16,6 +16,10 @@ from quantshard.report.source import METRICS, STATISTICS, RunSource
 _LISTED_SECONDS = 10.0
 """How often the checkpoints are looked at."""
 
+NOT_RUNNING = "not running"
+START_SECONDS = 30.0
+"""How long a run that no process trains may be starting: its processes lock it after they have imported PyTorch."""
+
 
 class RunWatch:
     """A run that is followed, by the path or the URL of its folder.
@@ -30,6 +34,7 @@ class RunWatch:
         self.figures = RunFigures(self.source.name)
         self._metrics, self._statistics = self.source.records(METRICS), self.source.records(STATISTICS)
         self._listed = -_LISTED_SECONDS
+        self._starts_until = time.monotonic() + START_SECONDS
         self._read_settings()
 
     @property
@@ -68,17 +73,18 @@ class RunWatch:
         return found
 
     def has_ended(self) -> bool:
-        """Whether nothing more will come: the last step is done, or no process trains it; what is said of it is in
-        `figures.state`."""
+        """Whether nothing more will come, with the reason in `figures.state`: the last step is done, or no process
+        trains the run any more, or none has begun to within `START_SECONDS`."""
         is_trained, figures = self.source.is_trained(), self.figures
         if is_trained:
+            figures.state, self._starts_until = "", 0.0
             return False
         self._read_settings()
         if figures.planned is not None and figures.step >= figures.planned:
             figures.state = "done"
         elif is_trained is False:
-            figures.state = "stopped"
-        return bool(figures.state)
+            figures.state = NOT_RUNNING if time.monotonic() < self._starts_until else "stopped"
+        return figures.state in ("done", "stopped")
 
     def _read_settings(self) -> None:
         config = self.source.config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import threading
@@ -12,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from quantshard import cli
-from quantshard.checkpoints.disk import transfer
+from quantshard.checkpoints.disk import ownership, transfer
 from quantshard.report.page import is_report
 from quantshard.terminal.progress import transfer_bar
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import told
-from tests.report.runs import entry, made_run, write
+from tests.report.runs import entry, made_run, sampled, write
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_a_report_is_written_and_replaced(run: Path) -> None:
         (["report", "nothing://x"], 1, "nothing://x cannot be reached by fsspec"),
         (["report", "mine.html"], 1, "there is no run in mine.html: it has no config.toml"),
         (["report", "run", "--opne"], 2, "--opne"),
-        (["watch", "rnu"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
+        (["watch", "rnu", "--once"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
         (["watch", "run", "--every", "0"], 2, "--every"),
         (["watch", "run", "--every", "x"], 2, "--every"),
         (["watch", "run", "more"], 2, "more"),
@@ -98,6 +99,39 @@ def test_a_run_is_watched_in_a_pipe(run: Path) -> None:
     assert code == 0 and not err and out[-1] == "done at step 40"
     assert out[:-1] == sorted(out[:-1]) and out[-2].startswith("step 40/40  loss 4.0110  lr 1.00e-03  2,048 tokens/s")
     assert {line.split()[1] for line in out[:-1]} >= {f"{step}/40" for step in range(36, 41)}
+
+
+def test_a_run_is_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that `train` has not made yet, in a folder that it may have made for its tokens."""
+    run.rename(run.parent / "later")
+    waits = [lambda: run.mkdir(), lambda: None, lambda: run.rmdir() or (run.parent / "later").rename(run)]
+    monkeypatch.setattr("quantshard.cli.report.time.sleep", lambda seconds: waits and waits.pop(0)())
+    code, out, err = told("watch", "run")
+    assert code == 0 and not err and out[0] == "run is not a run yet; waiting for it to start"
+    assert not waits and out[-1] == "done at step 40"
+
+
+def test_a_run_that_starts_is_not_called_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of `resume` lock a run seconds after the command is given."""
+    write(run / "metrics.jsonl", [entry(step) for step in range(1, 36)])
+    (run / ".lock").write_text("")
+    locks = []
+
+    def sleep(seconds: float) -> None:
+        if not locks:
+            locks.append(ownership.lock(run))
+            write(run / "metrics.jsonl", [entry(36)], "a")
+        else:
+            locks[0].close()
+
+    monkeypatch.setattr("quantshard.cli.report.time.sleep", sleep)
+    code, out, err = told("watch", "run")
+    assert code == 0 and not err and out[0] == "no process trains run; waiting 30 s for one to start"
+    assert out[-2].startswith("step 36/40") and out[-1] == "stopped at step 36"
+    monkeypatch.setattr("quantshard.report.watching.START_SECONDS", 0.0)
+    assert told("watch", "run")[1][-1] == "stopped at step 36"
+    (run / ".lock").unlink()
+    assert told("watch", "run")[1][-1] == "stopped at step 36"
 
 
 def test_one_look(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,3 +229,32 @@ def test_bars_are_for_terminals(run: Path, monkeypatch: pytest.MonkeyPatch, stre
         time.sleep(0.2 if stream is Terminal else 0)
     transfer.moved(1)  # nobody is told
     assert (stream is Terminal) == ("3.0/4.0 MB" in err.getvalue()) and (stream is Terminal or not err.getvalue())
+
+
+EXTREMES = 1e308, 1.7976931348623157e308, -1.7e308, 3.5e38, 3.4028234e38, 5e-324, -5e-324, math.inf, math.nan, 10**400
+FIGURES = (
+    "loss", "heldout_loss", "heldout_loss_ema", "lr", "grad_norm", "skipped_steps", "tokens_per_s", "memory_bytes",
+    "mfu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("seconds", "tokens")])
+@pytest.mark.parametrize("value", [None, 1e308, 5e-324])
+def test_any_number_is_a_figure(run: Path, value: float | None, more: tuple[str, ...]) -> None:
+    """No figure of a record, however large, small or odd, ends a report or a watch; `None`: all of them in turn."""
+    values = EXTREMES if value is None else (value,) * 12
+    steps = range(41, 41 + len(values))
+    odd = [entry(step, **dict.fromkeys((*FIGURES, *more), value)) for step, value in zip(steps, values, strict=True)]
+    write(run / "metrics.jsonl", odd, "a")
+    alarm = {"kind": "x", "name": "n", "value": values[0]}
+    write(run / "statistics.jsonl", [sampled(41, (alarm,), amax=values[0], sqnr_db=values[-1])], "a")
+    config = (run / "config.toml").read_text()
+    for planned in (steps[-1] + 1, (1 << 63) - 1):
+        (run / "config.toml").write_text(config.replace("steps = 40", f"steps = {planned}"))
+        code, (line,), err = told("report", "run")
+        assert code == 0 and not err and line.startswith("wrote report.html"), err
+        code, out, err = told("watch", "run", "--once")
+        assert code == 0 and not err and f"step {steps[-1]}" in out[1], err
+    (run / "config.toml").write_text(config)
+    code, out, err = told("watch", "run")
+    assert code == 0 and not err and out[-1] == f"done at step {steps[-1]}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
+import subprocess
 import time
 from datetime import datetime, timezone
 from html.parser import HTMLParser
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quantshard.report.history import read_history
+from quantshard.report.history import RunHistory, read_history
 from quantshard.report.page import is_report, labels, render
 from quantshard.report.summary import differences, final_figures, said_seconds
 from tests.report.runs import entry, made_run, write
@@ -67,7 +69,7 @@ def test_what_a_page_says(tmp_path: Path) -> None:
         ["lr", "0.001", "0.003"],
         ["recipe", "mxfp8", "nvfp4"],
         ["NCCL_ALGO", "Ring", "Ring"],
-        ["20", "complete", "4.0 KiB", "3 h 30 min ago"],
+        ["20", "complete", "4.0 KiB", "2026-11-24 04:00 UTC"],
         ["40", "not complete", "–", "–"],
         ["3", "saturation", "a fifth of the codes is the largest one"],
         ["layers.{0-1}.proj.weight x2", "64 x 64", "nvfp4_32x32", "4.0 KiB", "emulated", "exp_avg fp32", ""],
@@ -116,6 +118,95 @@ def test_texts_of_anybody_stay_texts(tmp_path: Path) -> None:
     assert not {"\x1b", "\u202e"} & set(text) and "49" not in [cell for row in page.rows for cell in row]
     assert any(BAD[:40] in cell for row in page.rows for cell in row)  # it is shown, as it is
     assert page.data["charts"][-1]["title"] == BAD[:70]
+
+
+def test_what_runs_have_in_common_is_no_difference(tmp_path: Path) -> None:
+    """Each run has a folder of tokens of its own, whose digest says that they are the same."""
+
+    def differing(digests: tuple[str, str]) -> list[str]:
+        folder = tmp_path / "".join(digests)
+        runs = [made_run(folder / name) for name in ("one", "two")]
+        for run, digest in zip(runs, digests, strict=True):
+            data = f'data = ["{run}/tokens/x-1"]\nheldout_data = ["{run}/tokens/y-2"]\n'
+            config = data + (run / "config.toml").read_text()
+            (run / "config.toml").write_text(f'{config}\n[corpus]\nsha256 = "{digest}"\n')
+        return [name for name, _ in differences([read_history(run).config for run in runs])]
+
+    assert differing(("a", "a")) == []
+    assert differing(("a", "b")) == ["data", "heldout_data", "corpus.sha256"]
+
+
+def test_numbers_of_things(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    starts = [{"step": step, "processes": count, "mesh": "x"} for step, count in ((0, 1), (20, 2))]
+    write(run / "starts.jsonl", starts)
+    text = " ".join(render([read_history(run)]).split())
+    assert "0 (on 1 process, mesh x), 20 (on 2 processes, mesh x)" in text
+    assert "1 kind of parameters" in text
+
+
+def test_a_wide_table_on_a_phone(tmp_path: Path) -> None:
+    """A row is a list of its cells, each with the name of its column."""
+    page = PageReader(text := render([read_history(made_run(tmp_path / "run"))]))
+    names = [at["data-name"] for tag, at in page.elements if tag == "td" and "data-name" in at]
+    assert names == ["shape", "stored as", "bytes each", "GEMM", "optimizer", "fallbacks"]
+    assert ("table", {"class": "stacked"}) in page.elements and "content: attr(data-name)" in text
+
+
+SCREEN = """
+const made = [];
+const element = (name) => {
+  const self = {
+    name, style: {}, dataset: {}, children: [], attributes: {}, clientWidth: 800, options: [],
+    append: (...parts) => self.children.push(...parts), setAttribute: (key, value) => (self.attributes[key] = value),
+    replaceChildren: (...parts) => (self.children = parts), replaceWith: () => {}, addEventListener: () => {},
+    getContext: () => ({ createImageData: () => ({ data: { set: () => {} } }), putImageData: () => {} }),
+  };
+  made.push(self);
+  return self;
+};
+const ids = {};
+globalThis.document = {
+  getElementById: (id) => (ids[id] ??= element(id)), createElement: element,
+  createElementNS: (_, name) => element(name), querySelectorAll: () => [], documentElement: element("html"),
+};
+globalThis.window = { innerWidth: 800, addEventListener: () => {} };
+document.getElementById("data").textContent = require("fs").readFileSync(0, "utf8");
+for (const id of ["map-run", "map-role", "map-statistic"])
+  Object.defineProperty(document.getElementById(id), "value", { get: () => DATA[id] });
+"""
+
+
+def drawn_texts(history: RunHistory) -> tuple[list[str], list[str]]:
+    """The texts of all charts, and those of the first map, drawn on a screen that shows nothing."""
+    scripts = PageReader(render([history])).scripts
+    first = json.loads(scripts[0])["maps"][0]["maps"][0]
+    chosen = json.dumps({"map-run": "0", "map-role": first["role"], "map-statistic": first["statistic"]})
+    after = """
+      const texts = (part) => typeof part === "string" ? [part] :
+        [part.textContent, ...part.children.flatMap(texts)].filter((text) => text !== undefined);
+      console.log(JSON.stringify([texts(ids.grid), texts(ids.map)]));
+    """
+    line = ["node", "-e", f"const DATA = {chosen};{SCREEN}{scripts[1]}{after}"]
+    done = subprocess.run(line, input=scripts[0], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    charts, maps = json.loads(done.stdout)
+    return charts, maps
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+def test_what_the_script_writes(tmp_path: Path) -> None:
+    """A single evaluation has its value beside it; a map has a key of colors, and names of rows however many."""
+    run = made_run(tmp_path / "run", steps=12)
+    rows = [{"name": f"layer.{number}", "role": "weight", "amax": float(number)} for number in range(400)]
+    odd = {"name": "layer.0", "role": "weight", "amax": "nan"}
+    write(run / "statistics.jsonl", [{"step": 1, "rows": rows}, {"step": 2, "rows": [odd]}])
+    charts, maps = drawn_texts(read_history(run))
+    assert "heldout_loss 2.6 (once)" in charts
+    key = maps[: next(at for at, text in enumerate(maps) if text.startswith("layer."))]
+    assert [text for text in key if text] == ["amax", "0", "399", "not finite", "not sampled"]
+    names = [text for text in maps if text.startswith("layer.")]
+    assert names == [f"layer.{number}" for number in range(0, 400, 4)]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

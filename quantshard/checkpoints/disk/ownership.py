@@ -246,8 +246,8 @@ def is_being_read(store: Store, file: str) -> bool:
 
 
 def is_locked(folder: Path_) -> bool | None:
-    """Whether a process holds the lock of a folder; None where nobody can tell: no lock was ever taken, or there are
-    none on this system. Looking takes a shared lock for a moment, which a run that begins waits for."""
+    """Whether a process holds the lock of a folder; None if the file system or this system has no locks. The check
+    takes a shared lock for a moment, for which a run that begins waits."""
     if sys.platform == "win32":
         return None
     try:
@@ -255,6 +255,8 @@ def is_locked(folder: Path_) -> bool | None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except FileNotFoundError:
+        return False
     except OSError:
         return None
     return False

@@ -121,8 +121,14 @@ const draw = (chart) => {
     if (curve.sparse) {
       curve.ys.forEach((value, at) => {
         if (log && value <= 0) return;
-        const dot = svg("circle", { cx: x(curve.xs[at]), cy: y(value), r: 2.5 }, inside);
+        const alone = curve.ys.length === 1,
+          left = x(curve.xs[at]);
+        const dot = svg("circle", { cx: left, cy: y(value), r: alone ? 4 : 2.5 }, inside);
         dot.style.fill = color(curve.index);
+        if (!alone) return;
+        const before = left > width / 2;
+        const place = { x: left + (before ? -9 : 9), y: y(value) + 4, "text-anchor": before ? "end" : "start" };
+        svg("text", place, inside).textContent = `${curve.key} ${said(value, chart.unit)} (once)`;
       });
     }
     const dash = DASHES[(curve.number + Math.floor(curve.index / COLORS)) % DASHES.length];

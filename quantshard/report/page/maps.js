@@ -7,7 +7,8 @@ const RAMP = [
     [94, 201, 98],
     [253, 231, 37],
   ],
-  BAD = [230, 60, 40];
+  BAD = [230, 60, 40],
+  LABEL = 15; // height of a name, in pixels
 const ramp = (share) => {
   const at = Math.min(Math.max(share, 0), 1) * (RAMP.length - 1),
     index = Math.min(Math.floor(at), RAMP.length - 2);
@@ -42,8 +43,8 @@ const drawMap = (found, steps, names) => {
     }),
   );
   pixels.putImageData(image, 0, 0);
-  const labelled = rows <= 120,
-    tall = labelled ? 15 : Math.max(2, Math.floor(1800 / rows));
+  const tall = rows <= 120 ? LABEL : Math.max(2, Math.floor(1800 / rows)),
+    apart = Math.ceil(LABEL / tall); // rows for each name, of which there is room for one in every few
   canvas.style.height = `${rows * tall}px`;
   const tip = html("div", { className: "tip", hidden: true });
   canvas.addEventListener("pointermove", (event) => {
@@ -64,7 +65,7 @@ const drawMap = (found, steps, names) => {
       ),
     );
     tip.hidden = false;
-    tip.style.top = `${Math.max(0, (top - 1) * tall)}px`;
+    tip.style.top = `${canvas.offsetTop + Math.max(0, (top - 1) * tall)}px`;
     if (left > steps.length / 2) {
       tip.style.right = `${box.right - event.clientX + 16}px`;
       tip.style.left = "";
@@ -76,27 +77,31 @@ const drawMap = (found, steps, names) => {
   canvas.addEventListener("pointerleave", () => {
     tip.hidden = true;
   });
-  const labels = html(
-    "div",
-    { className: "names" },
-    ...(labelled
-      ? found.rows.map((at) => html("div", { title: names[at] }, html("bdi", { textContent: names[at] })))
-      : [`${rows} tensors`]),
-  );
+  const labels = html("div", { className: "names" });
+  found.rows.forEach((at, row) => {
+    if (row % apart) return;
+    const label = html("div", { title: names[at] }, html("bdi", { textContent: names[at] }));
+    label.style.height = `${Math.min(apart, rows - row) * tall}px`;
+    labels.append(label);
+  });
   const ends = html(
     "div",
     { className: "ends" },
     html("span", { textContent: `step ${steps[0].toLocaleString("en")}` }),
     html("span", { textContent: steps[steps.length - 1].toLocaleString("en") }),
   );
-  const scale = html(
-    "div",
-    { className: "scale" },
-    ...(finite.length
-      ? [said(low, ""), html("span", { className: "ramp" }), said(high, ""), log ? "(logarithmic)" : ""]
-      : []),
-  );
-  document.getElementById("map").replaceChildren(html("div", { className: "map" }, labels, canvas, ends, scale, tip));
+  const key = (name, ...content) => html("span", { className: "key" }, ...content, name);
+  const block = (paint) => {
+    const made = html("span", { className: "block" });
+    made.style.background = paint;
+    return made;
+  };
+  const scale = html("div", { className: "scale" }, html("b", { textContent: found.statistic }));
+  if (high > low) scale.append(said(low, ""), html("span", { className: "ramp" }), said(high, ""), log ? "(logarithmic)" : "");
+  else if (finite.length) scale.append(key(said(low, ""), block(`rgb(${ramp(0.5)})`)));
+  if (found.cells.some((row) => row.includes("x"))) scale.append(key("not finite", block(`rgb(${BAD})`)));
+  if (found.cells.some((row) => row.includes(null))) scale.append(key("not sampled", block("var(--panel)")));
+  document.getElementById("map").replaceChildren(html("div", { className: "map" }, scale, labels, canvas, ends, tip));
 };
 const buildMaps = () => {
   const there = data.maps.map((maps, index) => [index, maps]).filter(([, maps]) => maps && maps.maps.length);
