@@ -56,6 +56,11 @@ def weight(cell, rows=48, cols=40, seed=0, dtype=torch.float32, **options):
     return quantize_weight(random(rows, cols, seed=seed), cell, dtype=dtype, **options)
 
 
+def write(tensor, values):
+    """What an optimizer does: unlike `quantize_` it keeps the amax history of delayed scaling."""
+    Requantization(tensor.quantized_storage, values, {}, FlatMax()).commit(values)
+
+
 def raw(tensor):
     """The bytes of a plain tensor, so that NaNs and zeros of either sign compare as what they are."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
