@@ -16,7 +16,7 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components, requantize
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor.storage import DRAWS, KEY
 
 
 @suggests_names
@@ -59,8 +59,6 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
                 continue
             if local.get_high_precision_init_val() is not None:
                 kept[name] = parts[name].cpu().clone()
-            if AMAX_HISTORY in local.quantized_storage.state:
-                local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((param, parts[name].to(local.device)))
         requantize.requantize_(quantized, judged=True)
         for name, values in kept.items():

@@ -217,8 +217,6 @@ def write_weights(
             if local is None:
                 private_torch.local_tensor(change.param).copy_(value)
                 continue
-            if AMAX_HISTORY in local.quantized_storage.state:
-                local.quantized_storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
             quantized.append((change.param, value))
         requantize.requantize_(quantized, judged=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)

@@ -266,8 +266,7 @@ def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tens
         found[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, known)
     pairs = [(storage.components[c.name], found[c.role]) for c in cell.format.components]
     components.write_components(layer.weight, pairs)
-    if AMAX_HISTORY in storage.state:
-        storage.state[AMAX_HISTORY].zero_()
+    storage.forget_amaxes()
 
 
 def layout_keys(layout: Layout) -> Sequence[str]:

@@ -33,7 +33,7 @@ from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of
 from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor import components, requantize
-from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage
+from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
 """Float32 values that are quantized together, on all ranks: as many weights as fit, or one larger one."""
@@ -354,8 +354,7 @@ class _LayoutLoader:
                 value = found
             pairs.append((live[component.name], value))
         components.write_components(item.param, pairs)
-        if AMAX_HISTORY in storage.state:
-            storage.state[AMAX_HISTORY].zero_()  # of the weight that was there before
+        storage.forget_amaxes()
         self.report.copied.append(item.name)
 
     def _rows(
@@ -427,8 +426,6 @@ class _LayoutLoader:
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
-            if AMAX_HISTORY in storage.state:
-                storage.state[AMAX_HISTORY].zero_()
             if storage.initial_values() is not None and not item.is_stored_quantized:
                 kept.append((storage, value.to("cpu", copy=True)))
             if item.name not in self.report.requantized:

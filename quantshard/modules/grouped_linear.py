@@ -191,7 +191,7 @@ class GroupedLinear(QuantizedModule):
         weights = private_torch.registered_parameters(self, self._weight_names)
         if not isinstance(weights[0], QuantizedTensor):
             return None
-        call = recompute.linear_context((id(self), "experts"), True)
+        call = recompute.linear_context((id(self), "experts"), True, self.training)
         block = backend.block_together(call.recipe)
         if block is None:
             if call.strict:
@@ -206,7 +206,7 @@ class GroupedLinear(QuantizedModule):
         histories = self._histories(call.recipe)
         spread = self._spread_axis if histories else None
         group = call.group if spread is None else private_torch.other_axes(spread)
-        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, self.training, group, self._reader)
+        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, call.record, group, self._reader)
 
     def _added_biases(self) -> list[Tensor]:
         """The biases of the experts that are added here."""
@@ -221,7 +221,7 @@ class GroupedLinear(QuantizedModule):
         weights: list[Tensor] = [weight for weight in found if weight is not None]
         if not grouped_plain.multiplies(tokens, weights):
             return None
-        call = recompute.linear_context((id(self), "experts"), False)
+        call = recompute.linear_context((id(self), "experts"), False, self.training)
         return None if call.recipe.table else (weights, self._added_biases())
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers import guards
 from quantshard.optimizers.state import OptimizerState, make_weight
-from quantshard.tensor import components, requantize
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.tensor import requantize
+from quantshard.tensor.storage import DRAWS, KEY
 
 
 @suggests_names
@@ -161,10 +161,6 @@ def _write_averages(kept: list[_WeightCopy], optimizer: Any) -> None:
     values = {weight.param: private_torch.local_tensor(optimizer.state[weight.param][AVERAGE]) for weight in kept}
     quantized = [weight.param for weight in kept if weight.weight.storage is not None]
     plain = [weight.param for weight in kept if weight.weight.storage is None]
-    for param in quantized:
-        history = components.storage_of(param).state.get(AMAX_HISTORY)
-        if history is not None:
-            history.zero_()  # so that the scale is that of the average itself, and not of past weights
     requantize.requantize_(
         [(param, values[param]) for param in quantized],
         plain=[(param, values[param]) for param in plain],

@@ -23,7 +23,7 @@ from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
 from quantshard.optimizers.master_check import warn_of_other_weights
 from quantshard.optimizers.state import PLAIN_DTYPES, make_weight
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components
 
 UPDATES = "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
@@ -484,13 +484,17 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _write_weights(self) -> None:
         """Round masters to the nearest values that the parameters can hold."""
-        written = [param for param in self._updated(self._masters) if self._masters[param] is not param]
-        values = {param: private_torch.local_tensor(self._masters[param]) for param in written}
-        quantized = ((param, values[param]) for param in written if components.quantized_local(param) is not None)
-        requantize.requantize_(quantized, judged=True)
-        for param in written:
-            if components.quantized_local(param) is None:
-                private_torch.local_tensor(param).copy_(values[param])
+        reduction, begun = FlatMax(), []
+        for param in self._updated(self._masters):
+            values = private_torch.local_tensor(self._masters[param])
+            if components.quantized_local(param) is not None:
+                weight = make_weight(param)
+                begun.append((weight, values, weight.begin(values, reduction)))
+            elif self._masters[param] is not param:
+                private_torch.local_tensor(param).copy_(values)
+        reduction.reduce()
+        for weight, values, measured in begun:
+            weight.write(values, measured)
         for param in self._updated(self._masters):
             self._versions[param] = guards.weight_version(param)
 

@@ -62,8 +62,8 @@ class Requantization:
             reduction.add(grid, shared.get(name))
 
     def commit(self, values: Tensor, words: RandomWords | None = None, remainder: Remainder | None = None) -> None:
-        """Write codes and scales; under delayed scaling with the scale of past amaxes, then record this one. Arguments
-        as of `QuantizedStorage.write`."""
+        """Write codes and scales. Under delayed scaling the scale is that of past amaxes, or of this one if it is
+        larger, and this one is recorded. Arguments as of `QuantizedStorage.write`."""
         self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
         if history is None:
@@ -72,7 +72,8 @@ class Requantization:
         (name,) = storages.scale_names(self.storage.cell)
         amax = self.amaxes[name]
         past = history_amax(history, self.storage.cell.scaling.most_recent)
-        used = torch.where(past > 0, past, amax)  # nothing recorded yet: the weight's own amax
+        # as the kernels do: an infinite or NaN amax, which is not recorded either, changes no scale
+        used = torch.where(torch.isfinite(amax), torch.maximum(past, amax), past)
         self.storage.write(values, {name: used.view(1, 1)}, words, remainder)
         record_amax_(history, amax.view(()))
 
@@ -86,6 +87,8 @@ def requantize_(
     plain: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all of them together.
+
+    Under delayed scaling the amax history of each weight begins again, with the amax of its new values.
 
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
@@ -118,6 +121,7 @@ def requantize_(
     if bad is not None:
         _check_finite(all_values, bad, names)
     for requantization, values in begun:
+        requantization.storage.forget_amaxes()
         requantization.commit(values)
     for weight, _ in weights:
         torch.autograd.graph.increment_version(private_torch.local_tensor(weight))

@@ -138,6 +138,11 @@ class QuantizedStorage:
             self.seen_version()
         return self
 
+    def forget_amaxes(self) -> None:
+        """Empty the amax history, before or after a write of values that did not come from those here."""
+        if AMAX_HISTORY in self.state:
+            self.state[AMAX_HISTORY].zero_()
+
     @property
     def home(self) -> QuantizedStorage:
         """The storage that this one is a passing copy of, if that still exists; else itself."""

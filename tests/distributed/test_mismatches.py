@@ -55,3 +55,23 @@ def step_in_which_ranks_differ() -> list[str]:
 
 def test_ranks_that_used_different_modules_do_not_wait_under_cpu_offload() -> None:
     assert run_ranks(2, step_in_which_ranks_differ) == [["backward"], ["backward"]]
+
+
+def step_after_texts_of_different_lengths() -> list[float]:
+    """The last input amaxes of replicas in training mode."""
+    model, rank = build("delayed", torch.float32, widths=(40, 70, 70)), torch.distributed.get_rank()
+    for _ in range(rank):
+        with torch.no_grad(), qs.autocast(recipe=RECIPES["delayed"]):
+            model(100 * inputs(rank).float())
+    with qs.autocast(recipe=RECIPES["delayed"]):
+        with torch.no_grad():
+            for _ in range(rank):
+                model(100 * inputs(rank).float())
+        y = model(inputs(rank).float())
+    y.sum().backward()
+    return [model[0].input_amax_history[-1].item(), inputs(rank).float().abs().max().item()]
+
+
+def test_ranks_may_call_replicas_without_gradients_as_often_as_they_like() -> None:
+    found = run_ranks(3, step_after_texts_of_different_lengths)
+    assert [recorded for recorded, _ in found] == 3 * [max(amax for _, amax in found)]

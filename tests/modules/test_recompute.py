@@ -50,6 +50,33 @@ def test_a_layer_in_two_regions_records_one_amax_a_step(reentrant: bool) -> None
         assert (plain != 0).sum() == 3
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_mode_of_the_first_forward_tells_what_is_recorded(reentrant: bool | None, trains: bool) -> None:
+    """Also if train() or eval() is called before backward, as where a metric is evaluated between the two."""
+    layer = linear().train(trains)
+    with qs.autocast(recipe=DELAYED):
+        out = layer(x()) if reentrant is None else checkpoint(layer, x(), use_reentrant=reentrant)
+    layer.train(not trains)
+    out.sum().backward()
+    for history in (layer.input_amax_history, layer.grad_output_amax_history):
+        assert (history != 0).sum() == trains
+
+
+@pytest.mark.parametrize("way", [torch.no_grad, torch.inference_mode])
+def test_a_forward_without_gradients_records_nothing(way: Callable[[], Any]) -> None:
+    """As in TransformerEngine: ranks may generate texts of different lengths."""
+    layer = linear()
+    with way(), qs.autocast(recipe=DELAYED):
+        layer(100 * x())
+    with qs.autocast(recipe=DELAYED):
+        with way():
+            layer(100 * x())
+        out = layer(value := x())
+    out.sum().backward()
+    assert layer.input_amax_history.tolist() == [0, 0, 0, value.abs().max()]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_graph_kept_for_a_second_backward(reentrant: bool) -> None:
     layer = linear("current")

@@ -13,7 +13,7 @@ from quantshard import Linear, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.optimizers.test_fused_adam import parameters, set_grads, values
-from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same
+from tests.tensor.test_tensor import RECIPES, contents, differing, every_cell, random, same, write
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -122,7 +122,7 @@ def test_weights_are_quantized_masters_for_every_recipe(cell):
         set_grads(params, step)
         before = params["quantized"].detach().clone()
         optimizer.step()
-        before.quantize_(optimizer.state[params["quantized"]]["master_param"])  # with the history of delayed scaling
+        write(before, optimizer.state[params["quantized"]]["master_param"])
         assert not differing(contents(before), contents(params["quantized"]))
 
 

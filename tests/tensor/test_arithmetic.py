@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import swa_utils
 
-from quantshard import Linear, quantized_model_init
+from quantshard import Linear, quantized_model_init, requantize_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import NonFiniteGradientError, UnsupportedOperationError
 from quantshard.tensor import arithmetic
@@ -142,7 +142,7 @@ def test_rounding_is_right_on_average(cell):
     A rounding has variance at most (step / 2)**2 for two neighbours a step apart; the bound is 5 standard deviations.
     """
     tensor = weight(cell, dtype=torch.bfloat16)
-    tensor.quantized_storage.state.pop(AMAX_HISTORY, None)  # delayed scaling would clip at a scale of the past
+    tensor.quantized_storage.state.pop(AMAX_HISTORY, None)  # the scale of the past has other neighbours
     factors = 1 - 0.1 * torch.rand(SHAPE)
     exact = tensor.dequantize(dtype=torch.float32) * factors
     found = []
@@ -174,6 +174,49 @@ def test_small_updates_do_not_vanish(cell):
     moved = (start - tensor.dequantize(dtype=torch.float32)).mean() / size
     # a random walk of 1920 elements: 20 steps of at most (300 / 4 / 2)**2 variance each
     assert moved == pytest.approx(20, abs=5 * 37.5 * (20 / start.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize("cell", [CELLS["delayed"], CELLS["delayed newest"]], ids=["max", "newest"])
+@pytest.mark.parametrize("change", ["mul_", "sub_", "quantize_", "requantize_"])
+def test_values_beyond_past_amaxes_are_not_clipped(cell, change):
+    """E4M3 rounds to 2**-4 of a value; clipped to the scale of the values before, the error is two thirds."""
+    tensor = weight(cell)
+    wanted = 3 * tensor.dequantize(dtype=torch.float32)
+    if change == "mul_":
+        tensor.mul_(3)
+    elif change == "sub_":
+        tensor.sub_(tensor.dequantize(dtype=torch.float32) * -2)
+    elif change == "quantize_":
+        tensor.quantize_(wanted)
+    else:
+        requantize_([(tensor, wanted)])
+    error = (tensor.dequantize(dtype=torch.float32) - wanted).norm() / wanted.norm()
+    assert error < 0.06
+    assert tensor.quantized_storage.state[AMAX_HISTORY][-1] == wanted.abs().max()
+
+
+def test_the_largest_weights_move_as_fast_as_others():
+    tensor = weight(CELLS["delayed"]).quantize_(torch.full(SHAPE, 0.5))
+    optimizer = torch.optim.SGD([param := nn.Parameter(tensor)], lr=1e-3)
+    param.grad = torch.full(SHAPE, -1.0)
+    for _ in range(200):
+        optimizer.step()
+    # each of 1920 values is rounded by at most 1 / 32 of itself up or down, 200 times
+    assert param.detach().dequantize(dtype=torch.float32).mean() == pytest.approx(
+        0.7, abs=5 * 0.022 * (200 / 1920) ** 0.5
+    )
+
+
+def test_new_values_have_the_scale_of_their_own():
+    """They may be far smaller than those before, which the history of these would make zeros."""
+    tensor = weight(CELLS["delayed"])
+    small = tensor.dequantize(dtype=torch.float32) * 1e-6
+    tensor.quantize_(small)
+    fresh = weight(CELLS["delayed"]).quantize_(small)
+    state = tensor.quantized_storage.state[AMAX_HISTORY]
+    assert state[-1] == small.abs().max() and not state[:-1].any()
+    assert (tensor.dequantize(dtype=torch.float32) - small).norm() < 0.06 * small.norm()
+    assert not differing(contents(tensor), contents(fresh))
 
 
 def test_delayed_scaling_uses_past_amaxes_and_records_this_one():

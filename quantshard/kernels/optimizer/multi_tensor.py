@@ -216,9 +216,9 @@ def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECE
     length = tl.load(row + 2)
     known = past(history, length, MOST_RECENT, LENGTH)
     amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
-    used = tl.where(known > 0, known, amax)
+    used = tl.where(amax < float("inf"), tl.maximum(known, amax), known)  # known: of NaN too
     tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
-    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(known > 0, 0.0, 1.0))
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(used > known, 1.0, 0.0))
     push_amax(history, length, amax, LENGTH)
 
 

@@ -2,7 +2,8 @@
 
 A parameter goes one of three ways, by where the scales of what is written come from:
 
-    ONCE    from the tile, or from past amaxes (delayed scaling): `StepLaunchPlan.update` does all
+    ONCE    from the tile, or from past amaxes (delayed scaling): `StepLaunchPlan.update` does all, except where the
+            new amax is larger than those: there `StepLaunchPlan.finish` quantizes the master again
     AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
             states and measures, `StepLaunchPlan.finish` quantizes the master
     TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes

@@ -330,7 +330,7 @@ class QuantizedModule(RecipeModule):
         tensors = self._locals(layer.tensors if with_bias else layer.weights)
         weights, biases = tensors[: len(layer.weights)], tensors[len(layer.weights) :]
         quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
-        call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized)
+        call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized, self.training)
         if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
             if not call.repeated:  # in backward, what ran in an autocast runs again outside of it
                 context_warnings.warn_of_training_outside(self, layer.weights[0])
@@ -343,6 +343,8 @@ class QuantizedModule(RecipeModule):
                 f"the {weights[0].shape[1]} features that the weight takes here{part}"
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
+        # in a second forward, train() or eval() may have been called since the first
+        state.record = call.record and not (state.stage is not None and state.stage.infers)
         state.tp = self.tensor_parallel_of(layer.mode)
         return PreparedLinear(weights, biases or [None] * len(weights), call, state)
 

@@ -40,14 +40,16 @@ class LinearContext:
     """One forward of one linear layer.
 
     `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
-    first forward, of the input (0) and of each weight. `strict`: no fallback is taken. `repeated`: this is a second
-    forward, whose amaxes were recorded by the first.
+    first forward, of the input (0) and of each weight. `strict`: no fallback is taken. `record`: whether its amaxes,
+    and those of its backward, are recorded. `repeated`: this is a second forward, whose amaxes were recorded by the
+    first.
     """
 
     recipe: Recipe
     group: dist.ProcessGroup | None
     strict: bool
     amaxes: dict[tuple[TensorRole, int], Tensor] = field(default_factory=dict)
+    record: bool = True
     repeated: bool = False
 
 
@@ -115,10 +117,11 @@ def in_region() -> bool:
     return bool(found.entered) or found.replayed is not None
 
 
-def linear_context(layer: Layer, quantized: bool, setting: str | None = None) -> LinearContext:
+def linear_context(layer: Layer, quantized: bool, training: bool, setting: str | None = None) -> LinearContext:
     """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
 
-    `setting`: that of autocast when the running code was compiled; None if it was not.
+    `training`: the mode of its module. `setting`: that of autocast when the running code was compiled; None if it was
+    not.
 
     Raises:
         UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
@@ -132,7 +135,12 @@ def linear_context(layer: Layer, quantized: bool, setting: str | None = None) ->
             raise regions.unknown
         if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
             _check_known_without_first(quantized, setting)
-        current = LinearContext(asked.recipe, asked.amax_reduction_group, asked.strict)
+        # Ranks may generate texts of different lengths: as in TransformerEngine, only a forward that is differentiated
+        # records. The first one of a reentrant region runs under no_grad, and compiled code always does.
+        differentiated = torch.is_grad_enabled() or bool(regions.entered) or setting is not None
+        current = LinearContext(
+            asked.recipe, asked.amax_reduction_group, asked.strict, record=training and differentiated
+        )
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
         if first is None:

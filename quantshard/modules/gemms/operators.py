@@ -91,7 +91,8 @@ def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
     if structure.setting == context.NO_AUTOCAST and not layers.plain and structure.is_trained:
         context_warnings.warn_of_training_outside(module, structure.layers[0].weights[0])
     for index, layer in enumerate(structure.layers):
-        call = recompute.linear_context((id(module), ",".join(layer.weights)), not layers.plain, structure.setting)
+        names = id(module), ",".join(layer.weights)
+        call = recompute.linear_context(names, not layers.plain, structure.record, structure.setting)
         for name in layer.weights:
             module.weight_operand(name, call, asked.x.device)
         added = [None if dtype is None else next(biases) for dtype in layer.biases]
