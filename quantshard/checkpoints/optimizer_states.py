@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
@@ -24,6 +24,9 @@ from quantshard.tensor import components
 
 STATES = "optimizer.state."
 """What the keys of states begin with: this, the parameter's number, and the state's own name."""
+
+GROUPS = "optimizer.param_groups."
+"""What the keys of group entries begin with: this, the group's number, and the entry's own name."""
 
 Entries = Mapping[str, STORAGE_TYPES]
 
@@ -55,6 +58,7 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     The optimizer and its parameters stay as they are. A collective call where its step is one on sharded parameters.
     """
     state = state_to_fill(optimizer)
+    _add_entries_of_others(state["param_groups"], stored, components.own_settings(optimizer))
     if numbers is not None:
         return numbers.to_checkpoint(state)
     if allocates(optimizer):
@@ -68,6 +72,17 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
         if not _covers(state["state"].get(number, {}), theirs):
             state["state"][number] = _made(optimizer, group, param, theirs)
     return state
+
+
+def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: set[str]) -> None:
+    """Make a place for group entries that others than the optimizer saved, such as a scheduler's `initial_lr`."""
+    for key, entry in stored.items():
+        number, _, name = key.removeprefix(GROUPS).partition(".")
+        if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
+            continue
+        is_value = isinstance(entry, BytesStorageMetadata) and "." not in name
+        if is_value and name not in own | {*components.PARAMETER_ENTRIES}:
+            groups[int(number)].setdefault(name, None)
 
 
 def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:

@@ -61,6 +61,8 @@ def load_optimizer_state(
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
         for index, param in zip(saved["params"], own["params"], strict=True)
     ]
+    if any(map(_is_matched_by_name, groups)):
+        _check_frozen(found, names)
     loads = _of_this_version(found, names)
     _check_dtypes([(param, *load) for (param, *_), load in zip(found, loads, strict=True)])
     for name, live, loaded in loads:
@@ -75,6 +77,20 @@ def load_optimizer_state(
     for saved, own in zip(groups, optimizer.param_groups, strict=True):
         _load_group(own, saved)
     return changed
+
+
+def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]) -> None:
+    """Refuse what `set_optimizer_state_dict` passes for frozen parameters: nothing, or the live states themselves.
+
+    Raises:
+        CheckpointError: naming the first such parameter.
+    """
+    for param, live, loaded in states:
+        if live and not param.requires_grad and all(loaded.get(key) is value for key, value in live.items() if loaded):
+            raise CheckpointError(
+                f"{names[param]} is frozen, and set_optimizer_state_dict does not load states of frozen parameters; "
+                "call requires_grad_(True) for the load, then freeze it again"
+            )
 
 
 def _of_this_version(
@@ -181,6 +197,11 @@ def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[
 
 
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:
+    if live and not loaded:
+        raise CheckpointError(
+            f"{name}: the optimizer state has no entry for it; build this optimizer with the parameter frozen, as it "
+            "was when the saved one was built"
+        )
     if loaded.keys() != live.keys():
         raise CheckpointError(
             f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "

@@ -14,6 +14,7 @@ other operation dequantizes, and none of these is differentiable, so no training
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,12 +26,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
 from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives import flat_max, process_groups
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError
+from quantshard.errors import NonFiniteGradientError, RankMismatchError, UnsupportedOperationError, warn_user
 from quantshard.tensor import requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import plain_like, rule
@@ -188,6 +190,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     """
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
+    _warn_without_masters()
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -213,6 +216,23 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     for i in changed:
         begun[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
+
+
+def _warn_without_masters() -> None:
+    """Warn, once at a line, of an optimizer whose `step` writes quantized weights itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(caller, Optimizer):
+            kind = type(caller)
+            module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+            name = f"{module}.{kind.__qualname__}"
+            warn_user(
+                f"{name} trains quantized weights without masters, so small updates become rounding noise; build "
+                f"quantshard.optimizers.MasterWeights({name}, params, lr=...) instead"
+            )
+            return
+        frame = frame.f_back
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import quantshard as qs
 from quantshard import checkpoints
@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("there", SCHEDULES)
 @pytest.mark.parametrize("here", SCHEDULES)
 def test_what_a_schedule_adds_to_groups_need_not_be_there(tmp_path: Path, kind: str, there: str, here: str) -> None:
-    """It is loaded where both have it, and stays as it is where the checkpoint lacks it."""
+    """It is loaded where the checkpoint has it, and stays as it is where not."""
     first, second = (nn.Linear(3, 3) if kind == "AdamW" else mxfp8() for _ in range(2))
     saved, own = OPTIMIZERS[kind](first), OPTIMIZERS[kind](second)
     SCHEDULES[there](saved)
@@ -91,9 +91,21 @@ def test_what_a_schedule_adds_to_groups_need_not_be_there(tmp_path: Path, kind: 
     before = dict(own.param_groups[0])
     checkpoints.load(tmp_path / "c", second, own)
     theirs, found = saved.param_groups[0], own.param_groups[0]
-    assert found["lr"] == 0.125 and found.keys() == before.keys()
+    assert found["lr"] == 0.125 and found.keys() == before.keys() | theirs.keys()
     for key in ("initial_lr", "max_lr", "min_lr"):
-        assert key not in found or found[key] == theirs.get(key, before[key])
+        assert key not in found or found[key] == theirs.get(key, before.get(key))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_schedule_goes_on_from_the_rate_that_was_loaded(kind: str, tmp_path: Path) -> None:
+    first, second = (nn.Linear(3, 3) if kind == "AdamW" else mxfp8() for _ in range(2))
+    saved, own = OPTIMIZERS[kind](first), OPTIMIZERS[kind](second)
+    LambdaLR(saved, lambda step: 0.5**step)
+    rate = saved.param_groups[0]["initial_lr"]
+    checkpoints.save(tmp_path / "c", first, saved)
+    checkpoints.load(tmp_path / "c", second, own)
+    LambdaLR(own, lambda step: 0.5**step, last_epoch=2)
+    assert own.param_groups[0]["lr"] == rate / 8
 
 
 def test_groups_without_names_are_loaded_into_groups_with_names(tmp_path: Path) -> None:

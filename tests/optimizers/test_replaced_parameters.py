@@ -6,8 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.tensor.test_tensor import RECIPES, contents, differing, random, same
@@ -196,3 +197,23 @@ def test_one_that_was_replaced_in_the_model_alone_gets_no_gradient_which_is_said
         warnings.simplefilter("error")
         optimizer.step()
     assert (model.weight != 1).all()
+
+
+@every_optimizer
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}])
+def test_the_states_of_a_frozen_parameter_are_refused_by_name(make, options):
+    """PyTorch drops them, or passes the live ones as if they were loaded."""
+    options, runs = StateDictOptions(**options), []
+    for seed in (0, 5):
+        model = nn.ParameterDict(parameters(seed))
+        runs.append((model, make(model.named_parameters())))
+        model["quantized"].requires_grad_(False)
+    (trained, optimizer), (model, other) = runs
+    state = copy.deepcopy(get_optimizer_state_dict(trained, optimizer, options=options))
+    refusal = r"^quantized is frozen, .* call requires_grad_\(True\) for the load, then freeze it again"
+    with pytest.raises(CheckpointError, match=refusal):
+        set_optimizer_state_dict(model, other, dict(state), options=options)
+    model["quantized"].requires_grad_(True)
+    set_optimizer_state_dict(model, other, dict(state), options=options)
+    own, loaded = other.state[model["quantized"]], optimizer.state[trained["quantized"]]
+    assert own and not [key for key in loaded if not torch.equal(own[key], loaded[key])]

@@ -516,3 +516,24 @@ def test_users_loops():
 
 def test_every_formula_has_both_forms():
     assert arithmetic.IN_PLACE.keys() == arithmetic.IN_PLACE_LISTS.keys()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_stock_optimizer_that_trains_quantized_weights_warns_once(foreach):
+    model = model_of("mxfp8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(model, optimizer, steps=3)
+    (warning,) = [entry for entry in caught if "masters" in str(entry.message)]
+    assert str(warning.message) == (
+        "torch.optim.AdamW trains quantized weights without masters, so small updates become rounding noise; build "
+        "quantshard.optimizers.MasterWeights(torch.optim.AdamW, params, lr=...) instead"
+    )
+
+
+def test_arithmetic_of_a_users_loop_does_not_warn():
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        weight(MXFP8, 40, 150).mul_(0.5)
+    assert not caught
