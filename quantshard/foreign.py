@@ -8,6 +8,7 @@ says how long it may be; that is looked at before anything is read, so that memo
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import json
 import math
@@ -15,7 +16,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 from quantshard.errors import ConfigurationError, QuantshardError, printable
@@ -27,6 +29,7 @@ else:
 
 __all__ = [
     "LIMITS",
+    "hub_offline",
     "open_regular",
     "printable",
     "read_json",
@@ -320,3 +323,29 @@ def _check_integers(found: dict[str, Any]) -> None:
 
 def _line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_OFFLINE: Final = (
+    ("huggingface_hub.constants", "HF_HUB_OFFLINE", True),
+    ("datasets.config", "HF_HUB_OFFLINE", True),
+    ("transformers.dynamic_module_utils", "TIME_OUT_REMOTE_CODE", 0),
+)
+
+
+@contextmanager
+def hub_offline() -> Iterator[None]:
+    """Keep transformers and datasets from sending requests, and from offering to run code of a folder.
+
+    `local_files_only=True` and `trust_remote_code=False` do not reach models and configurations that others contain.
+    """
+    switches = []
+    for name, switch, value in _OFFLINE:
+        if name.partition(".")[0] in sys.modules:
+            module = importlib.import_module(name)
+            switches.append((module, switch, getattr(module, switch, None)))
+            setattr(module, switch, value)
+    try:
+        yield
+    finally:
+        for module, switch, before in switches:
+            setattr(module, switch, before)

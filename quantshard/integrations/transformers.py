@@ -179,7 +179,7 @@ def training_config(path: str, recipe: Recipes, *, filter: Filter | None = None,
         ConfigurationError: there is no configuration, or the files are not quantized.
     """
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if os.path.isabs(path) and not os.path.lexists(path):
             raise ConfigurationError(f"training_config({str(path)!r}): there is no such folder") from None

@@ -228,7 +228,10 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
         for name, content in contents.items():
             outputs.write_file(Path(folder, name), content)
         try:
-            made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with foreign.hub_offline():
+                made = transformers.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
             backend = getattr(made, "backend_tokenizer", None)
         except Exception as error:  # of whatever file it was
             raise _no_tokenizer(path, error) from None

@@ -9,17 +9,21 @@ any number of processes, and lies on none as a whole.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from quantshard import checkpoints, private_torch
+from quantshard import checkpoints, foreign, private_torch
 from quantshard.conversion.convert import convert
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.conversion.report import ConversionReport
@@ -32,12 +36,12 @@ from quantshard.tensor import components
 from quantshard.terminal import inputs
 from quantshard.trainer.settings.recipes import LayerRecipes
 
-_MOST_LAYERS = 1 << 12
-_COUNT = re.compile(r"(num|n)_\w*(layers?|experts?|blocks?)|n_layer|\w*(encoder|decoder)_layers|depths?")
-"""Names of fields that say how many modules there are; a configuration comes from anybody."""
+_MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
+_COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
+"""Names of fields that count modules, of which configurations themselves make lists."""
 
-_IMPLEMENTATION = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map")
-"""Names of fields by which transformers would fetch code, or import a folder's: those of PyTorch are taken instead."""
+_UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
+"""Names of fields that make transformers fetch or import code, or that rename other fields."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
 """Files of weights that are not read."""
@@ -128,13 +132,17 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     before = torch.get_default_dtype()
     try:
-        config = transformers.AutoConfig.for_model(kind, **kept)
-        named: Any = getattr(transformers, names[0], None) if names else None
-        is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-        is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
-        torch.set_default_dtype(getattr(torch, dtype))  # of what is trained; tables of angles stay in float32
-        with torch.device("meta"):
-            found: nn.Module = named(config) if is_model else transformers.AutoModelForCausalLM.from_config(config)
+        with foreign.hub_offline(), _module_limit(where):
+            config = transformers.AutoConfig.for_model(kind, **kept)
+            named: Any = getattr(transformers, names[0], None) if names else None
+            is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+            is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
+            torch.set_default_dtype(getattr(torch, dtype))  # of what is trained; tables of angles stay in float32
+            auto = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
+            with torch.device("meta"):
+                model: nn.Module = (named if is_model else auto)(config)
+    except ConfigurationError:
+        raise
     except Exception as error:  # whatever a field of a wrong type leads to in there
         line = " ".join(str(error).split())
         raise ConfigurationError(
@@ -142,28 +150,47 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
         ) from None
     finally:
         torch.set_default_dtype(before)
-    return found
+    return model
 
 
 _READ = ("model_type", "dtype", "torch_dtype")
 
 
-def _harmless(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without what would have code fetched or imported, in what is nested, too."""
-    return {
-        name: _harmless(value) if isinstance(value, dict) else value
-        for name, value in content.items()
-        if not _IMPLEMENTATION.fullmatch(name)
-    }
+def _harmless(value: Any) -> Any:
+    """A configuration without `_UNSAFE` fields at any depth."""
+    if isinstance(value, list):
+        return [_harmless(entry) for entry in value]
+    if isinstance(value, dict):
+        return {name: _harmless(entry) for name, entry in value.items() if not _UNSAFE.fullmatch(name)}
+    return value
 
 
-def _check_counts(content: Mapping[str, Any], where: str) -> None:
-    """Refuse more modules than any model has, which would take all memory, in what is nested, too."""
-    for name, value in content.items():
-        if _COUNT.fullmatch(name) and isinstance(value, int) and value > _MOST_LAYERS:
-            raise ConfigurationError(f"{where}: {name} is {value}, more than the {_MOST_LAYERS} that are built")
-        if isinstance(value, dict):
-            _check_counts(value, where)
+def _check_counts(value: Any, where: str, name: str = "") -> None:
+    """Refuse more layers than any model has, at any depth of a configuration."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _check_counts(entry, where, key)
+    elif isinstance(value, list):
+        for entry in value:
+            _check_counts(entry, where, name)
+    elif isinstance(value, int | float) and value > _MOST_LAYERS and _COUNT.fullmatch(name):
+        raise ConfigurationError(f"{where}: {name} is {value}, and at most {_MOST_LAYERS} are built")
+
+
+@contextmanager
+def _module_limit(where: str) -> Iterator[None]:
+    """Refuse to build more than `_MOST_MODULES` modules, whatever fields of the configuration ask for them."""
+    numbers = itertools.count(1)
+
+    def count(*arguments: Any) -> None:
+        if next(numbers) > _MOST_MODULES:
+            raise ConfigurationError(f"{where}: its model has more than {_MOST_MODULES} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def converted(

@@ -1,0 +1,139 @@
+"""Folders from anyone: no code of theirs runs, no name in them is requested, no size in them hangs a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantshard.errors import ConfigurationError
+from quantshard.trainer.models import huggingface
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+LLAMA = SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+CODE = {"AutoConfig": "evil/code--evil.C", "AutoModelForCausalLM": "evil/code--evil.M"}
+HOSTILE_MODELS: dict[str, dict[str, Any]] = {
+    "code": {"model_type": "vit", "auto_map": CODE},
+    "code by an alias": {"model_type": "vit", "attribute_map": {"x": "auto_map"}, "x": CODE},
+    "detr": {
+        "model_type": "detr",
+        "architectures": ["DetrForObjectDetection"],
+        "backbone": "evil/repo",
+        "use_timm_backbone": False,
+    },
+    "upernet": {
+        "model_type": "upernet",
+        "architectures": ["UperNetForSemanticSegmentation"],
+        "backbone": "evil/repo",
+    },
+}
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The paths requested from a server that stands in for the Hugging Face hub, in this process and its children."""
+    paths: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield paths
+    server.shutdown()
+    server.server_close()
+
+
+def on_a_terminal(script: str, *arguments: str) -> str:
+    """The output of a Python script whose terminal answers every question with y."""
+    primary, secondary = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=secondary, stdout=secondary, stderr=secondary, env=environment
+    )
+    os.close(secondary)
+    os.write(primary, b"y\n" * 8)
+    output = b""
+    try:
+        while block := os.read(primary, 4096):
+            output += block
+    except OSError:  # Linux raises EIO when the last writer has closed
+        pass
+    process.wait()
+    os.close(primary)
+    return output.decode()
+
+
+DESCRIBE = """
+import json, sys
+from quantshard.errors import ConfigurationError
+from quantshard.trainer.models import huggingface
+for content in json.loads(sys.argv[1]):
+    try:
+        huggingface.described(content, "config.json", causal=True)
+        print("BUILT")
+    except ConfigurationError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_configurations_neither_run_code_nor_make_requests(requests: list[str]) -> None:
+    """With a terminal that answers y, and without one."""
+    contents = json.dumps([*HOSTILE_MODELS.values()])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    piped = subprocess.run(
+        [sys.executable, "-c", DESCRIBE, contents], input="y\n" * 8, capture_output=True, text=True, env=environment
+    )
+    for output in (piped.stdout, on_a_terminal(DESCRIBE, contents)):
+        assert output.count("REFUSED") == len(HOSTILE_MODELS), output
+        assert "wish to run" not in output
+    assert requests == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 4096},
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 10**6},
+        {"model_type": "vit", "architectures": ["ViTModel"], "num_layers": 10**6},
+        {"model_type": "whisper", "architectures": ["WhisperModel"], "encoder_layers": 10**6},
+        {"model_type": "timesformer", "layers": 10**9},
+        {"text_config": [{"depth": 10**6}]},
+    ],
+)
+def test_configurations_of_too_many_layers(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json: \w+ is \d+, and at most 1024 are built"):
+        huggingface.described(LLAMA | change, "config.json")
+
+
+def test_models_of_too_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted while they are built, whatever field of the configuration asks for them."""
+    monkeypatch.setattr(huggingface, "_MOST_MODULES", 100)
+    with pytest.raises(ConfigurationError, match=r"^config\.json: its model has more than 100 modules$"):
+        huggingface.described(LLAMA | {"num_hidden_layers": 64}, "config.json")
+    assert huggingface.described(LLAMA | {"num_hidden_layers": 2}, "config.json")
+
+
+def test_an_alias_of_a_field_is_not_read() -> None:
+    content = LLAMA | {"num_hidden_layers": 2, "attribute_map": {"x": "num_hidden_layers"}, "x": 10**9}
+    assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
