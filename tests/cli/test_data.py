@@ -159,8 +159,9 @@ def token_file(path, tokens, dtype="<u2", header=b""):
     return str(path)
 
 
-HEADER = np.zeros(256, "<i4")
-HEADER[:2] = 20240520, 1
+def header(count, magic=20240520):
+    """The header of llm.c's files: a magic number, the version and the number of tokens."""
+    return np.array([magic, 1, count, *[0] * 253], "<i4").tobytes()
 
 
 def test_token_files_are_streams(tmp_path):
@@ -168,7 +169,7 @@ def test_token_files_are_streams(tmp_path):
     tokens = list(range(300)) * 4
     plain = token_file(tmp_path / "plain.bin", tokens)
     wide = token_file(tmp_path / "wide.bin", [70000, *tokens], "<u4")
-    headed = token_file(tmp_path / "headed.bin", tokens[:7], "<u2", HEADER.tobytes())
+    headed = token_file(tmp_path / "headed.bin", tokens[:7], "<u2", header(7))
     corpus = collect([plain, headed], like=Corpus((), vocabulary=300, end_of_document=0))
     assert [(d.dtype, d.header, d.tokens) for d in corpus.documents] == [("uint16", 0, 1200), ("uint16", 1024, 7)]
     assert from_table(corpus.table()) == corpus
@@ -180,12 +181,30 @@ def test_token_files_are_streams(tmp_path):
     assert Windows(corpus, 9, 0.0).sources[0].stream.window(0, 2).tolist() == [70000, 0]
 
 
+@pytest.mark.parametrize("count", [6, 8, 0, -1])
+def test_a_header_that_contradicts_the_file_is_refused(tmp_path, count):
+    path = token_file(tmp_path / "headed.bin", range(7), "<u2", header(count))
+    with pytest.raises(ConfigurationError, match=rf"headed\.bin: the header counts {count} tokens, the file has 7"):
+        collect([path], like=Corpus((), vocabulary=300, end_of_document=0))
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffab".encode())
+    (tmp_path / "b.txt").write_bytes("c\ufeff".encode())
+    corpus = collect([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+    assert Windows(corpus, 7, 0.0).sources[0].stream.window(0, 8).tolist() == [97, 98, 256, 99, 0xEF, 0xBB, 0xBF, 256]
+    assert from_table(corpus.table()) == corpus
+    assert collect_recorded([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], corpus) == corpus
+    as_it_is = collect([str(tmp_path / "a.txt")], data_format="text")
+    assert as_it_is.tokens == 5 + 1
+
+
 def test_tokens_beyond_the_vocabulary_are_named(tmp_path):
     like = Corpus((), vocabulary=300, end_of_document=0)
     bad = token_file(tmp_path / "bad.bin", [*range(300)] * 2000 + [300, 5])
     with pytest.raises(ConfigurationError, match=r"bad\.bin: token 600000 is 300, but vocabulary = 300 .*--vocabulary"):
         collect([bad], like=like)
-    headed = token_file(tmp_path / "headed.bin", [1, 2, 301], "<u2", HEADER.tobytes())
+    headed = token_file(tmp_path / "headed.bin", [1, 2, 301], "<u2", header(3))
     with pytest.raises(ConfigurationError, match=r"headed\.bin: token 2 is 301"):
         collect([headed], like=like)
     (tmp_path / "odd.bin").write_bytes(b"abc")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,12 +133,51 @@ def test_bytes_and_larger_vocabularies(folder, tmp_path, monkeypatch):
     assert stored(tmp_path / "wide") == expected(folder)
 
 
-def test_long_texts_are_cut_where_tokenizers_cut(folder, tmp_path, monkeypatch):
-    text = "\n".join(DOCUMENTS * 3)
+SPLITS = ["byte level", "prefix space", "Metaspace", "Metaspace, first", "T5", "Llama 2"]
+
+
+def subword_tokenizer(folder, kind):
+    """A tokenizer of the kind, trained on the documents."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "Metaspace, first" else "always")
+    if kind == "T5":
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    elif kind.startswith("Metaspace"):
+        made.pre_tokenizer = spaces
+    elif kind == "Llama 2":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "prefix space")
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[sources.END, "<unk>"], show_progress=False)
+    made.train_from_iterator([word + " " for text in sources.texts(200) for word in text.split(" ")], trainer)
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": sources.END}))
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_chunks_have_the_tokens_of_the_whole_text(tmp_path, monkeypatch, kind):
+    """Wherever a text is cut: at a line, in a word, in white space, or in a run of letters without either."""
+    subword_tokenizer(tmp_path / "tokenizer", kind)
+    text = "\n".join(DOCUMENTS[:12]) + "\n\n    of  the \n" + "weight" * 60 + "\u4e2d" * 90 + "\n" + DOCUMENTS[0]
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
-    monkeypatch.setattr("quantshard.trainer.data.texts.CHUNK_CHARACTERS", 500)
-    index = sharded(tmp_path / "long.txt", folder).write(tmp_path / "out", 1)
-    assert index.documents == 1 and stored(tmp_path / "out") == expected(folder, [text])
+    whole = expected(tmp_path, [text])
+    monkeypatch.setattr("quantshard.trainer.data.texts.OVERLAP", 200)
+    for size in (1, 7, 100, 500, 10**6):
+        monkeypatch.setattr("quantshard.trainer.data.texts.CHUNK_CHARACTERS", size)
+        index = sharded(tmp_path / "long.txt", tmp_path).write(tmp_path / str(size), 1)
+        assert index.documents == 1 and stored(tmp_path / str(size)) == whole, size
+    sharded(tmp_path / "long.txt", tmp_path, tokenizer="").write(tmp_path / "bytes", 1)
+    assert stored(tmp_path / "bytes") == [*text.encode(), 256]
+
+
+def test_a_byte_order_mark_is_not_text(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("\ufeffa \ufeffb", encoding="utf-8")
+    for tokenizer, tokens in (("tokenizer", expected(folder, ["a \ufeffb"])), ("", [*"a \ufeffb".encode(), 256])):
+        sharded(tmp_path / "a.txt", folder, tokenizer=tokenizer).write(tmp_path / f"out{tokenizer}", 1)
+        assert stored(tmp_path / f"out{tokenizer}") == tokens
 
 
 def test_what_looks_special_is_text(folder, tmp_path):
@@ -237,6 +277,27 @@ BAD_LINES = {
 def test_bad_lines_are_named(folder, tmp_path, bad):
     (tmp_path / "a.jsonl").write_bytes(b'{"text":"a"}'[:11] + b"}" + b"\n"[:0] + b"\n" + bad.encode("latin-1"))
     line(told("tokenize", tmp_path / "a.jsonl", "--out", tmp_path / "out"), BAD_LINES[bad].replace("12", "13"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "saved", "hub"])
+def test_a_row_without_text_is_named(folder, tmp_path, name):
+    documents = [*DOCUMENTS[:9], None]
+    if name == "a.jsonl":
+        sources.jsonl(tmp_path / name, documents)
+    elif name == "a.parquet":
+        sources.parquet(tmp_path / name, documents)  # in the second row group
+    else:
+        found = pytest.importorskip("datasets")
+        found.disable_progress_bars()
+        if name == "saved":
+            found.Dataset.from_dict({"text": documents}).save_to_disk(tmp_path / name)
+        else:
+            (tmp_path / "hub").mkdir()
+            sources.parquet(tmp_path / "hub" / "train.parquet", documents)
+            (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.parquet\n---\n")
+    answer = told("tokenize", tmp_path / name, "--out", tmp_path / "out")
+    line(answer, f"{tmp_path / name}")
+    assert re.search(r"(byte \d+|row 9): 'text' is null, and must be a text", answer[2][0]), answer[2][0]
 
 
 def test_bad_options_are_refused(folder, tmp_path):

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.data.documents import Corpus, Document, check_vocabulary, read_document, token_dtype
-from quantshard.trainer.data.finding import INDEX, RAW, SHARDS, DataSource, find
+from quantshard.trainer.data.documents import (
+    Corpus,
+    Document,
+    byte_order_mark,
+    check_vocabulary,
+    read_document,
+    token_dtype,
+)
+from quantshard.trainer.data.finding import INDEX, RAW, SHARDS, TEXT, DataSource, find
 from quantshard.trainer.data.shards import raw_layout, read_index
 
 _RESTORE = "restore it, or name the unchanged files with --data"
@@ -38,8 +45,8 @@ def collect(
         ConfigurationError: as `finding.find`; or a file cannot be read, or holds tokens that are none.
     """
     like = like or Corpus(())
-    sources = [_layouts(source, like.vocabulary) for source in find(paths, data_format)]
-    kept = [_layouts(source, like.vocabulary) for source in find(heldout, data_format)] if heldout else []
+    sources = [_layouts(source, like.vocabulary, data_format) for source in find(paths, data_format)]
+    kept = [_layouts(source, like.vocabulary, data_format) for source in find(heldout, data_format)] if heldout else []
     documents = [_read(layout, like.vocabulary) for layouts in [*sources, *kept] for layout in layouts]
     corpus = replace(
         like,
@@ -62,7 +69,7 @@ def collect_recorded(
     """
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
-    found = [layout for source in sources for layout in _layouts(source, recorded.vocabulary, read=False)]
+    found = [layout for source in sources for layout in _layouts(source, recorded.vocabulary)]
     _check_lengths(found, recorded)
     begun()
     documents = []
@@ -74,8 +81,8 @@ def collect_recorded(
     return replace(recorded, documents=tuple(documents))
 
 
-def _layouts(source: DataSource, vocabulary: int, read: bool = True) -> list[FileLayout]:
-    """The files of a source. `read`: look into token files without an index for a header."""
+def _layouts(source: DataSource, vocabulary: int, data_format: str = "") -> list[FileLayout]:
+    """The files of a source. Files without an index are not read for a header if `data_format` is ""."""
     if source.kind == SHARDS:
         index = read_index(source.path)
         digests = {source.path / shard.file: shard.sha256 for shard in index.shards}
@@ -83,7 +90,9 @@ def _layouts(source: DataSource, vocabulary: int, read: bool = True) -> list[Fil
         if not sizes:
             raise ConfigurationError(f"there are no tokens in {source.path}")
         return [FileLayout(path, size, index.dtype, 0, digests[path]) for path, size in sizes]
-    if source.kind == RAW and read:
+    if source.kind == TEXT and data_format == "auto":
+        return [FileLayout(path, size, "", byte_order_mark(path)) for path, size in source.files]
+    if source.kind == RAW and data_format:
         dtype = token_dtype(vocabulary)
         return [FileLayout(path, size, *raw_layout(path, size, dtype)) for path, size in source.files]
     return [FileLayout(path, size) for path, size in source.files]

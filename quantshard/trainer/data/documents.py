@@ -40,7 +40,7 @@ _LOOKED_AT = 1 << 16
 _PACKED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 """What files of packers begin with."""
 
-_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
+_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
 _SOURCE = re.compile(r"([0-9]{1,9}) files?, weight ([0-9.e+-]{1,30})")
 
 
@@ -53,7 +53,7 @@ def token_dtype(vocabulary: int) -> str:
 class Document:
     """One file: where it is, its size in bytes, and their SHA-256.
 
-    `dtype`: one of `TOKEN_DTYPES`; "" of a text. `header`: bytes before the first token.
+    `dtype`: one of `TOKEN_DTYPES`; "" of a text. `header`: bytes before the first token, such as a byte order mark.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class Document:
     @property
     def stored(self) -> int:
         """Tokens that the file holds; the end of a text is not among them."""
-        return (self.size - self.header) // TOKEN_DTYPES[self.dtype].itemsize if self.dtype else self.size
+        return (self.size - self.header) // (TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1)
 
     @property
     def tokens(self) -> int:
@@ -75,7 +75,9 @@ class Document:
     @property
     def line(self) -> str:
         """What identifies it, its name apart."""
-        return f"{self.sha256} {self.size}" + (f" {self.dtype}+{self.header}" if self.dtype else "")
+        return f"{self.sha256} {self.size}" + (
+            f" {self.dtype or 'text'}+{self.header}" if self.dtype or self.header else ""
+        )
 
 
 def _more(found: Sequence[object]) -> str:
@@ -217,14 +219,15 @@ def _entry(entry: str) -> Document:
     found = _ENTRY.fullmatch(entry)
     if found is None:
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a SHA-256, a length and a path")
-    document = Document(Path(found[5]), int(found[2]), found[1], found[3] or "", int(found[4] or 0))
-    if document.dtype and (document.size < document.header or not _is_even(document)):
+    dtype = "" if found[3] == "text" else found[3] or ""
+    document = Document(Path(found[5]), int(found[2]), found[1], dtype, int(found[4] or 0))
+    if document.size < document.header or not _is_even(document):
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is of no whole number of tokens")
     return document
 
 
 def _is_even(document: Document) -> bool:
-    return (document.size - document.header) % TOKEN_DTYPES[document.dtype].itemsize == 0
+    return not document.dtype or (document.size - document.header) % TOKEN_DTYPES[document.dtype].itemsize == 0
 
 
 def _source(entry: str) -> tuple[int, float]:
@@ -261,6 +264,19 @@ def read_document(path: Path, size: int, dtype: str = "", header: int = 0, vocab
     if changed:
         raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
     return Document(path, size, digest.hexdigest(), dtype, header)
+
+
+def byte_order_mark(path: Path) -> int:
+    """The length of the byte order mark that a text file begins with, or 0.
+
+    Raises:
+        ConfigurationError: the file cannot be read.
+    """
+    try:
+        with open_regular(path, follow=True) as file:
+            return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def check_text(path: Path) -> None:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import LIMITS, FieldReader, open_regular, regular_size
@@ -174,12 +176,12 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     `dtype`: what the vocabulary says.
 
     Raises:
-        ConfigurationError: its length is no whole number of tokens.
+        ConfigurationError: its length is no whole number of tokens, or not the one in its header.
     """
     header = 0
     try:
         with open_regular(path, follow=True) as file:
-            first = int.from_bytes(file.read(4), "little")
+            first, _, count = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
     except OSError as error:
         raise unreadable(path, error) from None
     if first in _HEADERS and size >= _HEADER_BYTES:
@@ -188,6 +190,11 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
         raise ConfigurationError(
             f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
             "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
+        )
+    stored = (size - header) // TOKEN_DTYPES[dtype].itemsize
+    if header and count != stored:
+        raise ConfigurationError(
+            f"{path}: the header counts {count} tokens, the file has {stored}; is it cut off? make it again"
         )
     return dtype, header
 

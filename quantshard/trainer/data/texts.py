@@ -12,7 +12,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -26,6 +26,9 @@ from quantshard.trainer.data.tokenizer import library
 
 CHUNK_CHARACTERS = 1 << 20
 """The most characters of a text file that are one chunk."""
+
+OVERLAP = 1 << 12
+"""Characters of its neighbours that a chunk repeats on each side."""
 
 _LINE_BYTES = 256 << 20
 """The most bytes of a line of JSON."""
@@ -44,10 +47,18 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some text, and whether its document ends with it."""
+    """A document's text, or a part of it.
+
+    text: the characters, those of the overlaps included.
+    ends: whether the document ends here.
+    before: characters at the start that belong to the previous chunks.
+    after: characters at the end that belong to the next chunks.
+    """
 
     text: str
     ends: bool
+    before: int = 0
+    after: int = 0
 
 
 class TextOptions(NamedTuple):
@@ -106,19 +117,22 @@ def chunks(kind: str, piece: Piece, options: TextOptions) -> Iterator[Chunk]:
 
 
 def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    """A file is a document, cut where a line begins with what is no white space: tokenizers cut there, too."""
-    path, waiting = Path(piece.file), ""
+    """Cut a file, which is one document, into overlapping chunks, if possible between lines."""
+    path, text, begin = Path(piece.file), "", 0
     try:
         with open_regular(path, follow=True) as file:
-            lines = io.TextIOWrapper(file, encoding="utf-8", newline="")
-            while line := lines.readline(CHUNK_CHARACTERS):
-                if len(waiting) + len(line) > CHUNK_CHARACTERS and waiting and not line[0].isspace():
-                    yield Chunk(waiting, ends=False)
-                    waiting = ""
-                waiting += line
-                if len(waiting) >= 4 * CHUNK_CHARACTERS:  # no such line comes
-                    yield Chunk(waiting, ends=False)
-                    waiting = ""
+            characters = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            while True:
+                wanted = begin + CHUNK_CHARACTERS + OVERLAP
+                while len(text) < wanted and (more := characters.read(wanted - len(text))):
+                    text += more
+                if len(text) <= begin + CHUNK_CHARACTERS:
+                    break
+                line_start = text.rfind("\n", begin, begin + CHUNK_CHARACTERS) + 1
+                end = line_start or begin + CHUNK_CHARACTERS
+                yield Chunk(text[: end + OVERLAP], False, begin, len(text[end : end + OVERLAP]))
+                kept = max(0, end - OVERLAP)
+                text, begin = text[kept:], end - kept
     except UnicodeDecodeError:
         raise ConfigurationError(
             f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes, "
@@ -126,7 +140,7 @@ def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
         ) from None
     except OSError as error:
         raise unreadable(path, error) from None
-    yield Chunk(waiting, ends=True)
+    yield Chunk(text, True, begin)
 
 
 # JSON lines -----------------------------------------------------------------------------------------------------------
@@ -187,9 +201,15 @@ def _field_of(line: bytes, where: str, field: str) -> str:
     if field not in found:
         keys = ", ".join(map(shown, list(found)[:8]))
         raise ConfigurationError(f"{where}: the object has no {field!r}, only {keys}; name the text with --text-field")
-    if not isinstance(found[field], str):
-        raise ConfigurationError(f"{where}: {field!r} is {shown(found[field])}, and must be a text")
-    return str(found[field])
+    return _checked_text(found[field], where, field)
+
+
+def _checked_text(value: object, where: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(
+            f"{where}: {field!r} is {'null' if value is None else shown(value)}, and must be a text; remove the row"
+        )
+    return value
 
 
 # Parquet --------------------------------------------------------------------------------------------------------------
@@ -217,17 +237,16 @@ def _check_column(names: Sequence[str], field: str, where: str) -> None:
 
 def _parquet_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
     with _parquet(Path(piece.file), options) as file:
-        groups = list(range(piece.first, piece.last))
-        for batch in file.iter_batches(_ROWS, groups, columns=[options.field]):
-            yield from _column_chunks(batch.column(0).to_pylist(), piece.file, options.field)
+        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.first))
+        for batch in file.iter_batches(_ROWS, list(range(piece.first, piece.last)), columns=[options.field]):
+            yield from _column_chunks(batch.column(0).to_pylist(), piece.file, row, options.field)
+            row += len(batch)
 
 
-def _column_chunks(column: Sequence[Any], where: str, field: str) -> Iterator[Chunk]:
-    for value in column:
-        if not isinstance(value, str | None):
-            raise ConfigurationError(f"{where}: {field!r} is {shown(value)} in a row, and must be a text")
-        if value:
-            yield Chunk(value, ends=True)
+def _column_chunks(column: Iterable[Any], where: str, first_row: int, field: str) -> Iterator[Chunk]:
+    for row, value in enumerate(column, first_row):
+        if text := _checked_text(value, f"{where}, row {row}", field):
+            yield Chunk(text, ends=True)
 
 
 # Hugging Face datasets ------------------------------------------------------------------------------------------------
@@ -251,10 +270,11 @@ def _dataset_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
     if hasattr(data, "num_rows"):
         for first in range(piece.first, piece.last, _ROWS):
             rows = data[first : min(first + _ROWS, piece.last)]
-            yield from _column_chunks(rows[options.field], piece.file, options.field)
+            yield from _column_chunks(rows[options.field], piece.file, first, options.field)
     else:
-        for row in data.shard(data.num_shards, piece.first):
-            yield from _column_chunks([row[options.field]], piece.file, options.field)
+        rows = data.shard(data.num_shards, piece.first)
+        where = piece.file if data.num_shards == 1 else f"{piece.file}, part {piece.first} of {data.num_shards}"
+        yield from _column_chunks((row[options.field] for row in rows), where, 0, options.field)
 
 
 def _dataset(path: Path, options: TextOptions) -> Any:

@@ -14,12 +14,13 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import groupby
 from os import _exit as end_at_once
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from quantshard.trainer import launch
 from quantshard.trainer.data.documents import TOKEN_DTYPES, read_document, token_dtype
 from quantshard.trainer.data.finding import INDEX, JOURNAL, DataSource
 from quantshard.trainer.data.shards import TOKENIZER, ShardEntry, ShardIndex, read_index, shard_entry
-from quantshard.trainer.data.texts import Piece, TextOptions, chunks, divide
+from quantshard.trainer.data.texts import Chunk, Piece, TextOptions, chunks, divide
 from quantshard.trainer.data.tokenizer import Tokenizer, end_text, load_tokenizer, tokenizer_contents
 
 SHARD_BYTES = 100_000_000
@@ -268,18 +269,16 @@ def make_shard(job: TokenizeJob, number: int, told: Callable[[int], object] = la
     kind = TOKEN_DTYPES[token_dtype(tokenizer.vocabulary)]
     folder, digest, tokens, documents = Path(job.folder), hashlib.sha256(), 0, 0
     with outputs.written_file(folder / _name(number), within=folder) as file:
-        for texts, ends in _batches(job, number):
-            told(sum(map(len, texts)))
-            for encoded, is_end in zip(tokenizer.encode(texts), ends, strict=True):
-                values = np.empty(len(encoded) + is_end, kind)
-                values[: len(encoded)] = encoded if not isinstance(encoded, bytes) else np.frombuffer(encoded, np.uint8)
-                values[len(encoded) :] = tokenizer.end_of_document
-                digest.update(values.data)
-                try:
-                    file.write(values.data)
-                except OSError as error:
-                    raise ConfigurationError(f"cannot write {folder / _name(number)}: {error.strerror}") from None
-                tokens, documents = tokens + len(values), documents + is_end
+        for ids, is_end in _encoded(tokenizer, _whole_chunks(job, number), told):
+            values = np.empty(len(ids) + is_end, kind)
+            values[: len(ids)] = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
+            values[len(ids) :] = tokenizer.end_of_document
+            digest.update(values.data)
+            try:
+                file.write(values.data)
+            except OSError as error:
+                raise ConfigurationError(f"cannot write {folder / _name(number)}: {error.strerror}") from None
+            tokens, documents = tokens + len(values), documents + is_end
     return ShardEntry(_name(number), tokens, documents, digest.hexdigest())
 
 
@@ -289,29 +288,73 @@ def _tokenizer(path: str, end_of_document: str, digest: str) -> Tokenizer:
     return load_tokenizer(path, end_of_document, digest if path else "")
 
 
-def _batches(job: TokenizeJob, number: int) -> Iterator[tuple[list[str], list[bool]]]:
-    """The chunks of a part, several at once; halves of surrogate pairs, which no encoding has, are replaced."""
-    texts: list[str] = []
-    ends: list[bool] = []
-    waiting, replaced = 0, 0
+def _whole_chunks(job: TokenizeJob, number: int) -> Iterator[Chunk]:
+    """The chunks of a part; halves of surrogate pairs, which no encoding has, are replaced."""
+    replaced = 0
     for piece in job.parts[number]:
-        for text, is_end in chunks(job.kind, piece, job.options):
-            whole = _without_surrogates(text)
-            replaced += whole is not text
-            texts.append(whole)
-            ends.append(is_end)
-            waiting += len(whole)
-            if waiting >= _AT_ONCE:
-                yield texts, ends
-                texts, ends, waiting = [], [], 0
-    if texts:
-        yield texts, ends
+        for chunk in chunks(job.kind, piece, job.options):
+            text = _without_surrogates(chunk.text)
+            replaced += text is not chunk.text
+            yield chunk._replace(text=text)
     if replaced:
         warnings.warn(
             f"{job.parts[number][0].file}: {replaced} texts have halves of surrogate pairs, which are no characters; "
             "U+FFFD stands for them",
             stacklevel=2,
         )
+
+
+def _encoded(
+    tokenizer: Tokenizer, pieces: Iterable[Chunk], told: Callable[[int], object]
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """The tokens of chunks, and whether a document ends after them. Whole documents are encoded several at once."""
+    for is_whole, group in groupby(pieces, lambda chunk: chunk.ends and not chunk.before):
+        if not is_whole:
+            yield from _joined(tokenizer, group, told)
+            continue
+        for texts in _batches(chunk.text for chunk in group):
+            told(sum(map(len, texts)))
+            yield from ((ids, True) for ids in tokenizer.encode(texts))
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _joined(
+    tokenizer: Tokenizer, pieces: Iterable[Chunk], told: Callable[[int], object]
+) -> Iterator[tuple[Sequence[int], bool]]:
+    """The tokens of documents in overlapping chunks, which are those of each document encoded at once.
+
+    A chunk's first and last tokens depend on where it was cut. So two chunks are joined inside their overlap: where a
+    token of both begins, at the boundary or after it.
+    """
+    ids, starts, seam = np.empty(0, np.int64), np.empty(0, np.int64), 0
+    for chunk in pieces:
+        encoded = tokenizer.encode_with_starts(chunk.text)
+        new_ids, new_starts = (np.array(list(values), np.int64) for values in encoded)
+        new_starts -= chunk.before
+        new_seam = 0
+        if chunk.before:
+            common = np.intersect1d(starts, new_starts)
+            new_seam = int(min(common[common >= max(0, seam)], default=max(0, seam)))
+            yield ids[(starts >= seam) & (starts < new_seam)], False
+        ids, starts, seam = new_ids, new_starts, new_seam
+        if chunk.ends:
+            yield ids[starts >= seam], True
+        length = len(chunk.text) - chunk.before - chunk.after
+        told(length)
+        starts -= length  # relative to the next boundary
+        seam -= length
 
 
 def _without_surrogates(text: str) -> str:

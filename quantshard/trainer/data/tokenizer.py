@@ -16,6 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import regular_content
@@ -48,6 +50,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The tokens of each text, without any at its begin or end that are not of the text."""
 
+    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """The tokens of a text, and the character that each begins with."""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Tokens as text to be shown: what is not printable is replaced; an end of a document is a line."""
 
@@ -60,6 +65,12 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The bytes of each text."""
         return [text.encode("utf-8") for text in texts]
+
+    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """The bytes of a text, and the character that each is of."""
+        encoded = text.encode("utf-8")
+        is_first = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
+        return encoded, (np.cumsum(is_first) - 1).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """As `text`."""
@@ -101,6 +112,11 @@ class LibraryTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The tokens of each text; the library takes as many threads as there are CPUs."""
         return [each.ids for each in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """The tokens of a text, and the character that each begins with."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Tokens as text to be shown; one that the tokenizer has not is left out."""
