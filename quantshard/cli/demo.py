@@ -166,8 +166,8 @@ class DemoRun:
             "numbers (MXFP8), each process holds half of them, and the run is killed on the way.",
             "",
             f"All that is written goes to {self.out}. This is a CPU: it has no 8-bit arithmetic, so the formats are",
-            "emulated. The numbers are exactly those of the format, but training is slower than in BF16. What 8 bits",
-            "save here, as on a GPU, is memory and traffic; for speed it takes a GPU.",
+            "emulated: the numbers are exactly those of the format. What 8 bits save here, as on a GPU, is memory and",
+            "traffic; only a GPU computes faster with them.",
         )
         self.uninterrupted()
         self.kill()
@@ -267,12 +267,10 @@ class DemoRun:
         text = f"{heldout[0]:.4f}, {heldout[1]:.4f} with BF16 ({heldout[0] - heldout[1]:+.4f})"
         self.seen(f"held-out loss after {self.steps} steps: {text}.")
         self.seen(
-            f"{speed[0]:,.0f} bytes of text a second; {speed[1]:,.0f} with BF16. The emulation costs the difference."
+            f"{speed[0]:,.0f} bytes of text a second; {speed[1]:,.0f} with BF16: {speed_verdict(speed[0] / speed[1])}."
         )
         self.outcome.add("held-out loss", text)
         self.outcome.add("speed on this CPU, emulated", f"{speed[0] / speed[1]:.2f} of BF16's")
-
-    # Commands --------------------------------------------------------------------------------------------------------
 
     def train(self, run: RunDir, recipe_name: str, *more: str, kill_at: int | None = None) -> int:
         """`quantshard train` on 2 processes; returns the last step done."""
@@ -320,8 +318,6 @@ class DemoRun:
         self.seen(result.stdout.strip().splitlines()[0])
         return result.returncode == 0
 
-    # What the runs wrote ---------------------------------------------------------------------------------------------
-
     def metrics(self, run: RunDir) -> dict[int, dict[str, Any]]:
         """The records of a run by step."""
         return {record["step"]: record for record in records(run.metrics)}
@@ -350,8 +346,6 @@ class DemoRun:
                 bounds[step] = _BF16_ROUNDING * record["loss"] + drift
                 drift += 4 * _BF16_ROUNDING * record["lr"] * math.sqrt(self.parameters) * record["grad_norm"]
         return bounds
-
-    # Showing ---------------------------------------------------------------------------------------------------------
 
     def say(self, *lines: str) -> None:
         """Print lines."""
@@ -437,6 +431,13 @@ def records(file: Path) -> list[dict[str, Any]]:
         return []
     lines = file.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def speed_verdict(ratio: float) -> str:
+    """What the speed of emulated MXFP8, as a share of BF16's, shows."""
+    if 0.95 < ratio < 1.05:
+        return "about the same speed"
+    return f"{1 - ratio:.0%} slower, because the format is emulated" if ratio < 1 else f"{ratio - 1:.0%} faster"
 
 
 def last_step(run: RunDir) -> int:

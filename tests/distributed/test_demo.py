@@ -262,3 +262,16 @@ def test_folder_of_an_earlier_demo_is_emptied_and_others_are_refused(tmp_path):
         with pytest.raises(ConfigurationError, match="name another folder"):
             demo._prepare(path, {})
     assert (tmp_path / "mine/file").exists()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [
+        (0.5, "50% slower, because the format is emulated"),
+        (0.97, "about the same speed"),
+        (1.04, "about the same speed"),
+        (1.2, "20% faster"),
+    ],
+)
+def test_what_measured_speeds_show(ratio: float, verdict: str) -> None:
+    assert demo.speed_verdict(ratio) == verdict
