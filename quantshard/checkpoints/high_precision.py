@@ -25,8 +25,8 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
     """Quantize high-precision weights into a model's parameters, and copy the others. A collective call.
 
     Each rank reads only its part of each tensor, and all amaxes are reduced in one collective. Nothing is written
-    before everything fits. Build the optimizer afterwards: its masters are seeded from the parameters, and from the
-    loaded high-precision values where `preserve_high_precision_init_val` asked to keep them.
+    before everything fits. Build the optimizer afterwards: its masters start from the loaded values, which trainable
+    weights keep on the CPU until the first step (`clear_high_precision_init_val` of a weight frees them earlier).
 
     Args:
         model: whole or wrapped by `fully_shard`, not on the meta device.
@@ -57,7 +57,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             if local is None:
                 private_torch.local_tensor(param).copy_(parts[name])
                 continue
-            if local.get_high_precision_init_val() is not None:
+            if param.requires_grad:
                 kept[name] = parts[name].cpu().clone()
             quantized.append((param, parts[name].to(local.device)))
         requantize.requantize_(quantized, judged=True)

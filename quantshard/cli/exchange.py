@@ -104,7 +104,8 @@ def import_(
     config = read_layout_json(folder / CONFIGURATION)
     LayerRecipes.parse(recipe_name)
     settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
-    model = _described(folder, settings, config["vocab_size"])
+    # frozen weights keep no values for the masters of an optimizer
+    model = _described(folder, settings, config["vocab_size"]).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, QuantizedModule):
             module.reset_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from html import escape
 
 from quantshard.observe.patterns import by_pattern
 from quantshard.observe.table import human_bytes
@@ -109,6 +110,10 @@ class ConversionReport:
             kept = [(each.name, each.reason) for each in self.unfused]
             lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(kept)]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the printed report, for notebooks."""
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _times(count: int) -> str:

@@ -82,8 +82,8 @@ def load(
 ) -> Import:
     """Load weights of any layout, or in high precision, into a model. A collective call of all processes.
 
-    Build the optimizer afterwards: its masters are seeded from the parameters, and from the file's values where these
-    are in high precision and `preserve_high_precision_init_val` asked to keep them.
+    Build the optimizer afterwards: its masters start from the file's values where these are in high precision.
+    Trainable weights keep them on the CPU until the first step.
 
     Args:
         path: a folder of safetensors with config.json, which says the layout; see `LAYOUTS`.
@@ -426,7 +426,7 @@ class _LayoutLoader:
         kept: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
-            if storage.initial_values() is not None and not item.is_stored_quantized:
+            if item.param.requires_grad and not item.is_stored_quantized:
                 kept.append((storage, value.to("cpu", copy=True)))
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)

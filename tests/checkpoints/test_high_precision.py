@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard import Linear, checkpoints, numerics, quantized_model_init
+from quantshard import Linear, checkpoints, convert, numerics, quantized_model_init
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from tests.tensor.test_tensor import MXFP8, differing, every_recipe, random, same
@@ -81,17 +81,33 @@ def test_a_model_of_our_own_modules_in_high_precision(recipe):
     assert not differing(loaded[0].weight.quantized_storage.components, fresh[0].weight.quantized_storage.components)
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_masters_are_seeded_from_what_was_loaded(keep):
-    loaded, state = model("mxfp8", preserve_high_precision_init_val=keep), high_precision()
+@pytest.mark.parametrize("made", ["with values", "converted on meta", "emptied"])
+def test_masters_are_seeded_from_what_was_loaded(made):
+    state = high_precision()
+    if made == "with values":
+        loaded = model("mxfp8")
+    else:
+        with torch.device("meta"):
+            plain = [nn.Linear(40, 48), nn.Linear(48, 16, bias=False), nn.BatchNorm1d(16)]
+            loaded = model("mxfp8") if made == "emptied" else nn.Sequential(*plain)
+        if made == "converted on meta":
+            convert(loaded, "mxfp8", filter=lambda module, name: True)
+        loaded.to_empty(device="cpu")
     checkpoints.load_high_precision(loaded, state)
-    kept = loaded[0].weight.get_high_precision_init_val()
-    assert (kept is not None) == keep
-    master = FusedAdam(loaded.parameters()).state[loaded[0].weight]["master_param"]
-    expected = state["0.weight"] if keep else loaded[0].weight.dequantize().detach()
-    assert same(master, expected)
+    expected = state["0.weight"].clone()
     state["0.weight"].zero_()
-    assert kept is None or kept.any()
+    optimizer = FusedAdam(loaded.parameters())
+    assert same(optimizer.state[loaded[0].weight]["master_param"], expected)
+    for param in loaded.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert loaded[0].weight.get_high_precision_init_val() is None
+
+
+def test_frozen_weights_keep_no_values():
+    loaded = model("mxfp8").requires_grad_(False)
+    checkpoints.load_high_precision(loaded, high_precision())
+    assert loaded[0].weight.get_high_precision_init_val() is None
 
 
 @pytest.mark.parametrize("made", ["itself", "a copy", "a piece"])

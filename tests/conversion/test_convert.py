@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import quantshard as qs
+from quantshard.conversion import report
 from quantshard.conversion.linear import ConvertedLinear
 from quantshard.errors import ConfigurationError, FallbackError
 from quantshard.formats import FORMATS
@@ -504,3 +505,9 @@ def test_an_autocast_of_like_weights_decides_where_one_recipe_was_given(recipe: 
             model(x).square().sum().backward()
         found.append([layer.weight.grad for layer in model])
     assert all(map(torch.equal, *found)) == isinstance(recipe, dict)
+
+
+def test_a_report_in_a_notebook_is_the_printed_one():
+    left = report.LeftLayer("<head>", (2, 3), "a & b")
+    html = report.ConversionReport((), (left,))._repr_html_()
+    assert html.startswith("<pre>converted 0") and "&lt;head&gt; [2, 3]: a &amp; b" in html

@@ -123,6 +123,21 @@ def test_values_are_those_of_transformers():
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gpt2", "transformer.h.0.mlp.c_proj.weight"), ("mamba", "backbone.layers.0.mixer.out_proj.weight")],
+)
+def test_parents_initialize_weights_of_their_children(kind, name):
+    content = {"model_type": kind, "dtype": "float32", "hidden_size": 64, "n_embd": 64, "n_head": 2, "vocab_size": 64,
+               "num_hidden_layers": 8, "n_layer": 8}  # fmt: skip
+    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("bf16"))
+    huggingface.leave_meta(model, torch.device("cpu"))
+    huggingface.initialize(model, 0)
+    plain = AutoModelForCausalLM.from_config(model.config)
+    expected = plain.get_parameter(name).std().item()
+    assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.1)
+
+
 def test_what_transformers_gives_no_value_is_an_error(monkeypatch):
     model, _ = huggingface.converted(SIZED | {"model_type": "llama"}, ANY, LayerRecipes.parse("mxfp8"))
     monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)

@@ -43,6 +43,9 @@ _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
 
+_LAYER = re.compile(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.)")
+"""Finds, in a parameter's name, the repeated layer that owns it."""
+
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
 """Files of weights that are not read."""
 
@@ -287,10 +290,13 @@ class _InitialValues(Mapping[str, Tensor]):
         self._made: tuple[str, nn.Module] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        owner, _, leaf = name.rpartition(".")
+        # a parent's rule may set a child's weight, so a repeated layer is made whole
+        layer = _LAYER.match(name)
+        owner = layer[0] if layer else name.rpartition(".")[0]
         if self._made is None or self._made[0] != owner:
             module = self._model.get_submodule(owner)
-            self._made = owner, _initialized(self._model, owner, module, self._seed)
+            self._made = owner, _initialized(self._model, owner, module, self._seed, whole=layer is not None)
+        leaf = name.removeprefix(f"{owner}.")
         return _local_part(self._params[name], self._made[1].get_parameter(leaf).detach())
 
     def __iter__(self) -> Iterator[str]:
@@ -312,16 +318,17 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def _initialized(model: Any, name: str, module: nn.Module, seed: int) -> nn.Module:
-    """A module like this one, whole and on the CPU, with the values that the model's class gives it."""
-    plain = _plain_like(module)
+def _initialized(model: Any, name: str, module: nn.Module, seed: int, whole: bool = False) -> nn.Module:
+    """A module like this one on the CPU, with the values that the model's class gives it; `whole`: and its children."""
+    plain = _plain_like(module, whole)
     for tensor in (*plain.parameters(), *plain.buffers()):
         if tensor.is_floating_point():
             tensor.data.fill_(torch.nan)  # so that what is left out is seen
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        model._init_weights(plain)
+        with torch.no_grad():
+            plain.apply(model._init_weights)
     for leaf, tensor in (*plain.named_parameters(), *plain.named_buffers()):
         if tensor.is_floating_point() and tensor.isnan().any():
             raise ConfigurationError(
@@ -331,8 +338,9 @@ def _initialized(model: Any, name: str, module: nn.Module, seed: int) -> nn.Modu
     return plain
 
 
-def _plain_like(module: nn.Module) -> nn.Module:
-    """A module of the same class with memory of its own, on the CPU; of a converted layer, the plain one."""
+def _plain_like(module: nn.Module, whole: bool = False) -> nn.Module:
+    """A module of the same class with memory of its own, on the CPU; of a converted layer, the plain one. `whole`: with
+    its children."""
     if isinstance(module, ConvertedLinear):
         return nn.Linear(
             module.in_features, module.out_features, module.bias is not None, device="cpu", dtype=module.weight.dtype
@@ -345,5 +353,6 @@ def _plain_like(module: nn.Module) -> nn.Module:
             leaf: None if each is None else wrap(torch.empty(each.shape, dtype=each.dtype, device="cpu"))
             for leaf, each in own
         }
-    plain.__dict__["_modules"] = {}
+    children = module._modules.items() if whole else ()
+    plain.__dict__["_modules"] = {name: None if child is None else _plain_like(child, True) for name, child in children}
     return plain
