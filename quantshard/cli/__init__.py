@@ -42,6 +42,20 @@ _LIBRARIES = ("torchao", "torch.utils._pytree")
 """Loggers that warn of binaries which are of no use here, and of the libraries' own code, when transformers imports
 torchao: in front of an answer that has nothing to do with them."""
 
+_SYNONYMS = {
+    "--output-dir": "--run", "--out-dir": "--run", "--learning-rate": "--lr", "--min-lr": "--lr-floor",
+    "--batch-size": "--global-batch", "--train-batch-size": "--global-batch",
+    "--per-device-train-batch-size": "--micro-batch", "--micro-batch-size": "--micro-batch",
+    "--gradient-accumulation-steps": "--micro-batches", "--max-steps": "--steps", "--num-steps": "--steps",
+    "--max-length": "--seq-length", "--max-seq-length": "--seq-length", "--block-size": "--seq-length",
+    "--warmup-steps": "--warmup", "--lr-scheduler-type": "--schedule", "--save-steps": "--save-every",
+    "--eval-steps": "--eval-every", "--save-total-limit": "--keep-last", "--optim": "--optimizer",
+    "--model-name-or-path": "--model", "--tokenizer-name": "--tokenizer", "--train-file": "--data",
+    "--dataset": "--data", "--dataset-name": "--data", "--validation-file": "--heldout-data",
+    "--nproc": "--nproc-per-node", "--num-processes": "--nproc-per-node",
+}  # fmt: skip
+"""The options of scripts of transformers, torchrun and accelerate, and ours that stand for them."""
+
 __all__ = ["app", "main"]
 
 
@@ -95,8 +109,11 @@ def _usage(line: str, error: Exception) -> str:
     }
     own = name.lstrip("-").replace("-", "_")
     meant = arguments.get(own) or arguments.get(f"{own}s")
+    synonym = _SYNONYMS.get(name.replace("_", "-"))
     near = near_setting(name) if command.endswith(" resume") else None
-    if meant:
+    if synonym in flags:
+        line = f"No such option: {name} (here it is {synonym})"
+    elif meant:
         line = f"No such option: {name} (give it alone: {command} {meant})"
     elif near and near not in flags:
         line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"

@@ -106,7 +106,12 @@ def train(
     in_file = below_flags(file, own, str(config))
     own = above_file(own, file, in_file)
     values = {**in_file, **own}
-    settings = TrainSettings(**(values if is_there else model_choice.chosen(own, in_file)))
+    if not is_there:
+        chosen = model_choice.chosen(own, in_file)
+        defaults = model_choice.fine_tuning_defaults(chosen)
+        if defaults and not launch.is_worker():
+            say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
+    settings = TrainSettings(**(values if is_there else defaults | chosen))
     if not is_there:  # else the run's own settings are checked, with what is changed of them
         settings.check()
         check_used(own, settings)  # a file may be that of another run, and says all

@@ -34,7 +34,9 @@ class Screen(Console):
     def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
         columns = os.environ.get("COLUMNS", "")
-        width = None if stream.isatty() else int(columns) if columns.isdecimal() and int(columns) else _WIDTH
+        is_width = columns.isdecimal() and len(columns) < 6 and int(columns) > 0  # rich pads lines to any width
+        is_terminal = stream.isatty() and (is_width or not columns)
+        width = None if is_terminal else int(columns) if is_width else _WIDTH
         width = _UNBOUNDED if wide else width
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 

@@ -133,9 +133,10 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
     """The table [launch] of a run that is started now."""
-    threads = settings.threads or int(
-        os.environ.get("OMP_NUM_THREADS") or (1 if processes > 1 else os.cpu_count() or 1)
-    )
+    of_openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": 4 on the outermost level
+    if of_openmp and not (of_openmp.isdecimal() and 0 < int(of_openmp[:9]) <= 4096):
+        raise ConfigurationError(f"OMP_NUM_THREADS = {of_openmp[:80]!r} is not a number of threads; unset it")
+    threads = settings.threads or int(of_openmp or (1 if processes > 1 else os.cpu_count() or 1))
     return {
         "processes": processes,
         "mesh": str(settings.axes(processes)),

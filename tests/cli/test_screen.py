@@ -15,12 +15,14 @@ from rich.text import Text
 from torch import nn
 
 from quantshard import cli
+from quantshard.errors import ConfigurationError
 from quantshard.observe import explain
 from quantshard.terminal import screen
 from quantshard.terminal.screen import Screen
 from quantshard.trainer import launch
 from quantshard.trainer.monitoring.progress import Progress
 from quantshard.trainer.settings.config import TrainSettings
+from quantshard.trainer.worker import how_started
 from tests.cli.hostile import Started, content, made, told
 
 BAD = "a\x1b[2J\x9b1mb\x07\u202ec\udcffd[red]e"
@@ -188,3 +190,17 @@ def test_switches(tmp_path: Path, flags: list[str], says: dict[str, bool]) -> No
     assert {name: written[name] for name in says} == says
     code, _, (line,) = told(*run, "--tied", "--no-tied")
     assert code == 1 and "--tied and --no-tied are both given" in line
+
+
+@pytest.mark.parametrize("columns", ["1000000000", "1e9"])
+def test_a_width_that_no_terminal_has_is_not_taken(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert screen.Screen().width == 80
+
+
+def test_threads_are_those_of_openmp(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert how_started(TrainSettings(), 1)["threads"] == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(ConfigurationError, match="OMP_NUM_THREADS = 'many' is not a number of threads; unset it"):
+        how_started(TrainSettings(), 1)

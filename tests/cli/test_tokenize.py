@@ -294,7 +294,9 @@ def test_a_row_without_text_is_named(folder, tmp_path, name):
         else:
             (tmp_path / "hub").mkdir()
             sources.parquet(tmp_path / "hub" / "train.parquet", documents)
-            (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.parquet\n---\n")
+            (tmp_path / "hub" / "README.md").write_text(
+                "---\nconfigs:\n- config_name: default\n  data_files: train.parquet\n---\n"
+            )
     answer = told("tokenize", tmp_path / name, "--out", tmp_path / "out")
     line(answer, f"{tmp_path / name}")
     assert re.search(r"(byte \d+|row 9): 'text' is null, and must be a text", answer[2][0]), answer[2][0]

@@ -359,9 +359,12 @@ def test_stacked_experts_decay(monkeypatch):
 @pytest.mark.distributed
 def test_the_weights_of_a_folder_are_told(folder, tmp_path):
     line = ["train", "--run", tmp_path / "run", "--model", folder / "llama", "--data", folder / "text", "--steps", 1]
-    result = quantshard(*line, "--seq-length", 16, "--global-batch", 2, "--eval-sequences", 1)
+    line += ["--vocabulary", 257, "--warmup", 0]
+    result = quantshard(*line, "--global-batch", 2, "--eval-sequences", 1, "--weight-decay", 0.2)
     assert result.returncode == 0, result.stderr
-    assert "WARNING: tokens are bytes, of which there are 257, and model = " in result.stdout
+    assert "defaults for fine-tuning: lr = 1e-05, seq_length = 64\n" in result.stdout
+    settings, *_ = RunDir(tmp_path / "run").read_config()
+    assert (settings.lr, settings.weight_decay, settings.seq_length) == (1e-5, 0.2, 64)
     assert "7 tensors copied bit for bit, 14 weights quantized" in result.stdout
     assert "1 file of 6001 tokens; deterministic mode is on" in result.stdout  # a byte each, and the end of the text
     assert "left 1 as they were:" in result.stdout and "lm_head" in result.stdout
@@ -409,9 +412,36 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):
     flags = [flag.replace("FOLDER", str(folder / "llama")) for flag in flags]
+    if "--model" in flags:
+        flags += ["--vocabulary", "257"]
     result = quantshard("train", "--run", tmp_path / "run", "--data", folder / "text", *flags)
     assert result.returncode == 1 and says in result.stderr and len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_what_would_train_on_something_else_is_refused(folder, tmp_path):
+    """Encoders, and folders without weights or a tokenizer."""
+    model = folder / "llama"
+    with pytest.raises(ConfigurationError, match="has no safetensors beside it; give --random-weights"):
+        (tmp_path / "bare").mkdir()
+        shutil.copy(model / "config.json", tmp_path / "bare")
+        model_choice.chosen({"model": str(tmp_path / "bare")}, {})
+    spec = models.ModelSpec(replace(SHORT, model=str(model), seq_length=16), huggingface.read_configuration(str(model)))
+    with pytest.raises(ConfigurationError, match=r"no tokenizer in model = .*--vocabulary 257 to train on bytes"):
+        spec.check()
+    for kind in ("bert", "roberta", "electra"):
+        content = {"model_type": kind, "num_hidden_layers": 1, "architectures": ["BertForMaskedLM"]}
+        with pytest.raises(ConfigurationError, match=f"{kind} is an encoder, .* set is_decoder to true"):
+            huggingface.described(content, ANY, causal=True)
+    huggingface.described(content | {"is_decoder": True}, ANY, causal=True)
+    huggingface.described(SIZED | {"model_type": "llama"}, ANY, causal=True)
+
+
+def test_weights_begin_a_fine_tuning(folder):
+    model, defaults = str(folder / "llama"), model_choice.fine_tuning_defaults
+    assert defaults({"model": model, "init_from": model}) == {"lr": 1e-5, "weight_decay": 0.01, "seq_length": 64}
+    assert defaults({"init_from": model, "lr": 1.0, "seq_length": 8}) == {"weight_decay": 0.01}
+    assert defaults({"model": model, "init_from": ""}) == {}
 
 
 def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
@@ -421,7 +451,7 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, {"format": "pt"})
-    line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16]
+    line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
     says = f"{tmp_path / 'llama'} lacks model.layers.1.mlp.up_proj.weight, which this model has; "
     result = quantshard(*line, "--model", tmp_path / "llama")
     assert result.returncode == 1 and f"{says}the safetensors of --model are not all that its config" in result.stderr

@@ -35,6 +35,9 @@ FORMATS = ("auto", "text")
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
 }  # fmt: skip
+_RECORDS = {".json", ".csv", ".tsv"}
+"""Suffixes of text files that hold records, not prose."""
+
 _SAVED = ("state.json", "dataset_dict.json")
 _README_BYTES = 1 << 20
 _FRONT_MATTER = re.compile(rb"---\r?\n(.*?)\r?\n---", re.DOTALL)
@@ -70,9 +73,20 @@ def find(paths: Sequence[str], data_format: str = "auto") -> list[DataSource]:
         return [_source(library, TEXT, _library_sources(library))]
     found = [_found(Path(path).absolute(), data_format) for path in paths]
     for source in found if data_format == "auto" else ():
+        _check_prose(source)
         for file, _ in source.files if source.kind == TEXT else ():
             check_text(file)
     return found
+
+
+def _check_prose(source: DataSource) -> None:
+    """Refuse text files that are all of one format for records, whose syntax would be trained on."""
+    suffixes = {file.suffix.lower() for file, _ in source.files}
+    if source.kind == TEXT and suffixes <= _RECORDS:
+        raise ConfigurationError(
+            f"{source.path} holds records ({', '.join(sorted(suffixes))}), whose syntax would be trained on; write "
+            "JSON lines (.jsonl) of them, or give --data-format text"
+        )
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:

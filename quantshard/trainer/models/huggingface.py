@@ -137,6 +137,8 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     try:
         with foreign.hub_offline(), _module_limit(where):
             config = transformers.AutoConfig.for_model(kind, **kept)
+            if causal:
+                _check_decoder(config, where)
             named: Any = getattr(transformers, names[0], None) if names else None
             is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
             is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
@@ -154,6 +156,18 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     finally:
         torch.set_default_dtype(before)
     return model
+
+
+def _check_decoder(config: Any, where: str) -> None:
+    """Refuse encoders such as BERT: each of their positions sees the token that it is to predict."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not is_decoder:
+        raise ConfigurationError(
+            f"{where}: {config.model_type} is an encoder, and train predicts the next token; set is_decoder to true in "
+            "a copy of its config.json to train it as a decoder"
+        )
 
 
 _READ = ("model_type", "dtype", "torch_dtype")

@@ -309,12 +309,12 @@ class ModelSpec:
             raise ConfigurationError(
                 f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens alone"
             )
-        if held == tokens or settings.vocabulary:
-            return []
-        return [
-            f"WARNING: tokens are bytes, of which there are {tokens}, and model = {where} has {held}; name its "
-            "tokenizer by --tokenizer"
-        ]
+        if held != tokens and not settings.vocabulary:
+            raise ConfigurationError(
+                f"there is no tokenizer in model = {where}, which has {held} tokens; name one with --tokenizer, or "
+                f"give --vocabulary {tokens} to train on bytes"
+            )
+        return []
 
     def described(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None

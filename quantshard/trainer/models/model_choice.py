@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
+from quantshard.layouts.writing import CONFIGURATION
 from quantshard.trainer.data.tokenizer import has_tokenizer
 from quantshard.trainer.models import huggingface, initialization
 from quantshard.trainer.settings.schema import shown_value
@@ -19,6 +20,23 @@ _BY_SIZES: Final = (
     "qk_norm", "tied", "params_dtype",
 )  # fmt: skip
 """Settings of the decoder that is built by sizes; of a model of transformers its configuration says them."""
+
+
+_FINE_TUNING: Final = {"lr": 1e-5, "weight_decay": 0.01}
+_FINE_TUNING_CONTEXT = 2048
+
+
+def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings not in `given` whose defaults differ if a run begins with weights, not with random values."""
+    if not given.get("init_from"):
+        return {}
+    defaults: dict[str, Any] = dict(_FINE_TUNING)
+    model = str(given.get("model", ""))
+    place = Path(str(given["init_from"]) if model in ("", *SIZES) else model)
+    if place.is_file() or (place / CONFIGURATION).is_file():
+        longest = huggingface.longest_sequence(huggingface.read_configuration(str(place)))
+        defaults["seq_length"] = min(longest or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
+    return {name: value for name, value in defaults.items() if name not in given}
 
 
 def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +102,11 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
     found: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
         found["init_from"] = huggingface.weights_beside(model)
+        if not found["init_from"]:
+            raise ConfigurationError(
+                f"model = {shown_value(model)} has no safetensors beside it; give --random-weights to begin with "
+                "random ones, or --init-from DIR"
+            )
     if not given.get("tokenizer") and has_tokenizer(model):
         found["tokenizer"] = model
     return found
