@@ -11,6 +11,7 @@ import numpy as np
 
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
+from quantshard.observe.table import human_bytes
 from quantshard.report.heat_maps import StatisticsReader
 from quantshard.report.metrics import LARGEST, LARGEST_STEP, MOST_COLUMNS, Column, MetricReader, MetricTable
 from quantshard.report.record_sample import RecordSample
@@ -114,6 +115,8 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     last = int(table.steps[-1]) if len(table.steps) else 0
     if lost := max(0, last - len(table.steps)):
         notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
+    if skipped := files[METRICS].skipped:
+        notes.append(f"{source.file(METRICS)}: {human_bytes(skipped)}, evenly over the run, were not read")
     if table.others:
         notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
     if statistics.left_out:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from quantshard.observe.table import human_bytes
 from quantshard.report import records
-from quantshard.report.records import Record, RecordFile, records_of
+from quantshard.report.records import Record, RecordFile
 
 _PARSED, _LOOKED_AT = 8 << 20, 8 << 30
 
@@ -80,8 +80,7 @@ class RecordSample:
             self._last = piece[slice(*left)]
 
     def _records(self, lines: list[bytes]) -> list[Record]:
-        found = records_of(lines)
-        self.file.broken += len(lines) - len(found)
+        found = [record for batch in self.file.parsed(lines) for record in batch]
         count = sum(bool(record.get("rows")) for record in found)
         self.samples, self.read = self.samples + count, self.read + count
         return found
@@ -100,7 +99,7 @@ def alarms_added(file: RecordFile) -> Iterator[list[Record]]:
             if not piece.endswith(_NO_ALARM, start, stop):
                 found.append(_without_rows(piece[start:stop])[0])
             start = stop + 1
-        yield records_of(found)
+        yield from file.parsed(found)
 
 
 def _most_pieces() -> int:

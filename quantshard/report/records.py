@@ -8,6 +8,7 @@ without the steps that are forgotten.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,13 @@ Record = dict[str, Any]
 AT_ONCE = 1 << 22
 """Bytes that are read at a time, and the most that a line may have."""
 
+_MOST_BYTES = 1 << 30
+"""Bytes of a file that are parsed by one call: about five million steps. Of a longer one parts are read, evenly."""
+
+_MOST_BROKEN = 10_000
+"""Broken lines after which a batch of lines is read only if all of them are records: each costs an exception."""
+
+_BLANK_LINES = re.compile(rb"\n\n+")
 _BATCH = 512
 
 _OVERLAP = 64
@@ -60,13 +68,16 @@ class RecordFile:
         Raises:
             OSError: it cannot be read.
         """
-        for piece, first, end in self.pieces():
-            lines = piece[first:end].split(b"\n")[:-1]
-            for start in range(0, len(lines), _BATCH):
-                some = lines[start : start + _BATCH]
-                found = records_of(some)
-                self.broken += len(some) - len(found)
-                yield found
+        for piece, first, end in self.pieces(max(2, _MOST_BYTES // AT_ONCE)):
+            yield from self.parsed(piece[first:end].split(b"\n")[:-1])
+
+    def parsed(self, lines: list[bytes]) -> Iterator[list[Record]]:
+        """The records of some lines; lines that are no records are counted in `broken`."""
+        for start in range(0, len(lines), _BATCH):
+            some = lines[start : start + _BATCH]
+            batch = records_of(some, all_or_none=self.broken > _MOST_BROKEN)
+            self.broken += len(some) - len(batch)
+            yield batch
 
     def pieces(self, most: int = sys.maxsize) -> Iterator[tuple[bytes, int, int]]:
         """Parts of what was added since the last call, each with the first and the last place of its whole lines.
@@ -96,6 +107,10 @@ class RecordFile:
             self._advance(piece, used or len(piece))
             if apart and done < most:
                 self._go_to(began + int(done * apart))
+            if used and b"\n\n" in piece:
+                lines = _BLANK_LINES.sub(b"\n", piece[first:used]).lstrip(b"\n")
+                self.broken += piece.count(b"\n", first, used) - lines.count(b"\n")
+                piece, first, used = lines, 0, len(lines)
             if used:
                 yield piece, first, used
 
@@ -117,15 +132,16 @@ class RecordFile:
             return 0
 
 
-def records_of(lines: list[bytes]) -> list[Record]:
-    """The lines that are JSON objects. Nearly always all of them are, which one call of the parser finds out."""
+def records_of(lines: list[bytes], all_or_none: bool = False) -> list[Record]:
+    """The lines that are JSON objects. Nearly always all of them are, which one call of the parser finds out.
+    `all_or_none`: return none of them if one is no object."""
     try:
         found = json.loads(b"[" + b",".join(lines) + b"]")
         if len(found) == len(lines) and all(type(each) is dict for each in found):
             return list(found)
     except (ValueError, RecursionError):
         pass
-    return [record for line in lines if (record := _record(line)) is not None]
+    return [] if all_or_none else [record for line in lines if (record := _record(line)) is not None]
 
 
 def _record(line: bytes) -> Record | None:

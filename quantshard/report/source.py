@@ -103,6 +103,8 @@ class RunSource:
         found: list[Record] = []
         for batch in self.records(STARTS).batches():
             found += batch[: _MOST_STARTS - len(found)]
+            if len(found) == _MOST_STARTS:
+                break
         return found
 
     def checkpoints(self) -> list[CheckpointRow]:

@@ -58,6 +58,7 @@ class RunWatch:
             self._read_settings()
         found: list[Record] = []
         for batch in self._metrics.batches():
+            batch = [record for record in batch if step_of(record) is not None]
             for record in batch:
                 self.figures.add(record)
             found = [*found, *(record for record in batch if (step_of(record) or 0) > known)][-most:]

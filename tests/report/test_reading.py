@@ -8,6 +8,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from quantshard.report.metrics import MetricReader, number
 from quantshard.report.records import RecordFile
 from quantshard.report.source import RunSource
 from quantshard.report.thinning import thinned
+from quantshard.report.watching import RunWatch
 from tests.report.runs import NAMES, entry, made_run, sampled, write
 
 
@@ -250,3 +252,34 @@ def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
     (run / "config.toml").unlink()
     with pytest.raises(ConfigurationError, match=r"there is no run in .*run: it has no config.toml$"):
         read_history(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("line", [b"\n", b"x\n", None], ids=repr)
+def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, line: bytes | None) -> None:
+    """4 MB of lines that are no records, or, with None, 20 GB of zeros in a file that has no blocks for them."""
+    run = made_run(tmp_path / "run", planned=50)
+    with open(run / name, "ab") as file:
+        if line is None:
+            file.truncate(20 << 30)
+        else:
+            file.write(line * ((4 << 20) // len(line)))
+    began = time.process_time()
+    history = read_history(run)
+    watch = RunWatch(run)
+    watch.poll(10)
+    assert time.process_time() - began < 6
+    assert (history.metrics.steps.tolist(), watch.figures.step) == (list(range(1, 41)), 40) or name == "metrics.jsonl"
+    assert history.metrics.steps[:40].tolist() == list(range(1, 41))
+    if line is None and name == "metrics.jsonl":
+        assert any("evenly over the run, were not read" in note for note in history.notes)
+
+
+def test_records_between_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\n\n{"step": 1}\n\n\n{"step": 2}\n\n')
+    file = RecordFile(LocalStore(), str(path))
+    assert steps_of(file) == [1, 2] and file.broken == 5
+    with open(path, "ab") as out:
+        out.write(b'\n{"step": 3}\n')
+    assert not file.was_rewritten() and steps_of(file) == [3]
