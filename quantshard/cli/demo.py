@@ -41,6 +41,7 @@ from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.observe.table import GATHERED, WEIGHTS
 from quantshard.terminal import outputs
 from quantshard.terminal.screen import Screen, say
+from quantshard.trainer import launch
 from quantshard.trainer.models.model import LanguageModel
 from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.run_dir import RunDir
@@ -410,7 +411,7 @@ def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]
 
 
 def _command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "quantshard", *arguments]
+    return [sys.executable, launch.command_script(), *arguments]
 
 
 def _environment() -> dict[str, str]:

@@ -232,7 +232,8 @@ def work(run: Path, order: str) -> None:
 def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
     say(f"starting {processes} process{'es' * (processes > 1)}")  # nothing else is seen until they have a model
     try:
-        launch.launch(processes, ["-m", "quantshard", "worker", str(folder.path), json.dumps(asdict(order))])
+        arguments = ["worker", str(folder.path), json.dumps(asdict(order))]
+        launch.launch(processes, [launch.command_script(), *arguments])
     except launch.LaunchError as error:
         if error.crashed and folder.saved_steps()[0]:
             way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {folder.path}"

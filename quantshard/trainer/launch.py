@@ -106,6 +106,11 @@ def check_processes(processes: int) -> None:
         )
 
 
+def command_script() -> str:
+    """The file to start a quantshard command with: `python -m` would import from the working directory."""
+    return str(Path(__file__).parents[1] / "__main__.py")
+
+
 def launch(processes: int, arguments: list[str]) -> None:
     """Run Python with `arguments` as `processes` ranks and wait for them.
 

@@ -1,4 +1,4 @@
-"""One process of a run: `python -m quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
+"""One process of a run: `quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
 
 ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others,
 so that all of them train the same thing, or fail with the same line.

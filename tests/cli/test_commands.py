@@ -136,7 +136,7 @@ def test_several_data_after_one_flag(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, capsys, "train", "--run", "r", "--data", "text", "more", "--steps", 3) == (0, [])
     config = (tmp_path / "r" / "config.toml").read_text()
     assert str(tmp_path / "text") in config and str(tmp_path / "more") in config and "steps = 3" in config
-    assert given[0][1][:3] == ["-m", "quantshard", "worker"]
+    assert given[0][1][:2] == [launch.command_script(), "worker"]
 
 
 def shown_by(monkeypatch, capsys, *arguments):

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from quantshard.errors import ConfigurationError
+from quantshard.trainer import launch
 from quantshard.trainer.models import huggingface
+from quantshard.trainer.monitoring import trackers
+from quantshard.trainer.settings.config import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
@@ -87,7 +90,10 @@ def on_a_terminal(script: str, *arguments: str) -> str:
 DESCRIBE = """
 import json, sys
 from quantshard.errors import ConfigurationError
+from quantshard.trainer import launch
 from quantshard.trainer.models import huggingface
+from quantshard.trainer.monitoring import trackers
+from quantshard.trainer.settings.config import TrainSettings
 for content in json.loads(sys.argv[1]):
     try:
         huggingface.described(content, "config.json", causal=True)
@@ -137,3 +143,42 @@ def test_models_of_too_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_alias_of_a_field_is_not_read() -> None:
     content = LLAMA | {"num_hidden_layers": 2, "attribute_map": {"x": "num_hidden_layers"}, "x": 10**9}
     assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
+
+
+SHADOWS = ("xxhash.py", "torch.py", "numpy.py", "json.py", "sitecustomize.py", "quantshard/__init__.py")
+
+
+@pytest.fixture
+def hostile_folder(tmp_path: Path) -> Path:
+    """A working directory whose modules would shadow those of libraries, and leave a file when imported."""
+    (tmp_path / "quantshard").mkdir()
+    for name in SHADOWS:
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'it-ran')!r}, 'a').write(__name__)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"], ids=["Python 3.10", "PYTHONSAFEPATH"])
+def test_workers_import_nothing_from_the_working_directory(hostile_folder: Path, safe_path: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": safe_path}
+    command = [sys.executable, launch.command_script(), "worker", "--help"]
+    done = subprocess.run(command, cwd=hostile_folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "quantshard worker" in done.stdout, done.stderr
+    assert not (hostile_folder / "it-ran").exists()
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+@pytest.mark.parametrize("key", ["base_url", "http_proxy"])
+def test_settings_of_wandb_in_a_folder_do_not_redirect_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "settings"
+    file.write_text("[default]\nentity = mine\nproject = p\n")
+    trackers.check_account(TrainSettings(wandb="p"))
+    file.write_text(f"[default]\n{key} = http://127.0.0.1:9\n")
+    with pytest.raises(ConfigurationError, match=rf"{folder}/settings sets '{key}'; delete it"):
+        trackers.check_account(TrainSettings(wandb="p"))

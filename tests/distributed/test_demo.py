@@ -20,6 +20,7 @@ import tomli_w
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.cli import demo
 from quantshard.errors import ConfigurationError
+from quantshard.trainer import launch
 from quantshard.trainer.settings.settings_file import read_settings_file
 from tests.distributed.commands import quantshard
 
@@ -49,8 +50,8 @@ def in_the_pool(self: demo.DemoRun, arguments: list[str], run: Any, kill_at: int
 
 def here(line: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     """Stands for `subprocess.run` of a command that starts no others."""
-    assert line[:3] == [sys.executable, "-m", "quantshard"] and options.keys() == {"env", "capture_output", "text"}
-    return quantshard(*line[3:])
+    assert line[:2] == [sys.executable, launch.command_script()] and options.keys() == {"env", "capture_output", "text"}
+    return quantshard(*line[2:])
 
 
 follow = demo.DemoRun.follow

@@ -6,6 +6,7 @@ in the same folder of TensorBoard, which forgets the steps that are trained agai
 
 from __future__ import annotations
 
+import configparser
 import inspect
 import io
 import json
@@ -17,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import read_json
+from quantshard.foreign import read_json, read_regular
 from quantshard.report.metrics import step_of
 from quantshard.terminal import outputs
 from quantshard.trainer.run_dir import RunDir
@@ -28,6 +30,7 @@ from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.schema import shown_value
 
 _WANDB_MODES = ("online", "offline", "disabled", "shared")
+_WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096
 
 
@@ -70,6 +73,7 @@ def check_account(settings: TrainSettings) -> None:
     """
     if not settings.wandb or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
         return
+    _check_wandb_settings(os.environ.get("WANDB_DIR") or ".")
     if os.environ.get("WANDB_API_KEY"):
         return
     import wandb  # the package of the extra
@@ -83,6 +87,23 @@ def check_account(settings: TrainSettings) -> None:
         raise _unreachable(str(error)) from None
     if not found:
         raise _unreachable("no API key is configured")
+
+
+def _check_wandb_settings(*folders: str) -> None:
+    """Refuse settings of Weights & Biases in a folder that could send the user's key to another server."""
+    for file in (Path(folder, name, "settings") for folder in folders for name in ("wandb", ".wandb")):
+        if not os.path.lexists(file):
+            continue
+        parser = configparser.ConfigParser(interpolation=None)
+        try:
+            parser.read_string(read_regular(file, _ID_BYTES).decode("utf-8"))
+        except (configparser.Error, ValueError) as error:
+            raise ConfigurationError(f"{file}: {shown_value(str(error))}; delete it") from None
+        keys = {*parser.defaults(), *(key for section in parser.sections() for key in parser[section])}
+        if unsafe := sorted(keys - _WANDB_FILE_KEYS):
+            raise ConfigurationError(
+                f"{file} sets {shown_value(unsafe[0])}; delete it, or set WANDB_{unsafe[0][:40].upper()} instead"
+            )
 
 
 def _unreachable(why: str) -> ConfigurationError:
@@ -165,6 +186,7 @@ class WandbTracker:
     def __init__(self, settings: TrainSettings, run: RunDir) -> None:
         import wandb  # the package of the extra
 
+        _check_wandb_settings(str(run.path), os.environ.get("WANDB_DIR") or ".")
         try:
             with _no_questions():
                 self.run = wandb.init(
