@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 from quantshard.errors import ConfigurationError, QuantshardError, printable
+from quantshard.read_limits import JSON_VALUES, TOML_MARKS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +29,6 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "LIMITS",
     "hub_offline",
     "open_regular",
     "printable",
@@ -42,19 +42,10 @@ __all__ = [
 
 Path_ = str | os.PathLike[str]
 
-_MIB = 1 << 20
-LIMITS: Final = {
-    "metadata": 256 * _MIB,
-    "manifest": 16 * _MIB,
-    "index": 64 * _MIB,
-    "configuration": _MIB,
-    "settings": _MIB,
-}
-"""Bytes that a file of each kind may have: DCP's `.metadata`, `manifest.json`, the index of safetensors, `config.json`
-and its like, TOML."""
-
 _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 """Where a link in Hugging Face's cache leads: from snapshots/REVISION/FILE to blobs/HASH."""
+
+_JSON_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _KEY: Final = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY: Final = re.compile(rf"(?<![\w-]){_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{64}}")
@@ -189,12 +180,27 @@ def json_object(
         QuantshardError: of the kind `raising`; it is not one. `where` it is from is said.
     """
     try:
+        check_json_values(content)
         found = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_wide if wide else _integer)
     except (ValueError, RecursionError) as error:
         raise raising(f"{where} is not JSON: {_line(error)}") from None
     if not isinstance(found, dict):
         raise raising(f"{where} is not a JSON object")
     return found
+
+
+def check_json_values(content: bytes) -> None:
+    """Bound the memory that a JSON text takes once it is parsed, which may be many times its bytes.
+
+    Raises:
+        ValueError: it has more than `JSON_VALUES` values.
+    """
+    if _delimiters(content) > JSON_VALUES and _delimiters(_JSON_TEXT.sub(b"", content)) > JSON_VALUES:
+        raise ValueError(f"it has more than {JSON_VALUES} values")
+
+
+def _delimiters(content: bytes) -> int:
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def _integer(text: str) -> int:
@@ -302,6 +308,8 @@ def toml_table(content: bytes, where: str, raising: type[QuantshardError] = Conf
     """
     try:
         text = content.decode("utf-8")
+        if sum(map(text.count, "=,[{.\n\\")) > TOML_MARKS:
+            raise ValueError(f"it has more than {TOML_MARKS} keys, values and lines")
         if _LONG_KEY.search(text):
             raise ValueError("a dotted key has more than 64 parts")
         found = tomllib.loads(text)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from quantshard import foreign
 from quantshard.errors import CheckpointError, ConfigurationError, FallbackError, QuantshardError
 from quantshard.foreign import open_regular, printable, read_json, read_regular, read_toml
 
@@ -155,6 +154,7 @@ TOML = {
     b"a" * 900_000: "is not TOML",
     b'"' * 900_000: "is not TOML",
     b"a = " + b"9" * 5000: "is not TOML",
+    b"a=[" + b"1," * 525_000 + b"]": "more than 524288 keys",
     b"a = [{b = 0x" + b"f" * 5000 + b"}]": "a number has more than 64 bits",
 }
 
@@ -164,8 +164,16 @@ def test_toml_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.toml").write_bytes(content)
     start = time.process_time()
     with pytest.raises(ConfigurationError, match=TOML[content]):
-        read_toml(tmp_path / "x.toml", foreign.LIMITS["settings"])
+        read_toml(tmp_path / "x.toml", 2 << 20)
     assert time.process_time() - start < 20, "the time is not linear: it takes hours"
+
+
+def test_brackets_within_texts_are_no_values(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"code": '[{\\"",' * 600_000}))
+    assert len(read_json(tmp_path / "x.json", 10 << 20)["code"]) == 3_600_000
+    (tmp_path / "x.json").write_text('{"code": [' + "0," * 1_100_000 + "0]}")
+    with pytest.raises(ConfigurationError, match="more than 1048576 values"):
+        read_json(tmp_path / "x.json", 10 << 20)
 
 
 def test_plain_files_are_read(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "argument_kinds formats",
+    "argument_kinds formats read_limits",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe_table",
     "recipe kernels state_cells",

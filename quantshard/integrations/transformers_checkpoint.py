@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 from quantshard import foreign
 from quantshard.conversion import packing
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.read_limits import FILE_BYTES
 from quantshard.tensor import components
 
 _UNSAVED: Final = "_keys_to_ignore_on_save"
@@ -43,7 +44,7 @@ def weight_files(folder: str) -> list[str]:
             return [path]
     for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if os.path.isfile(path := os.path.join(folder, name)):
-            index = foreign.read_json(path, foreign.LIMITS["index"], raising=CheckpointError, follow=True)
+            index = foreign.read_json(path, FILE_BYTES["index"], raising=CheckpointError, follow=True)
             names = index.get("weight_map")
             if not isinstance(names, dict) or not all(isinstance(each, str) for each in names.values()):
                 raise CheckpointError(f"{path} has no weight_map of names; the checkpoint is damaged")

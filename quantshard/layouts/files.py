@@ -26,7 +26,7 @@ from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import is_inside, why
 from quantshard.checkpoints.untrusted.entries import is_shape
 from quantshard.errors import CheckpointError
-from quantshard.foreign import LIMITS
+from quantshard.read_limits import FILE_BYTES
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -148,9 +148,9 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     """An object from a JSON file. `kind`: of the file, for its limit.
 
     Raises:
-        CheckpointError: it is missing, longer than `LIMITS` says or not a JSON object.
+        CheckpointError: it is missing, longer than `FILE_BYTES` says or not a JSON object.
     """
-    return foreign.read_json(path, LIMITS[kind], raising=CheckpointError, wide=True)
+    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError, wide=True)
 
 
 class SafetensorsFiles:

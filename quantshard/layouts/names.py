@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import LIMITS, read_toml, shown
+from quantshard.foreign import read_toml, shown
 from quantshard.layouts.conversion import RowRun, whole_run
+from quantshard.read_limits import FILE_BYTES
 
 ORDERS: Final = ("interleaved", "stacked")
 """Orders of the rows of a fused weight of queries, keys and values: group by group, or one behind the other."""
@@ -146,9 +147,9 @@ def read_names(path: Path) -> Names:
     """A map from a TOML file; see above.
 
     Raises:
-        ConfigurationError: the file is missing, longer than `LIMITS` says, not TOML, or not a map.
+        ConfigurationError: the file is missing, longer than `FILE_BYTES` says, not TOML, or not a map.
     """
-    content = read_toml(path, LIMITS["settings"], follow=True)
+    content = read_toml(path, FILE_BYTES["settings"], follow=True)
     plain, fused = content.get("names", {}), content.get("fused", {})
     if set(content) - {"names", "fused"} or not isinstance(plain, dict) or not isinstance(fused, dict):
         raise ConfigurationError(f"{path}: a map of names has the tables [names] and [fused] alone")

@@ -41,10 +41,10 @@ from quantshard.errors import CheckpointError, ConfigurationError, QuantshardErr
 from quantshard.foreign import json_object, read_json, read_regular
 from quantshard.layouts.files import read_layout_json
 from quantshard.layouts.writing import CONFIGURATION
+from quantshard.read_limits import FILE_BYTES
 from quantshard.terminal import inputs, outputs
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.settings_file import (
-    MOST_BYTES,
     corpus_table,
     from_mapping,
     launch_table,
@@ -135,9 +135,9 @@ class RunDir:
         self.follow(settings)
         self._check_place_is_free()
         text = _config(settings, launch, corpus)
-        if len(text) > MOST_BYTES:
+        if len(text) > (most := FILE_BYTES["run"]):
             raise ConfigurationError(
-                f"{self.config} would have {len(text)} bytes, more than the {MOST_BYTES} that are read of it: it lists "
+                f"{self.config} would have {len(text)} bytes, more than the {most} that are read of it: it lists "
                 f"{len(corpus['files'])} data files; join them into fewer"
             )
         outputs.make_folder(self.path)

@@ -5,6 +5,7 @@ Each was measured to take more than 15 seconds where its rule is missing, most t
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -38,9 +39,10 @@ from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted import entries, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.checkpoints.untrusted.reader import SafeReader
-from quantshard.errors import CheckpointError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.layouts.inspection import inspect
 from tests.checkpoints.small import built, written
+from tests.fuzz.judge import READ, REFUSED, judge
 
 WEIGHT = "model.0.weight"
 SECONDS = 8.0
@@ -134,7 +136,6 @@ COLLIDING: dict[str, tuple[Callable[[], bytes], str]] = {
     "nested tuples": (lambda: saved(Set(((pair,), "x") for pair in colliding_sizes(12_000))), "made to have one hash"),
     "sizes": (lambda: archived(pickled_sizes(colliding_sizes(12_000))), "made to have one hash"),
     "numbers of any kind": (lambda: saved({n: None for n in range(20_000)}), "more than 16384 numbers as keys"),
-    "one text made bytes": (lambda: archived(text_of(4000, 100_000)), "hold each other"),
 }
 
 
@@ -154,6 +155,102 @@ def test_keys_that_do_not_collide_are_many() -> None:
     ]  # fmt: skip
     for value in values:
         assert read(saved(value)) == value
+
+
+def test_one_text_that_is_made_bytes_many_times() -> None:
+    with in_time():
+        values = read(archived(text_of(4000, 100_000)))
+    assert len(set(map(id, values[1:]))) == 1
+
+
+# Small files that take much memory ------------------------------------------------------------------------------------
+
+SIZE = 4 << 20
+"""Of a file whose objects take 256 MiB at most, which are a gigabyte where nothing bounds them."""
+
+
+def listed_records(size: int) -> bytes:
+    """An archive with a list of records of so many bytes."""
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *[0] * 9, 1, *[0] * 6) + b"x"
+    count = size // len(entry)
+    return entry * count + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0, 0, count * len(entry), 0, 0)
+
+
+def shared_lists() -> bytes:
+    """A list of 1000 lists of 1000 lists of 1000 numbers, which are the same ones."""
+    value: list[Any] = [0] * 1000
+    for _ in range(2):
+        value = [value] * 1000
+    return saved(value)
+
+
+PICKLED = {
+    "lists": b"]" * SIZE,
+    "sets": b"\x8f" * SIZE,
+    "dicts": b"}NNs" * (SIZE // 4),
+    "numbered dicts": b"}K\1Ns" * (SIZE // 5),
+    "nested tuples": b"N" + b"\x85" * SIZE,
+    "marks": b"N" * 1000 + b"(" * SIZE,
+}
+
+
+@pytest.mark.parametrize("kind", PICKLED)
+def test_many_containers_in_metadata(forged: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (forged / ".metadata").write_bytes(b"\x80\x04" + PICKLED[kind] + b".")
+    monkeypatch.setattr("tests.fuzz.judge.HEADROOM", 256 << 20)
+    verdict = judge(lambda: inspect(forged))
+    assert (verdict.kind, verdict.what.count(".metadata cannot be read")) == (REFUSED, 1), verdict
+    assert judge(lambda: verify(forged).problems and None).kind == READ
+
+
+OBJECTS: dict[str, tuple[Callable[[], bytes], str]] = {
+    **{
+        kind: (functools.partial(archived, b"\x80\x02" + content + b"."), "more lists|nested too deeply")
+        for kind, content in PICKLED.items()
+    },
+    "shared lists": (shared_lists, "hold each other, or are too many"),
+    "records": (lambda: listed_records(5 << 20), "list of records has more than"),
+    "a text": (lambda: saved("x" * (17 << 20)), "data.pkl has more than"),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_that_take_much_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, said = OBJECTS[kind]
+    content = make()
+    monkeypatch.setattr("tests.fuzz.judge.HEADROOM", 256 << 20)
+    verdict = judge(lambda: read(content))
+    assert verdict.kind == REFUSED
+    assert re.search(said, verdict.what)
+
+
+def test_an_object_that_would_be_too_large_is_not_saved() -> None:
+    with pytest.raises(ConfigurationError, match=r"extra, a str, cannot be saved .*what is large as tensors"):
+        entries.checked_entry("extra", "x" * (17 << 20))
+
+
+def test_metadata_of_many_pieces_are_read(tmp_path: Path) -> None:
+    """Those of DCP have few bytes for each container."""
+    path = of_chunks(tmp_path, (8_000, 3), [chunk((n, 0), (1, 3)) for n in range(8_000)])
+    with in_time():
+        assert len(read_metadata(path).storage_data) == 8_000
+
+
+@pytest.mark.parametrize("value", [b"[],", b"0,", b'{"":0},'])
+def test_a_manifest_of_many_values(forged: Path, value: bytes) -> None:
+    content = b'{"files":[' + value * ((15 << 20) // len(value)) + b"0]}"
+    (forged / "manifest.json").write_bytes(content)
+    verdict = judge(lambda: manifest.read_manifest(forged))
+    assert (verdict.kind, "more than 1048576 values" in verdict.what) == (REFUSED, True)
+
+
+def test_a_manifest_of_many_missing_files(forged: Path) -> None:
+    files = {f"d{n}/f": {"bytes": 1, "xxh3_128": "0" * 32} for n in range(50_000)}
+    content = {"quantshard": 1, "files": files, "world_size": 1, "torch": "2", "saved_at": "x"}
+    (forged / "manifest.json").write_text(json.dumps(content))
+    with in_time():
+        problems = manifest.problems(forged)
+    assert sum(line.endswith(" is missing") for line in problems) == 50_000
 
 
 def test_the_memo_is_counted_up() -> None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantshard.foreign import tomllib
+from quantshard.read_limits import FILE_BYTES
 from quantshard.trainer import launch
 from quantshard.trainer.environment import differences
 from quantshard.trainer.run_dir import RunDir
@@ -401,7 +402,7 @@ def test_every_setting_is_bounded() -> None:
 
 
 def test_more_files_than_a_configuration_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantshard.trainer.run_dir.MOST_BYTES", 1000)
+    monkeypatch.setitem(FILE_BYTES, "run", 1000)
     (tmp_path / "text").write_text("0123456789" * 100)
     answer = told("train", "--run", tmp_path / "r", "--data", tmp_path / "text")
     refused(answer, r"r/config\.toml would have \d+ bytes, more than the 1000 .* it lists 1 data files; join them")

@@ -1,5 +1,6 @@
 """Token shards: the same tokens of every kind of source, whatever the parts; gone on with after a kill; bad input."""
 
+import gzip
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import numpy as np
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.data import tokenization
-from quantshard.trainer.data.finding import INDEX, JOURNAL, find
+from quantshard.trainer.data import texts, tokenization
+from quantshard.trainer.data.finding import INDEX, JOURNAL, JSONL, find
 from quantshard.trainer.data.shards import read_index
 from quantshard.trainer.data.texts import TextOptions
 from quantshard.trainer.data.tokenization import ShardedSource
@@ -300,6 +301,23 @@ def test_a_row_without_text_is_named(folder, tmp_path, name):
     answer = told("tokenize", tmp_path / name, "--out", tmp_path / "out")
     line(answer, f"{tmp_path / name}")
     assert re.search(r"(byte \d+|row 9): 'text' is null, and must be a text", answer[2][0]), answer[2][0]
+
+
+@pytest.mark.parametrize("end", ["gz", "zst"])
+def test_a_small_file_does_not_unpack_to_much(tmp_path, end):
+    pyarrow = pytest.importorskip("pyarrow")
+    content, path = b"\n" * (17 << 20), tmp_path / f"x.jsonl.{end}"
+    path.write_bytes(gzip.compress(content) if end == "gz" else pyarrow.compress(content, "zstd", asbytes=True))
+    piece = texts.Piece(str(path), 0, 1, 1)
+    with pytest.raises(ConfigurationError, match=r"unpacks to more than 16777216 bytes.*; unpack it first"):
+        list(texts.chunks(JSONL, piece, texts.TextOptions()))
+
+
+def test_a_line_of_many_values(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text":"a","ids":[' + b"[]," * 600_000 + b"0]}\n")
+    with pytest.raises(ConfigurationError, match="line is not JSON: it has more than 1048576 values"):
+        list(texts.chunks(JSONL, texts.Piece(str(path), 0, 1 << 22, 1), texts.TextOptions()))
 
 
 def test_bad_options_are_refused(folder, tmp_path):

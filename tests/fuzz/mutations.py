@@ -185,11 +185,20 @@ def _items(value: dict[Any, Any]) -> bytes:
     return b"(" + b"".join(_pickled(key) + _pickled(held) for key, held in value.items()) + b"u"
 
 
+REPEATED = (b"[", b"[],", b'{"a":', b"{},", b"0,", b"\n", b"\0", b"a.", b"]", b"}NNs", b"\x8f", b"(", b"\x85")
+"""What is nested, or made an object of, where JSON, TOML, lines or pickles are read."""
+
+
 @st.composite
 def changed_bytes(draw: DrawFn, content: bytes) -> bytes:
-    """Bytes with flipped bits, an end that is cut off, a stretch that is other, left out, doubled or of zeros."""
+    """Bytes with flipped bits, an end that is cut off, a stretch that is other, left out, doubled or of zeros, or some
+    megabytes of what takes many times its bytes once it is parsed."""
     if not content:
         return draw(st.binary(max_size=50))
+    if not draw(st.integers(0, 19)):
+        inserted = draw(st.sampled_from(REPEATED)) * draw(st.sampled_from((1 << 10, 1 << 16, 1 << 20)))
+        start = draw(st.integers(0, len(content)))
+        return content[:start] + inserted + content[start:]
     where = st.integers(0, len(content) - 1)
     kind, start = draw(st.integers(0, 5)), draw(where)
     length = draw(st.sampled_from((1, 2, 4, 8, 30, 500, 5000)))

@@ -22,7 +22,8 @@ import xxhash
 from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
-from quantshard.foreign import LIMITS, json_object
+from quantshard.foreign import json_object
+from quantshard.read_limits import FILE_BYTES, TEXT_LENGTH
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
@@ -89,8 +90,6 @@ class Manifest:
 
 
 _MOST = {"world_size": 1 << 31, "step": 1 << 62}
-_LONGEST = 200
-"""Characters of a text in a manifest."""
 
 _FIELDS: dict[str, tuple[type, ...]] = {
     "world_size": (int,),
@@ -109,11 +108,11 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
     for name, types in _FIELDS.items():
         value = content.get(name)
         is_count = type(value) is not int or _is_count(value, most=_MOST.get(name, 0))
-        is_text = type(value) is not str or len(value) <= _LONGEST
+        is_text = type(value) is not str or len(value) <= TEXT_LENGTH
         if type(value) not in types or not is_count or not is_text:
             return f"{name} is {value!r:.80}"
     for axis, size in (content.get("mesh") or {}).items():
-        if len(axis) > _LONGEST or not _is_count(size, most=_MOST["world_size"]):
+        if len(axis) > TEXT_LENGTH or not _is_count(size, most=_MOST["world_size"]):
             return f"mesh is {content['mesh']!r:.80}"
     files = content.get("files")
     if not isinstance(files, dict):
@@ -162,7 +161,7 @@ def read_manifest(path: Path_) -> Manifest | None:
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
     try:
-        text = store.read(file, LIMITS["manifest"]).decode("utf-8")
+        text = store.read(file, FILE_BYTES["manifest"]).decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:

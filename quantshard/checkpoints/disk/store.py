@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from quantshard.checkpoints.disk import retries
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import open_regular, regular_content, regular_size
+from quantshard.read_limits import NAME_LENGTH
 
 Path_ = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LONGEST_NAME = 1024
 _HERE = ("file://", "local://")
 _COLLAPSED = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
 """What pathlib makes of a URL."""
@@ -77,7 +77,10 @@ class LocalStore(FileSystem):
     def leads_out(self, path: Path_, folder: Path_) -> bool:
         """True if links make of a folder in a folder one outside. A file that is a link itself is not read anyway."""
         try:
+            os.lstat(path)
             return not Path(path).parent.resolve().is_relative_to(Path(folder).resolve())
+        except FileNotFoundError:
+            return False
         except (OSError, RuntimeError, ValueError):  # a link to itself, no name of a file
             return True
 
@@ -321,7 +324,7 @@ class FsspecStore(FileSystemBase):
 
 def is_inside(name: object) -> bool:
     """True for the name of a file below a folder: a relative path of plain parts, the same on every system."""
-    if type(name) is not str or len(name) > _LONGEST_NAME or not name.isprintable() or "\\" in name or ":" in name:
+    if type(name) is not str or len(name) > NAME_LENGTH or not name.isprintable() or "\\" in name or ":" in name:
         return False
     parts = PurePosixPath(name).parts
     return bool(parts) and "/".join(parts) == name and not {".", ".."} & set(parts) and not name.startswith("/")

@@ -28,6 +28,7 @@ from quantshard.checkpoints.disk.store import why
 from quantshard.checkpoints.untrusted import pickles
 from quantshard.checkpoints.untrusted.pickles import PERSISTENT, PickleRecord
 from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.read_limits import OBJECT_BYTES, OBJECT_VALUES, RECORDS_BYTES
 
 DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
@@ -56,10 +57,6 @@ _MOST = 1 << 62
 EMPTY_EXTENT = 1 << 24
 """What the dims of a tensor without elements may multiply to, but for those that are 0."""
 
-_NODES_PER_BYTE = 16
-"""Values, and bytes made of texts, that an entry may have for each of its bytes; more come of containers that hold each
-other many times, and of one text that is made bytes many times."""
-
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
@@ -83,8 +80,8 @@ def read_entry(file: BinaryIO, offset: int, length: int, calls: Collection[str] 
         OSError: the file cannot be read.
     """
     archive = _Archive(file, offset, length)
-    content = archive.record("data.pkl")
-    return _ValueDecoder(archive, len(content), calls).value(pickles.load_pickle(content, {*_NAMES, *calls}))
+    content = archive.record("data.pkl", OBJECT_BYTES)
+    return _ValueDecoder(archive, calls).value(pickles.load_pickle(content, {*_NAMES, *calls}))
 
 
 def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
@@ -144,6 +141,12 @@ class _FileSlice(io.RawIOBase):
         self.at = start + offset
         return self.at
 
+    def read(self, size: int = -1, /) -> bytes:
+        """Read the list of records, of which `zipfile` makes an object each, or a header."""
+        if size > RECORDS_BYTES:
+            raise ValueError(f"its list of records has more than {RECORDS_BYTES} bytes")
+        return super().read(size) or b""
+
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
         view = view[: max(0, min(len(view), self.length - self.at))]
@@ -170,8 +173,12 @@ class _Archive:
         if "byteorder" in self.records and self.record("byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
 
-    def record(self, name: str) -> bytes:
-        """The bytes of a record."""
+    def record(self, name: str, limit: int = 1 << 16) -> bytes:
+        """The bytes of a record, at most `limit`."""
+        if name in self.records and self.records[name].file_size > limit:
+            raise CheckpointError(
+                f"its {name} has more than the {limit} bytes that are read of it; save what is large as tensors"
+            )
         return self.storage(name).numpy().tobytes()
 
     def storage(self, name: str) -> Tensor:
@@ -183,8 +190,7 @@ class _Archive:
             raise CheckpointError(f"its record {name[:80]!r} is compressed or encrypted, which torch.save never does")
         self.slice.seek(max(info.header_offset, 0))
         header = self.slice.read(_LOCAL_HEADER)
-        is_whole = header is not None and len(header) == _LOCAL_HEADER and header[:4] == b"PK\3\4"
-        if info.header_offset < 0 or header is None or not is_whole:
+        if info.header_offset < 0 or len(header) != _LOCAL_HEADER or header[:4] != b"PK\3\4":
             raise CheckpointError(f"its record {name[:80]!r} has no header where its archive says")
         start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.length:
@@ -202,25 +208,22 @@ class _Archive:
 class _ValueDecoder:
     """Plain values and tensors from the records of a pickle."""
 
-    def __init__(self, archive: _Archive, size: int, calls: Collection[str]) -> None:
-        self.archive, self.budget, self.depth = archive, max(size, 1) * _NODES_PER_BYTE, 0
+    def __init__(self, archive: _Archive, calls: Collection[str]) -> None:
+        self.archive, self.budget, self.depth = archive, OBJECT_VALUES, 0
+        self.encoded: dict[int, bytes] = {}
         self.calls = calls
         self.storages: dict[str, Tensor] = {}
 
     def value(self, raw: Any) -> Any:
-        self.spend(1)
+        self.budget -= 1
+        if self.budget < 0 or self.depth > _DEPTH:
+            raise CheckpointError("its objects are nested too deeply, hold each other, or are too many")
         if raw is None or isinstance(raw, bool | int | float | str | bytes):
             return raw
         self.depth += 1
         found = self._container(raw)
         self.depth -= 1
         return found
-
-    def spend(self, work: int) -> None:
-        """Count what is made, so that it is linear in what is stored."""
-        self.budget -= work
-        if self.budget < 0 or self.depth > _DEPTH:
-            raise CheckpointError("its objects are nested too deeply, or hold each other")
 
     def keys(self, raw: Iterable[Any]) -> list[Any]:
         """What a dict or set can be made of."""
@@ -301,8 +304,9 @@ class _ValueDecoder:
         text, encoding = raw.args
         if type(text) is not str or encoding != "latin1":
             raise ValueError
-        self.spend(len(text))
-        return text.encode("latin1")
+        if id(text) not in self.encoded:  # one text may be made bytes many times
+            self.encoded[id(text)] = text.encode("latin1")
+        return self.encoded[id(text)]
 
     def size(self, raw: PickleRecord) -> torch.Size:
         return size_of(raw)

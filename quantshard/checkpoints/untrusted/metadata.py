@@ -34,7 +34,7 @@ from quantshard.checkpoints.untrusted import pickles
 from quantshard.checkpoints.untrusted.entries import DTYPES, NO_TENSORS, is_shape, size_of
 from quantshard.checkpoints.untrusted.pickles import PickleRecord
 from quantshard.errors import CheckpointError
-from quantshard.foreign import LIMITS
+from quantshard.read_limits import FILE_BYTES, METADATA_BYTES_PER_CONTAINER
 
 _MODULE = "torch.distributed.checkpoint.metadata."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _META, _MEMORY_FORMAT = (
@@ -89,7 +89,7 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
         content = _content(store, place)
         if content is not None:
             _check_content(content, whole)
-            found = _metadata(pickles.load_pickle(content, _NAMES))
+            found = _metadata(pickles.load_pickle(content, _NAMES, len(content) // METADATA_BYTES_PER_CONTAINER))
             _check_stored(found, file_sizes(path, found, whole), packed)
     except _MetadataFileError as error:
         assert found is not None
@@ -108,7 +108,7 @@ def read_metadata(path: Path_, packed: bool = False) -> Metadata:
 
 def _content(store: Store, place: str) -> bytes | None:
     try:
-        return store.read(store.join(place, METADATA_FILE), LIMITS["metadata"])
+        return store.read(store.join(place, METADATA_FILE), FILE_BYTES["metadata"])
     except (FileNotFoundError, NotADirectoryError):
         return None
 

@@ -6,8 +6,9 @@ the caller then checks and makes something of. The operations are those that Pyt
 plain values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the
 list.
 
-Time and memory are linear in the length of the pickle. What it gives may be shared, or contain itself; who walks it
-counts. Dicts and sets take only keys that cannot be made to collide (`check_keys`), and the memo is a list.
+Time is linear in the length of the pickle, and memory in the containers that the caller allows. What it gives may be
+shared, or contain itself; who walks it counts. Dicts and sets take only keys that cannot be made to collide
+(`check_keys`), and the memo is a list.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from quantshard.errors import CheckpointError
+from quantshard.read_limits import NUMBER_KEYS, PICKLED_CONTAINERS
 
 _INTEGER_BYTES = 32
 """Longest integer that is read; sizes and offsets have 8 at most, the state of NumPy's default generator 17."""
@@ -28,10 +30,8 @@ _INTEGER_BYTES = 32
 _KEY_LIMIT = 1 << 60
 """Integers from here on may have equal hashes, many of which make a dict slow."""
 
-NUMBER_KEYS = 1 << 14
-"""Keys of one dict or set that may be other than strings. The hash of a string depends on a secret of the process; that
-of a number or a tuple of numbers does not, so that whoever writes a file can have each key tried at the place of all
-others. Few keys, no many of one hash: then that takes a bounded time for each."""
+_MARKS = 1 << 10
+"""Containers that may be unfinished at once; picklers nest them, and Python's stops at its recursion limit."""
 
 _EQUAL_HASHES = 64
 """More than that are aimed at: of floats, powers of two have up to 34."""
@@ -56,18 +56,20 @@ class PickleRecord:
         self.state: Any = None
 
 
-def load_pickle(data: bytes | memoryview, allowed: Container[str]) -> Any:
+def load_pickle(data: bytes | memoryview, allowed: Container[str], containers: int = PICKLED_CONTAINERS) -> Any:
     """What a pickle holds, with a `PickleRecord` in place of each object that is no plain value.
 
     Args:
         allowed: the names, as "module.name", that may stand in it.
+        containers: how many lists, tuples, sets, dicts and records it may hold; each takes up to 500 bytes of memory,
+            for one byte of a file.
 
     Raises:
         NeedsCodeError: it names something else. Nothing of it was run.
         CheckpointError: it is damaged, cut short or no pickle.
     """
     try:
-        return _PickleMachine(bytes(data), allowed).run()
+        return _PickleMachine(bytes(data), allowed, containers).run()
     except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(f"it is no whole pickle ({type(error).__name__})") from error
 
@@ -75,8 +77,8 @@ def load_pickle(data: bytes | memoryview, allowed: Container[str]) -> Any:
 class _PickleMachine:
     """The stack, the marks on it and the memo of one pickle. A lookup that fails says that the pickle is damaged."""
 
-    def __init__(self, data: bytes, allowed: Container[str]) -> None:
-        self.data, self.allowed, self.at = data, allowed, 0
+    def __init__(self, data: bytes, allowed: Container[str], containers: int) -> None:
+        self.data, self.allowed, self.at, self.containers = data, allowed, 0, containers
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -115,6 +117,22 @@ class _PickleMachine:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
+    def push_container(self, value: Any) -> None:
+        self.containers -= 1
+        if self.containers < 0:
+            raise CheckpointError("it holds more lists, dicts and objects than are read; save such as tensors")
+        self.stack.append(value)
+
+    def push_set(self) -> None:
+        if "builtins.set" not in self.allowed:
+            raise NeedsCodeError("it has a set, which no checkpoint needs")
+        self.push_container(set())
+
+    def mark(self) -> None:
+        if len(self.marks) == _MARKS:
+            raise CheckpointError("its objects are nested too deeply")
+        self.marks.append(len(self.stack))
+
     def pop_mark(self) -> list[Any]:
         mark = self.marks.pop()
         if mark > len(self.stack):
@@ -139,13 +157,13 @@ class _PickleMachine:
         if full not in self.allowed:
             shown = "".join(c if c.isprintable() else "?" for c in full[:120])
             raise NeedsCodeError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
-        self.push(PickleRecord(full))
+        self.push_container(PickleRecord(full))
 
     def call(self) -> None:
         function, args = self.pop(2)
         if type(function) is not PickleRecord or function.args is not None or type(args) is not tuple:
             raise TypeError
-        self.push(PickleRecord(function.name, args))
+        self.push_container(PickleRecord(function.name, args))
 
     def build(self) -> None:
         (state,) = self.pop(1)
@@ -184,7 +202,7 @@ class _PickleMachine:
         if not all(map(_is_key, keys)):
             raise TypeError
         count = sum(type(key) is int for key in keys)
-        if count:
+        if count and len(target) + count > NUMBER_KEYS:  # few targets are so large
             _, before = self.numbers.get(id(target), (None, 0))
             self.numbers[id(target)] = (target, before + count)  # held, so that its id stays its own
             _check_count(before + count)
@@ -210,8 +228,12 @@ class _PickleMachine:
         self.push(int.from_bytes(self.take(count), "little", signed=True))
 
 
-def _constant(make: Callable[[], Any]) -> Callable[[_PickleMachine], None]:
-    return lambda machine: machine.push(make())
+def _constant(value: bool | None) -> Callable[[_PickleMachine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+def _container(make: Callable[[], Any]) -> Callable[[_PickleMachine], None]:
+    return lambda machine: machine.push_container(make())
 
 
 def _number(count: int) -> Callable[[_PickleMachine], None]:
@@ -235,7 +257,7 @@ def _recall(count: int) -> Callable[[_PickleMachine], None]:
 
 
 def _tuple(count: int) -> Callable[[_PickleMachine], None]:
-    return lambda machine: machine.stack.append(tuple(machine.pop(count)))
+    return lambda machine: machine.push_container(tuple(machine.pop(count)))
 
 
 PERSISTENT = "persistent"
@@ -244,14 +266,14 @@ PERSISTENT = "persistent"
 _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     pickle.PROTO: lambda m: None if m.unsigned(1) <= 5 else m.named("pickle protocol", "6 or later"),
     pickle.FRAME: _PickleMachine.frame,
-    pickle.MARK: lambda m: m.marks.append(len(m.stack)),
-    pickle.NONE: _constant(lambda: None),
-    pickle.NEWTRUE: _constant(lambda: True),
-    pickle.NEWFALSE: _constant(lambda: False),
-    pickle.EMPTY_DICT: _constant(dict),
-    pickle.EMPTY_LIST: _constant(list),
-    pickle.EMPTY_SET: _constant(set),
-    pickle.EMPTY_TUPLE: _constant(tuple),
+    pickle.MARK: _PickleMachine.mark,
+    pickle.NONE: _constant(None),
+    pickle.NEWTRUE: _constant(True),
+    pickle.NEWFALSE: _constant(False),
+    pickle.EMPTY_DICT: _container(dict),
+    pickle.EMPTY_LIST: _container(list),
+    pickle.EMPTY_SET: _PickleMachine.push_set,
+    pickle.EMPTY_TUPLE: _container(tuple),
     pickle.BININT: lambda m: m.push(int.from_bytes(m.take(4), "little", signed=True)),
     pickle.BININT1: _number(1),
     pickle.BININT2: _number(2),
@@ -261,7 +283,7 @@ _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     pickle.BINUNICODE: _text(4),
     pickle.SHORT_BINBYTES: _bytes(1),
     pickle.BINBYTES: _bytes(4),
-    pickle.TUPLE: lambda m: m.push(tuple(m.pop_mark())),
+    pickle.TUPLE: lambda m: m.push_container(tuple(m.pop_mark())),
     pickle.TUPLE1: _tuple(1),
     pickle.TUPLE2: _tuple(2),
     pickle.TUPLE3: _tuple(3),
@@ -280,7 +302,7 @@ _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     pickle.REDUCE: _PickleMachine.call,
     pickle.NEWOBJ: _PickleMachine.call,
     pickle.BUILD: _PickleMachine.build,
-    pickle.BINPERSID: lambda m: m.push(PickleRecord(PERSISTENT, tuple(m.pop(1)))),
+    pickle.BINPERSID: lambda m: m.push_container(PickleRecord(PERSISTENT, tuple(m.pop(1)))),
 }
 _BY_CODE = {code[0]: operation for code, operation in _OPERATIONS.items()}
 

@@ -20,7 +20,8 @@ import numpy as np
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import LIMITS, FieldReader, open_regular, regular_size
+from quantshard.foreign import FieldReader, open_regular, regular_size
+from quantshard.read_limits import FILE_BYTES
 from quantshard.trainer.data.documents import TOKEN_DTYPES, unreadable
 from quantshard.trainer.data.finding import INDEX
 
@@ -109,7 +110,7 @@ def read_index(folder: Path) -> ShardIndex:
         ConfigurationError: it is none; the field is named.
     """
     where = folder / INDEX
-    content = foreign.read_json(where, LIMITS["index"])
+    content = foreign.read_json(where, FILE_BYTES["index"])
     fields = FieldReader(content, str(where))
     if content.get("format") != FORMAT:
         raise fields.wrong("format", repr(FORMAT))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import LIMITS, open_regular, shown
+from quantshard.foreign import open_regular, shown
+from quantshard.read_limits import FILE_BYTES, LINE_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
 from quantshard.trainer.data.documents import unreadable
 from quantshard.trainer.data.finding import DATASET, JSONL, PARQUET, TEXT, DataSource
 from quantshard.trainer.data.tokenizer import library
@@ -29,9 +31,6 @@ CHUNK_CHARACTERS = 1 << 20
 
 OVERLAP = 1 << 12
 """Characters of its neighbours that a chunk repeats on each side."""
-
-_LINE_BYTES = 256 << 20
-"""The most bytes of a line of JSON."""
 
 _ROWS = 1024
 
@@ -168,7 +167,7 @@ def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
     path, is_packed = Path(piece.file), _is_packed(Path(piece.file))
     try:
         with _opened_lines(path) as file:
-            at = piece.first
+            at, most = piece.first, _most_bytes(path, is_packed)
             if at:  # the line that the piece before has begun is its own
                 file.seek(at - 1)
                 at += len(_line(file, path, at)) - 1
@@ -178,21 +177,31 @@ def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
                     if text:
                         yield Chunk(text, ends=True)
                 at += len(line)
+                if at > most:
+                    raise ConfigurationError(
+                        f"{path} unpacks to more than {most} bytes, {UNPACKED_RATIO} times its own; unpack it first"
+                    )
     except (OSError, EOFError, ValueError, zlib.error) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise unreadable(path, error) from None
 
 
+def _most_bytes(path: Path, is_packed: bool) -> float:
+    """How many bytes of lines are read of a file."""
+    return max(UNPACKED_BYTES, UNPACKED_RATIO * foreign.regular_size(path, follow=True)) if is_packed else math.inf
+
+
 def _line(file: BinaryIO, path: Path, at: int) -> bytes:
-    line = file.readline(_LINE_BYTES + 1)
-    if len(line) > _LINE_BYTES:
-        raise ConfigurationError(f"{path}: the line at byte {at} has more than {_LINE_BYTES} bytes")
+    line = file.readline(LINE_BYTES + 1)
+    if len(line) > LINE_BYTES:
+        raise ConfigurationError(f"{path}: the line at byte {at} has more than {LINE_BYTES} bytes")
     return line
 
 
 def _field_of(line: bytes, where: str, field: str) -> str:
     try:
+        foreign.check_json_values(line)
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
@@ -286,7 +295,7 @@ def _dataset(path: Path, options: TextOptions) -> Any:
     datasets = library("datasets", f"the dataset in {path}")
     try:
         if os.path.lexists(path / "dataset_dict.json"):
-            splits = foreign.read_json(path / "dataset_dict.json", LIMITS["configuration"]).get("splits") or []
+            splits = foreign.read_json(path / "dataset_dict.json", FILE_BYTES["configuration"]).get("splits") or []
             _check_split(splits, path, options.split)
             _check_saved(path / options.split)
             found = datasets.load_from_disk(str(path / options.split))
@@ -321,7 +330,7 @@ def _check_split(splits: Sequence[str], path: Path, split: str) -> None:
 
 def _check_saved(folder: Path) -> None:
     """See that the files that a saved dataset names are its own."""
-    state = foreign.read_json(folder / "state.json", LIMITS["configuration"])
+    state = foreign.read_json(folder / "state.json", FILE_BYTES["configuration"])
     for entry in state.get("_data_files") or ():
         name = entry.get("filename") if isinstance(entry, dict) else None
         if not isinstance(name, str) or "/" in name or name.startswith(".") or os.path.islink(folder / name):

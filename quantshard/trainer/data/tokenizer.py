@@ -22,6 +22,7 @@ from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import regular_content
 from quantshard.layouts.files import companions
+from quantshard.read_limits import FILE_BYTES
 from quantshard.terminal import inputs, outputs
 
 END_OF_DOCUMENT = 256
@@ -31,7 +32,6 @@ BYTES_DIGEST = hashlib.sha256(b"bytes").hexdigest()
 """What stands for the tokenizer of bytes in the index of token shards."""
 
 FAST = "tokenizer.json"
-_MOST_BYTES = 256 << 20
 _MOST_TOKENS = 1 << 24
 _SPECIAL = ("tokenizer_config.json", "special_tokens_map.json")
 _TOLD = 8
@@ -177,7 +177,7 @@ def tokenizer_contents(path: str) -> dict[str, bytes]:
     for file in tokenizer_files(path):
         try:
             name = FAST if file == Path(path) else file.name
-            found[name] = regular_content(file, _MOST_BYTES, follow=file == Path(path))
+            found[name] = regular_content(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
         except OSError as error:
             raise ConfigurationError(f"cannot read the tokenizer's {file}: {error.strerror or error}") from None
     return found

@@ -15,13 +15,11 @@ import tomli_w
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
+from quantshard.read_limits import FILE_BYTES
 from quantshard.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
 from quantshard.trainer.settings.optimizer_states import with_states
 from quantshard.trainer.settings.recipes import text_of
 from quantshard.trainer.settings.schema import SettingType, read_table
-
-MOST_BYTES = 32 << 20
-"""The most bytes of a configuration; that of a run lists its data, about 150 bytes a file."""
 
 TABLES = ("launch", "corpus")
 """Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
@@ -102,7 +100,7 @@ def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
     Raises:
         ConfigurationError: the file is missing, no regular file, too long, or not TOML.
     """
-    return foreign.read_toml(path, MOST_BYTES, follow=follow)
+    return foreign.read_toml(path, FILE_BYTES["run"], follow=follow)
 
 
 def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
