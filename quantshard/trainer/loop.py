@@ -265,10 +265,11 @@ class Trainer:
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
             raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
-        if int(restored.extra["step"]) != restored.step:
+        saved = restored.extra.get("step")
+        if type(saved) is not int or saved != restored.step:
             raise CheckpointError(
-                f"{restored.path} was saved after step {int(restored.extra['step'])}, not {restored.step}; restore its "
-                "name"
+                f"{restored.path}: its saved step is {saved!r:.100}, not {restored.step}; restore that name, or "
+                "choose another checkpoint"
             )
         self.loader.load_state_dict(restored.extra)
         return restored

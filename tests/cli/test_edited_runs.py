@@ -7,14 +7,19 @@ import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from quantshard.checkpoints import Restored
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.manifest import digest
-from quantshard.errors import ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.terminal import outputs
 from quantshard.trainer import data, restarts
+from quantshard.trainer.loop import Trainer
 from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
 from tests.cli.hostile import Started, made, told
@@ -178,3 +183,17 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, *({"step": step} for step in ("5", [5], float("nan"), float("inf"), None, torch.tensor(5), True, 5.0, 6))],
+    ids=str,
+)
+def test_a_checkpoint_of_another_step_is_refused(tmp_path: Path, extra: dict[str, Any]) -> None:
+    trainer = mock.Mock(run=RunDir(tmp_path))
+    trainer.progress.moving.return_value = mock.MagicMock()
+    trainer.manager.restore.return_value = Restored(5, str(tmp_path / "step_5"), extra)
+    with pytest.raises(CheckpointError, match=r"step_5: its saved step is .*, not 5; restore that name, or"):
+        Trainer.restore(trainer)
+    trainer.loader.load_state_dict.assert_not_called()

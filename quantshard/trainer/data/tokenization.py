@@ -347,10 +347,10 @@ def _joined(
         if chunk.before:
             common = np.intersect1d(starts, new_starts)
             new_seam = int(min(common[common >= max(0, seam)], default=max(0, seam)))
-            yield ids[(starts >= seam) & (starts < new_seam)], False
+            yield ids[(starts >= seam) & (starts < new_seam)].tolist(), False
         ids, starts, seam = new_ids, new_starts, new_seam
         if chunk.ends:
-            yield ids[starts >= seam], True
+            yield ids[starts >= seam].tolist(), True
         length = len(chunk.text) - chunk.before - chunk.after
         told(length)
         starts -= length  # relative to the next boundary
