@@ -1,8 +1,7 @@
 """MasterWeights: any `torch.optim` optimizer, run on float32 masters of a model's quantized weights.
 
-A step is: one small collective (is any gradient missing or not finite), the inner optimizer's own step on the masters,
-and one flat collective (the amaxes of blocks that ranks share) after which every weight becomes the nearest
-quantization of its master.
+A step is one small collective (is any gradient missing or not finite), the inner optimizer's step on the masters, and
+one flat collective of amaxes, after which every weight is the nearest quantization of its master.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class MasterWeights(torch.optim.Optimizer):
     where that was kept, else from the (dequantized) parameter; float32 and float64 ones are given to the inner
     optimizer as they are. During its step float32 copies of all gradients are held too.
 
-    States are allocated here, so that a new process can load them: with zeros, of the kinds that a step of the inner
-    optimizer on zeros makes. They mean nothing before the first update, which starts from what the inner optimizer
-    itself makes. Entries that it makes only in later steps cannot be loaded.
+    States are allocated here, so that a new process can load them: zeros, of the kinds that a first step of the inner
+    optimizer makes. Entries that it makes only in later steps cannot be loaded.
 
     A step whose gradients are not all finite is skipped on all ranks: no master, weight, scale or state changes, and
     `skipped_steps` counts it.
@@ -62,8 +60,7 @@ class MasterWeights(torch.optim.Optimizer):
         settings: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
 
     Raises:
-        ConfigurationError: a parameter is on the meta device or of another dtype; or the inner optimizer needs a
-            closure.
+        ConfigurationError: a parameter is on the meta device or of another dtype, or a closure is needed.
         RankMismatchError: ranks have different random keys for one weight.
     """
 
@@ -495,8 +492,7 @@ class MasterWeights(torch.optim.Optimizer):
         reduction.reduce()
         for weight, values, measured in begun:
             weight.write(values, measured)
-        for param in self._updated(self._masters):
-            self._versions[param] = guards.weight_version(param)
+        self._versions.update({param: guards.weight_version(param) for param in self._updated(self._masters)})
 
 
 def _average_entries(decay: float, steps: int = 0) -> dict[str, Any]:

@@ -367,6 +367,6 @@ def _plain_like(module: nn.Module, whole: bool = False) -> nn.Module:
             leaf: None if each is None else wrap(torch.empty(each.shape, dtype=each.dtype, device="cpu"))
             for leaf, each in own
         }
-    children = module._modules.items() if whole else ()
+    children = vars(module)["_modules"].items() if whole else ()
     plain.__dict__["_modules"] = {name: None if child is None else _plain_like(child, True) for name, child in children}
     return plain
