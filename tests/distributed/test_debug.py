@@ -65,7 +65,18 @@ def run(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(folder: Path) -> Path:
-    return trained(folder, "of-transformers", "--model", folder / "llama", *SIZES[8:], "--recipe", BY_NAME)
+    return trained(
+        folder,
+        "of-transformers",
+        "--model",
+        folder / "llama",
+        "--random-weights",
+        "--vocabulary",
+        257,
+        *SIZES[8:],
+        "--recipe",
+        BY_NAME,
+    )
 
 
 def test_as_json_and_as_a_picture(run, tmp_path):
@@ -131,7 +142,7 @@ def test_experts(folder):
 
 def test_a_model_of_transformers(folder, llama):
     """Its linear layers by name, without those in BF16 and the head."""
-    first, _ = again(folder, llama, "--model", folder / "llama", *SIZES[8:])
+    first, _ = again(folder, llama, "--model", folder / "llama", "--random-weights", "--vocabulary", 257, *SIZES[8:])
     names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     assert {each["layer"] for each in first["gemms"]} == {f"model.layers.1.{name}" for name in names}
     assert first["suggestion"]["layers"] == 7 and first["suggestion"]["recipe"].startswith("layers.0.*=bf16,model.")
