@@ -34,15 +34,15 @@ def launch_queue(device: torch.device) -> LaunchQueue:
 
 
 def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
-    """As many as share an allocation, float32 zeros of `shape`, which has one element. None is a view of another for
-    autograd: each has a version counter of its own."""
+    """Float32 zeros of `shape`, () or (1, 1), in one allocation. Those of (1, 1) may be saved for backward."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # some may be raised outside of it
             return zero_scalars(device, *shape)
     block = torch.zeros(SCALARS, APART, dtype=torch.float32, device=device)
-    views = block[:, :1].view(SCALARS, *shape).unbind()  # with strides of 1, so that they can be seen as bytes
-    # .data: views share a version counter, and a write to one would invalidate what backward saved of the others
-    return [view.data for view in views]
+    scalars = block[:, :1].view(SCALARS, *shape[1:])  # with strides of 1, so that they can be seen as bytes
+    # Views of `unbind` share a version counter, so that a write to one invalidates what backward saved of the others.
+    # Those of `unsafe_split` have counters of their own.
+    return list(torch.unsafe_split(scalars, 1) if shape else scalars.unbind())
 
 
 def discard(device: torch.device) -> None:

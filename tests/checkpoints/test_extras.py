@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a quantized weight": ([built("mxfp8")[0][0].weight], r"extra\['x'\]\[0\], a QuantizedTensor, "),
     "a quantized weight by itself": (built("mxfp8")[0][0].weight, r"extra\['x'\], a QuantizedTensor, "),
     "too deep": (eval("[" * 40 + "]" * 40), "nested too deeply"),
-    "itself": (ENDLESS, "nested too deeply, or hold each other"),
+    "itself": (ENDLESS, "nested too deeply, hold each other, or are too many"),
 }
 
 

@@ -37,7 +37,7 @@ def test_scalars_are_zero_and_can_be_seen_as_bytes() -> None:
 
 def test_a_write_to_one_scalar_leaves_what_backward_saved_of_others() -> None:
     """Tensor parallelism writes a reduced amax into one, while an earlier layer's scale is saved in another."""
-    scale, amax = workspace.zero_scalars(DEVICE, 1, 1)[:2]
+    scale, amax = workspace.zero(DEVICE), workspace.zero(DEVICE)
     reduction = torch.ops.aten._foreach_copy_.default
     scale.fill_(3)
     x = torch.ones(1, 1, device=DEVICE, requires_grad=True)
@@ -48,6 +48,6 @@ def test_a_write_to_one_scalar_leaves_what_backward_saved_of_others() -> None:
     y.backward()
     assert x.grad is not None and x.grad.item() == 3
     with torch.inference_mode():
-        inferred = workspace.zero_scalars(DEVICE, 1, 1)[0]
+        inferred = workspace.zero(DEVICE)
     inferred.add_(1)  # outside of it, and seen by its counter
     assert not inferred.is_inference() and inferred._version > 0

@@ -77,8 +77,9 @@ class LocalStore(FileSystem):
     def leads_out(self, path: Path_, folder: Path_) -> bool:
         """True if links make of a folder in a folder one outside. A file that is a link itself is not read anyway."""
         try:
-            os.lstat(path)
-            return not Path(path).parent.resolve().is_relative_to(Path(folder).resolve())
+            parent = Path(path).parent
+            os.lstat(parent)  # resolving takes much longer, and a manifest may name many folders that are missing
+            return parent != Path(folder) and not parent.resolve().is_relative_to(Path(folder).resolve())
         except FileNotFoundError:
             return False
         except (OSError, RuntimeError, ValueError):  # a link to itself, no name of a file
