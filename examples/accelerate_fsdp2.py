@@ -47,7 +47,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, data: Iterable[T
     return losses
 
 
-def main(accelerator: Accelerator, recipe: str = "mxfp8", folder: str | Path = "state") -> list[float]:
+def main(accelerator: Accelerator, recipe: str = "auto", folder: str | Path = "state") -> list[float]:
     """Train, save, train on, and train on once more from what was saved."""
     torch.manual_seed(0)
     data = DataLoader(torch.randint(101, (40, 16)), batch_size=4)

@@ -46,7 +46,7 @@ def samples(count: int = 64) -> list[dict[str, Tensor]]:
 def main(arguments: list[str] | None = None) -> Trainer:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--resume")

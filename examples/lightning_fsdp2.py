@@ -84,7 +84,7 @@ def train(recipe: str, devices: int, steps: int, folder: Path, resume: Path | No
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--folder", type=Path, default=Path("lightning-checkpoints"))

@@ -81,7 +81,7 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in model.state_dict().items() if ".base." not in key}
 
 
-def main(recipe: str = "mxfp8", path: str = "adapters") -> list[float]:
+def main(recipe: str = "auto", path: str = "adapters") -> list[float]:
     """Train adapters, save them alone, and put them onto a new base."""
     model = shard(build(recipe))
     losses = train(model, optimizer_of(model), recipe, range(20))

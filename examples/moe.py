@@ -177,7 +177,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", help="axes and their sizes, e.g. dp=2,ep=2 (default: all ranks on ep)")
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="auto")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save", help="folder for a checkpoint of the last step")
     options = parser.parse_args()

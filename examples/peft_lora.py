@@ -39,7 +39,7 @@ def train(model: nn.Module, tokens: Tensor, steps: int) -> list[float]:
     return losses
 
 
-def main(recipe: str = "mxfp8", folder: str | Path = "adapter", dora: bool = False) -> list[float]:
+def main(recipe: str = "auto", folder: str | Path = "adapter", dora: bool = False) -> list[float]:
     """The losses: of training, and of going on with the saved adapter."""
     config = LoraConfig(r=8, target_modules="all-linear", use_dora=dora, task_type="CAUSAL_LM")
     model = get_peft_model(build(recipe), register(config))

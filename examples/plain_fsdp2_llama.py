@@ -67,7 +67,7 @@ def batch(step: int, device: torch.device) -> Tensor:
 def main(arguments: list[str] | None = None) -> tuple[LlamaForCausalLM, list[float], Tensor]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="auto")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args(arguments)

@@ -4,7 +4,7 @@ Its trainer and its config, from the command line, with no line of code (needs G
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_debugmodel \\
         --parallelism.spmd_backend partial_dtensor --override.imports \\
-        'quantshard.integrations.torchtitan.linear={"recipe": "mxfp8"}' quantshard.integrations.torchtitan.optimizer
+        'quantshard.integrations.torchtitan.linear' quantshard.integrations.torchtitan.optimizer
 
 Its trainer and the config below, `quantized_debugmodel` (needs GPUs; run it in the folder of this file):
 
@@ -12,7 +12,7 @@ Its trainer and the config below, `quantized_debugmodel` (needs GPUs; run it in 
 
 Its model and optimizers in a loop of one's own, by FSDP2, on CPUs too:
 
-    torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py --recipe mxfp8
+    torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAYERS, SEQUENCE, BATCH = 2, 32, 4
 def quantized_debugmodel() -> Trainer.Config:
     """torchtitan's debug model: all of its layers' linear layers in MXFP8, FusedAdam in the place of AdamW."""
     config = llama3_debugmodel()
-    config.model_spec = model_registry("debugmodel", converters=[TitanConverter.Config(recipe="mxfp8")])
+    config.model_spec = model_registry("debugmodel", converters=[TitanConverter.Config()])
     config.optimizer = optimizer(config.optimizer)
     config.parallelism.spmd_backend = "partial_dtensor"
     return config
@@ -82,7 +82,7 @@ def train(recipe: str, mesh: DeviceMesh, steps: int) -> tuple[list[float], nn.Mo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", default="mxfp8")
+    parser.add_argument("--recipe", default="auto")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"

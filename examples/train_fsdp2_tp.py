@@ -1,6 +1,6 @@
 """A Llama-like language model of bytes under tensor parallelism, FSDP2 and data-parallel replicas, saved and resumed.
 
-    torchrun --nproc-per-node 4 examples/train_fsdp2_tp.py --recipe mxfp8 --dp 2 --tp 2 --sequence-parallel
+    torchrun --nproc-per-node 4 examples/train_fsdp2_tp.py --dp 2 --tp 2 --sequence-parallel
 
     tokens -> embedding (PyTorch's, cut over the vocabulary by parallelize_module)
            -> layers (quantshard's, cut by heads and features; quantized weights)
@@ -178,7 +178,7 @@ def check(args: argparse.Namespace, mesh: DeviceMesh, text: Tensor) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="mxfp8", help="delayed, current, block, rowwise, mxfp8, nvfp4 or bf16")
+    parser.add_argument("--recipe", default="auto", help="auto, delayed, current, block, rowwise, mxfp8, nvfp4 or bf16")
     parser.add_argument("--replicate", type=int, default=1, help="copies of the sharded model (HSDP)")
     parser.add_argument("--dp", type=int, default=1, help="ranks that FSDP2 shards a copy over")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")

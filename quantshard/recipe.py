@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 
+import torch
+
 from quantshard import formats
 from quantshard.argument_kinds import meant, suggests_fields
 from quantshard.errors import ConfigurationError
@@ -396,20 +398,37 @@ NAMES: dict[str, type[Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
     "bf16": HighPrecision,
 }
-"""The names by which a recipe can be asked for."""
+"""The names of recipes."""
+
+AUTO = "auto"
+CHOICES = (AUTO, *NAMES)
+AUTO_HELP = "auto: mxfp8 on Blackwell (compute capability 10.x), otherwise current"
+
+
+@cache
+def auto_name() -> str:
+    """Return the name of the recipe that "auto" stands for on this machine."""
+    has_nvidia_gpu = torch.cuda.is_available() and torch.version.hip is None
+    return "mxfp8" if has_nvidia_gpu and torch.cuda.get_device_capability()[0] == 10 else "current"
+
+
+def concrete_name(name: str) -> str:
+    """Replace "auto" in a recipe's name, which may be followed by GEMMs: "auto/wgrad:bf16"."""
+    first, slash, gemms = name.partition("/")
+    return auto_name() + slash + gemms if first.lower() == AUTO else name
 
 
 def resolve(recipe: str | Recipe | None) -> Recipe:
-    """A recipe from its name, itself, or None for the default (current scaling).
+    """Return a recipe from its name; a `Recipe` is returned as it is, and None means "auto".
 
     Raises:
-        ConfigurationError: the name is not one of `NAMES`, nor that of a `MixedRecipe` of these.
+        ConfigurationError: the name is not one of `CHOICES`, nor that of a `MixedRecipe` of these.
     """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str | None):
-        raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(NAMES)}")
-    return _stock("current" if recipe is None else recipe)
+        raise ConfigurationError(f"unknown recipe {recipe!r}; choose one of: {', '.join(CHOICES)}")
+    return _stock(concrete_name(AUTO if recipe is None else recipe))
 
 
 @cache
@@ -419,7 +438,7 @@ def _stock(given: str) -> Recipe:
     first, *others = name.split("/")
     if first not in NAMES:
         raise ConfigurationError(
-            f"unknown recipe {given!r}; {meant(first or given, NAMES)}choose one of: {', '.join(NAMES)}"
+            f"unknown recipe {given!r}; {meant(first or given, CHOICES)}choose one of: {', '.join(CHOICES)}"
         )
     if given != name:
         return _stock(name)

@@ -37,7 +37,9 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 MAP = typer.Option(
     "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
 )
-RECIPE = typer.Option("--recipe", help=f"one of {', '.join(recipe.NAMES)}; by GEMM or by layer as of train")
+RECIPE = typer.Option(
+    "--recipe", help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train"
+)
 LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
 
 
@@ -89,7 +91,7 @@ def export(
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
     out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
-    recipe_name: Annotated[str, RECIPE] = "mxfp8",
+    recipe_name: Annotated[str, RECIPE] = recipe.AUTO,
     names_file: Annotated[Path | None, MAP] = None,
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
@@ -102,7 +104,7 @@ def import_(
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
     folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
     config = read_layout_json(folder / CONFIGURATION)
-    LayerRecipes.parse(recipe_name)
+    recipe_name = LayerRecipes.parse(recipe_name).text
     settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
     # frozen weights keep no values for the masters of an optimizer
     model = _described(folder, settings, config["vocab_size"]).requires_grad_(False)

@@ -62,7 +62,7 @@ SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or 
 RECIPE = typer.Option(
     "--recipe",
     metavar="NAME",
-    help=f"of a run or a config.json: {', '.join(recipe.NAMES)}; by GEMM or by layer as of train",
+    help=f"of a run or a config.json: {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or layer as of train",
 )
 WIDE = typer.Option("--wide", help="every column, and a row for every tensor")
 WIDER = "a wider terminal or --wide has them"

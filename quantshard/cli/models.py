@@ -18,6 +18,7 @@ from quantshard.layouts.table import cell_of_tag
 from quantshard.layouts.writing import CONFIGURATION
 from quantshard.numerics.states import AVERAGE
 from quantshard.presets import StateOptions
+from quantshard.recipe import auto_name
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.terminal import inputs
@@ -67,14 +68,14 @@ def find(path: str, recipe_name: str | None) -> ModelSource:
     """The model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json.
 
     Args:
-        recipe_name: instead of the run's recipe; by which a config.json's model is converted (default: mxfp8).
+        recipe_name: instead of the run's recipe; by which a config.json's model is converted (default: auto).
 
     Raises:
         ConfigurationError: there is none of these, or it cannot be built.
         CheckpointError: the checkpoint is damaged.
     """
     if recipe_name is not None:
-        LayerRecipes.parse(recipe_name)
+        recipe_name = LayerRecipes.parse(recipe_name).text
     place = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
     if "://" in path or (place.is_dir() and is_complete(path)):
         if recipe_name is not None:
@@ -85,7 +86,7 @@ def find(path: str, recipe_name: str | None) -> ModelSource:
     if (place / _RUN).is_file() or place.name == _RUN:
         return of_run(place.parent if place.name == _RUN else place, recipe_name)
     if (place / CONFIGURATION).is_file() or place.suffix == ".json":
-        return of_configuration(place / CONFIGURATION if place.is_dir() else place, recipe_name or "mxfp8")
+        return of_configuration(place / CONFIGURATION if place.is_dir() else place, recipe_name or auto_name())
     raise ConfigurationError(
         f"{path} is no run (which has a {_RUN}), no complete checkpoint, and holds no Hugging Face {CONFIGURATION}"
     )

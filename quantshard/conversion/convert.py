@@ -26,7 +26,7 @@ from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
 from quantshard.modules.base import weight_watch
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
-from quantshard.recipe import HighPrecision, Recipe
+from quantshard.recipe import AUTO, HighPrecision, Recipe
 from quantshard.tensor import components
 
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
@@ -38,7 +38,7 @@ WHERE = ("linear", "fused")
 @suggests_names
 def convert(
     model: nn.Module,
-    recipe: Recipes,
+    recipe: Recipes = AUTO,
     *,
     filter: Filter | None = None,
     modules: str = "linear",
@@ -55,9 +55,10 @@ def convert(
         model: any module. Its `nn.Linear` layers are exchanged for quantshard's; their biases, hooks, frozen flags,
             devices and nominal dtypes stay. Subclasses of `nn.Linear`, and layers whose weight is shared with another
             module or computed, are left.
-        recipe: a recipe or its name; or a mapping from patterns of layers' names to recipes, of which the first that
-            matches holds: `{"*.down_proj": "block", "*": "mxfp8"}`; or a function of module and name that gives one
-            for each. "bf16" leaves a layer as it is. Layers whose recipes go by names run by them in every autocast
+        recipe: a recipe or its name ("auto" is "mxfp8" on Blackwell GPUs and "current" elsewhere); or a mapping from
+            patterns of layers' names to recipes, of which the first that matches holds:
+            `{"*.down_proj": "block", "*": "mxfp8"}`; or a function of module and name that gives one for each.
+            "bf16" leaves a layer as it is. Layers whose recipes go by names run by them in every autocast
             that quantizes; those of one recipe run by the autocast's.
         filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
             match a whole name or its end behind a dot. By default all but the head and routers.

@@ -22,6 +22,7 @@ from quantshard.conversion.selection import Filter
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.modules.contexts.layer_recipes import Recipes
 from quantshard.observe import optimizer_members
+from quantshard.recipe import AUTO
 from quantshard.tensor import components
 
 __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]
@@ -36,7 +37,7 @@ _IN_FABRIC = "_forward_module."
 def convert_and_shard(
     model: nn.Module,
     mesh: DeviceMesh,
-    recipe: Recipes,
+    recipe: Recipes = AUTO,
     *,
     filter: Filter | None = None,
     layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
@@ -44,8 +45,8 @@ def convert_and_shard(
 ) -> nn.Module:
     """`quantshard.convert`, then `fully_shard` of each layer and of the model: what a `parallelize_fn` is to do.
 
-    Fabric: `FabricStrategy(lambda model, mesh: convert_and_shard(model, mesh, "mxfp8"), n, 1)`. The Trainer: in
-    `configure_model`, `convert_and_shard(self.model, self.device_mesh, "mxfp8")`; it calls that again for another
+    Fabric: `FabricStrategy(lambda model, mesh: convert_and_shard(model, mesh), n, 1)`. The Trainer: in
+    `configure_model`, `convert_and_shard(self.model, self.device_mesh)`; it calls that again for another
     `fit` or `test`, and a model that is converted and sharded stays as it is. Make the optimizer afterwards.
 
     Args:

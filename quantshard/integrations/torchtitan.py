@@ -25,7 +25,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules import quantized_model_init
 from quantshard.modules.contexts.layer_recipes import matches
 from quantshard.optimizers import FusedAdam
-from quantshard.recipe import resolve
+from quantshard.recipe import AUTO, concrete_name, resolve
 from quantshard.tensor.components import FORMAT_SUFFIX
 
 __all__ = ["TitanConverter", "TitanLinear", "TitanOptimizers", "linear", "optimizer"]
@@ -41,7 +41,7 @@ ADAMS = {"AdamW": True, "Adam": False}
 class TitanLinearConfig(PlainLinear.Config):
     """As of torchtitan's Linear. `recipe`: the name of one."""
 
-    recipe: str = "mxfp8"
+    recipe: str = AUTO
 
 
 class TitanLinear(ConvertedLinear, Module):
@@ -54,7 +54,7 @@ class TitanLinear(ConvertedLinear, Module):
         recipe = resolve(config.recipe)
         with quantized_model_init(recipe=recipe):
             super().__init__(config.in_features, config.out_features, bias=config.bias)
-        self.recipe = self.model_recipe = config.recipe
+        self.recipe = self.model_recipe = concrete_name(config.recipe)
 
     def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
         """As of Linear."""
@@ -104,7 +104,7 @@ def _as_live(value: Any, live: Any) -> Any:
 
 
 @override(target=PlainLinear.Config, fqns=LAYERS, description="quantized weights, by quantshard")
-def linear(config: PlainLinear.Config, recipe: str = "mxfp8") -> TitanLinearConfig:
+def linear(config: PlainLinear.Config, recipe: str = AUTO) -> TitanLinearConfig:
     """The override of linear layers: `--override.imports 'quantshard.integrations.torchtitan.linear={"recipe": ...}'`.
 
     It takes the layers that `LAYERS` says; `TitanConverter` takes patterns.
@@ -126,7 +126,7 @@ def linear(config: PlainLinear.Config, recipe: str = "mxfp8") -> TitanLinearConf
 class TitanConverterConfig(QuantizationConverter.Config):
     """`filter`: patterns of names, as of `quantshard.convert`; by default all but the head and routers."""
 
-    recipe: str = "mxfp8"
+    recipe: str = AUTO
     filter: list[str] = field(default_factory=list)
 
 

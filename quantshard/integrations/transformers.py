@@ -35,6 +35,7 @@ from quantshard.layouts import table
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import NOTED_AMAX
 from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes
+from quantshard.recipe import AUTO, concrete_name
 from quantshard.tensor import components
 
 __all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
@@ -48,7 +49,7 @@ LAYOUT: Final = "quantshard_layout"
 
 @register_quantization_config(METHOD)
 class QuantshardConfig(QuantizationConfigMixin):
-    """How `from_pretrained(..., quantization_config=QuantshardConfig("mxfp8"))` converts a model while it loads it.
+    """How `from_pretrained(..., quantization_config=QuantshardConfig())` converts a model while it loads it.
 
     The arguments are those of `quantshard.convert`, which is what happens; the model is as if it had been called after
     loading in high precision, bit for bit, but one weight at a time is in high precision.
@@ -68,7 +69,7 @@ class QuantshardConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        recipe: Recipes,
+        recipe: Recipes = AUTO,
         *,
         filter: Filter | None = None,
         modules: str = "linear",
@@ -79,6 +80,8 @@ class QuantshardConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         check_recipes("QuantshardConfig", recipe)
         check_modules("QuantshardConfig", modules)
+        if isinstance(recipe, str):
+            recipe = concrete_name(recipe)
         self.recipe, self.filter, self.modules, self.autocast = recipe, filter, modules, autocast
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
         self.layout = _checked_layout(layout)

@@ -83,7 +83,7 @@ def test_resolved_fills_in_what_follows():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"recipe": "fp7"}, "unknown recipe 'fp7'; choose one of: delayed"),
+        ({"recipe": "fp7"}, "unknown recipe 'fp7'; choose one of: auto, delayed"),
         ({"hidden": 97}, "hidden = 97 over heads = 4"),
         ({"hidden": 12}, "same even number"),
         ({"kv_heads": 3}, "kv_heads = 3 must divide heads = 4"),
@@ -366,3 +366,11 @@ def test_settings_of_another_optimizer_are_refused(given, says):
     with pytest.raises(ConfigurationError) as caught:
         check_used(given, settings)
     assert says in str(caught.value)
+
+
+def test_a_run_records_the_recipe_that_auto_stands_for():
+    assert TrainSettings().recipe == "auto"
+    assert TrainSettings().resolved().recipe == "current"
+    assert TrainSettings(recipe="layers.0=bf16, *=auto/wgrad:bf16").resolved().recipe == (
+        "layers.0=bf16,*=current/wgrad:bf16"
+    )

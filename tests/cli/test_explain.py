@@ -72,7 +72,7 @@ def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> Non
     assert "model.layers.{0-11}.self_attn. q_proj.weight x12" in text and len(out) < 60, text
     assert "lm_head [100, 64]: the head" in " ".join(out) and "--wide has them" in " ".join(" ".join(out).split())
     wide = lines_of("explain", tmp_path / "config.json", "--wide")
-    assert sum("q_proj.weight" in line and "mxfp8_32x32" in line for line in wide) == 12
+    assert sum("q_proj.weight" in line and "fp8_e4m3" in line for line in wide) == 12
     found = json_of("explain", tmp_path, "--recipe", "nvfp4")
     weights = {row["name"]: row for row in found["rows"]}
     assert len(weights) == 3 + 12 * 9 and found["source"][0].endswith("LlamaForCausalLM, by recipe 'nvfp4'")
@@ -128,7 +128,7 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     run = made(tmp_path)
     found = json_of("plan", run)
     assert found["source"][-1] == "rank 0 of mesh dp_shard=2, as it was started"
-    assert {row["format"] for row in found["rows"]} == {"mxfp8_32x32", "bfloat16"}
+    assert {row["format"] for row in found["rows"]} == {"fp8_e4m3", "bfloat16"}
     assert all(row["mesh"] == {"dp_shard": 2} for row in found["rows"])
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
     assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one

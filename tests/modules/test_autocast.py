@@ -593,3 +593,40 @@ def test_backward_in_another_thread_recomputes_by_the_recipe_of_its_forward(use_
     expected = gradient(lambda backward: backward(), recompute=False)
     with autocast(recipe="block"):
         assert torch.equal(gradient(in_another_thread, recompute=True), expected)
+
+
+# The recipe "auto"
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    recipes.auto_name.cache_clear()
+    yield
+    recipes.auto_name.cache_clear()
+
+
+def test_auto_is_current_where_mxfp8_is_emulated():
+    assert recipes.resolve("auto") is recipes.resolve(None) is recipes.resolve("current")
+    assert recipes.resolve("auto/wgrad:bf16") is recipes.resolve("current/wgrad:bf16")
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_auto_is_current_on_gpus_other_than_blackwell_datacenter(capability, blackwell, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    assert recipes.resolve("auto").name == "current"
+
+
+def test_auto_is_mxfp8_on_blackwell(blackwell):
+    assert recipes.resolve(None).name == recipes.resolve("AUTO").name == "mxfp8"
+    assert quantized_model_init().plan.recipe.name == "mxfp8"
+
+
+def test_autocast_without_a_recipe_matches_weights_of_a_model_init_without_one():
+    with quantized_model_init():
+        layer = Linear(SIZE, SIZE, device="cpu")
+    with autocast():
+        by_default = layer(data())
+    with autocast(recipe="current"):
+        assert torch.equal(layer(data()), by_default)

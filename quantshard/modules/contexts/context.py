@@ -327,11 +327,12 @@ class quantized_model_init:
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
-        recipe: a `Recipe` or its name; its weight format is used. With `enabled=False` the recipe only tells which
-            autocast to prepare for: under delayed scaling the amax histories exist from the start, and are in the state
-            dict before the first step. Or, as `convert` takes it, a mapping from patterns of layers' names to recipes,
-            of which the first that matches holds, or a function of module and name: `{"layers.0.*": "bf16", "*":
-            "mxfp8"}`. Layers have their names when the context is left, from the outermost module that was built, or
+        recipe: a `Recipe` or its name; its weight format is used. Default: "auto", as for `autocast`. With
+            `enabled=False` the recipe only tells which autocast to prepare for: under delayed scaling the amax
+            histories exist from the start, and are in the state dict before the first step. Or, as `convert` takes it,
+            a mapping from patterns of layers' names to recipes, of which the first that matches holds, or a function
+            of module and name: `{"layers.0.*": "bf16", "*": "mxfp8"}`.
+            Layers have their names when the context is left, from the outermost module that was built, or
             given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
             what is built under another context inside goes by that one; hooks of weights are for afterwards, since
             other parameters take the place of these (those of PyTorch's accumulators of gradients are not seen). In an
@@ -405,7 +406,7 @@ class autocast:
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
-        recipe: a `Recipe` or its name (default: current scaling).
+        recipe: a `Recipe` or its name. Default: "auto", which is "mxfp8" on Blackwell GPUs and "current" elsewhere.
         amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all); for a layer that
             tensor parallelism cuts, also those of its group. Histories are equal within a group only, and a checkpoint
             holds those of the group of rank 0.

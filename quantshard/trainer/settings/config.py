@@ -157,9 +157,10 @@ class TrainSettings:
     seed: int = _setting(0, "Training", "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
 
     recipe: str = _setting(
-        "mxfp8",
+        recipe.AUTO,
         "Precision",
-        f"{', '.join(recipe.NAMES)}; by GEMM: nvfp4/wgrad:bf16; by layer or a part: layers.0=bf16,*=mxfp8",
+        f"{', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM: nvfp4/wgrad:bf16; by layer or a part: "
+        "layers.0=bf16,*=mxfp8",
         1,
         4096,
     )
@@ -291,6 +292,7 @@ class TrainSettings:
         axes = MeshSpec.parse(self.mesh) if self.mesh else None
         return replace(
             self,
+            recipe=LayerRecipes.parse(self.recipe).text,
             mesh=str(axes) if axes else "",
             dp_replicate=1 if axes else self.dp_replicate,  # the mesh says it
             kv_heads=self.kv_heads or self.heads,

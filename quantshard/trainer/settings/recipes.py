@@ -40,14 +40,14 @@ class LayerRecipes:
 
     @classmethod
     def parse(cls, text: str) -> LayerRecipes:
-        """From a recipe's name, or `PATTERN=RECIPE` for each of several, with commas between them.
+        """Parse a recipe's name, or `PATTERN=RECIPE` for each of several, with commas between them; resolve "auto".
 
         Raises:
             ConfigurationError: a recipe is unknown, or an entry has another form or stands twice.
         """
         if "=" not in text:
             recipe.resolve(text)
-            return cls(MappingProxyType({_ALL: text}))
+            return cls(MappingProxyType({_ALL: recipe.concrete_name(text)}))
         found: dict[str, str] = {}
         for entry in text.split(","):
             pattern, equals, name = (part.strip() for part in entry.partition("="))
@@ -59,8 +59,15 @@ class LayerRecipes:
             if pattern in found:
                 raise ConfigurationError(f"recipe = {shown_value(text)}: {shown_value(pattern)} stands there twice")
             recipe.resolve(name)
-            found[pattern] = name
+            found[pattern] = recipe.concrete_name(name)
         return cls(MappingProxyType(found))
+
+    @property
+    def text(self) -> str:
+        """What `parse` reads, with the recipes that "auto" stood for."""
+        if list(self.patterns) == [_ALL]:
+            return self.patterns[_ALL]
+        return ",".join(f"{pattern}={name}" for pattern, name in self.patterns.items())
 
     @property
     def recipes(self) -> dict[str, Recipe]:
