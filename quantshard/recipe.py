@@ -402,7 +402,7 @@ NAMES: dict[str, type[Recipe]] = {
 
 AUTO = "auto"
 CHOICES = (AUTO, *NAMES)
-AUTO_HELP = "auto: mxfp8 on Blackwell (compute capability 10.x), otherwise current"
+AUTO_HELP = "auto: current, on Blackwell mxfp8"
 
 
 @cache

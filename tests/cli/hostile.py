@@ -17,7 +17,7 @@ from quantshard.trainer.run_dir import RunDir
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.settings_file import read_settings_file
 
-SMALL = TrainSettings(hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
+SMALL = TrainSettings(recipe="mxfp8", hidden=64, heads=2, layers=1, seq_length=16, global_batch=4)
 
 
 class Started(BaseException):

@@ -34,7 +34,7 @@ def run(monkeypatch, capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["train", "--run", "r", "--recipe", "fp7"], 1, "unknown recipe 'fp7'; choose one of: delayed"),
+        (["train", "--run", "r", "--recipe", "fp7"], 1, "unknown recipe 'fp7'; choose one of: auto"),
         (["train", "--run", "r", "--data", "none"], 1, "there is no data file or folder"),
         (["train", "--run", "r", "--data", "text", "--seq-length", "2000"], 1, "too few for seq_length = 2000"),
         (["train", "--run", "r", "--hidden", "97"], 1, "hidden = 97 over heads = 4"),
@@ -59,7 +59,7 @@ def run(monkeypatch, capsys, *arguments):
             1,
             "did you mean 'cosine'? choose one of: cosine, linear, wsd, constant",
         ),
-        (["train", "--run", "r", "--recipe", "mxpf8"], 1, "recipe 'mxpf8'; did you mean 'mxfp8'? choose one of: del"),
+        (["train", "--run", "r", "--recipe", "mxpf8"], 1, "recipe 'mxpf8'; did you mean 'mxfp8'? choose one of: auto"),
         (["train", "--run", "r", "--optimizer", "adamm"], 1, "did you mean 'adamw'? choose one of: adamw"),
         (["train", "--run", "r", "--mesh", "dp_shrd=2"], 1, "no axis 'dp_shrd'; did you mean 'dp_shard'? use dp_rep"),
         (["resume", "r", "--lrr", "1"], 2, "--lrr (--lr is one of train; resume keeps what the run has) (see quantsh"),

@@ -24,7 +24,7 @@ from quantshard.trainer.schedule import check_schedule, learning_rate, shortfall
 from quantshard.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
-SMALL = replace(TrainSettings(), hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
+SMALL = replace(TrainSettings(), recipe="mxfp8", hidden=96, heads=3, ffn=200, layers=2, seq_length=32).resolved()
 
 
 def build(settings=SMALL, device="cpu"):

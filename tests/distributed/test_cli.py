@@ -32,7 +32,10 @@ from tests.distributed.pool import run_ranks
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--hidden 96 --heads 3 --ffn 200 --layers 2 --seq-length 32 --global-batch 6 --warmup 2 --eval-sequences 5"
+SIZES = (
+    "--recipe mxfp8 --hidden 96 --heads 3 --ffn 200 --layers 2 --seq-length 32 --global-batch 6 --warmup 2 "
+    "--eval-sequences 5"
+)
 SECONDS = 300  # the machine may be busy
 
 

@@ -25,7 +25,9 @@ from tests.distributed.test_cli import content, one_line
 
 pytestmark = pytest.mark.distributed
 
-SMALL = "--hidden 64 --heads 2 --layers 1 --ffn 96 --seq-length 16 --global-batch 4 --steps 2 --save-every 2".split()
+SMALL = (
+    "--recipe mxfp8 --hidden 64 --heads 2 --layers 1 --ffn 96 --seq-length 16 --global-batch 4 --steps 2 --save-every 2"
+).split()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from tests.distributed.commands import quantshard
 
 pytestmark = pytest.mark.distributed
 
-SIZES = "--hidden 64 --heads 2 --ffn 96 --layers 2 --seq-length 32 --global-batch 2 --steps 2 --save-every 0".split()
+SIZES = (
+    "--hidden 64 --heads 2 --ffn 96 --layers 2 --seq-length 32 --global-batch 2 --steps 2 --save-every 0 --recipe mxfp8"
+).split()
 LAYERS = [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attention.layernorm_qkv", "self_attention.proj")]
 LAYERS += [f"layers.{i}.layernorm_mlp" for i in (0, 1)]
 

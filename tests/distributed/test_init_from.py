@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 SIZES = {"hidden": 64, "heads": 2, "layers": 1, "ffn": 96, "kv_heads": 1}
 MODEL = [text for name, size in SIZES.items() for text in (f"--{name.replace('_', '-')}", size)]
-MORE = "--seq-length 16 --global-batch 4 --steps 2 --warmup 0 --lr 0.01 --nproc-per-node 2".split()
+MORE = "--recipe mxfp8 --seq-length 16 --global-batch 4 --steps 2 --warmup 0 --lr 0.01 --nproc-per-node 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["train", "--run", folder / "run", "--data", folder / "text.py", *MODEL, *MORE],
         ["export", saved, "--layout", "compressed-tensors", "--out", out],
         ["export", saved, "--layout", "plain", "--out", folder / "plain"],
-        ["import", out, "--out", folder / "imported"],
+        ["import", out, "--recipe", "mxfp8", "--out", folder / "imported"],
     ):
         told = quantshard(*line)
         assert told.returncode == 0, told.stderr

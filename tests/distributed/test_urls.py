@@ -219,7 +219,7 @@ def test_places_that_cannot_do(tmp_path: Path) -> None:
 LOCAL = {
     "the folder of a run": ["resume", "s3://bucket/run"],
     "an export": ["export", "memory://one", "--layout", "plain", "--out", "s3://bucket/served"],
-    "safetensors files": ["import", "s3://bucket/served", "--out", "there"],
+    "safetensors files": ["import", "s3://bucket/served", "--recipe", "mxfp8", "--out", "there"],
 }
 
 
@@ -246,10 +246,10 @@ def test_commands_take_urls(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(models.CONFIG))
     assert "14 weights exact" in said("export", url, "--layout", "sglang-mxfp8", "--out", out, "--config", str(config))
-    assert f"wrote {back}" in said("import", out, "--out", back)
+    assert f"wrote {back}" in said("import", out, "--recipe", "mxfp8", "--out", back)
     assert said("verify", back).startswith("whole")
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
-        said("import", out, "--out", back)
+        said("import", out, "--recipe", "mxfp8", "--out", back)
 
 
 # What passes ----------------------------------------------------------------------------------------------------------

@@ -260,9 +260,9 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
 SAID = {
     "tensor parallelism": "not cut by tensor parallelism; use --parallelism.tensor_parallel_degree 1 instead of 2",
     "backend": "'spmd_types' would make DTensors of them before; use --parallelism.spmd_backend partial_dtensor",
-    "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: delayed,",
+    "recipe": "unknown recipe 'mxfp9'; did you mean 'mxfp8'? choose one of: auto,",
     "pattern": "TitanConverter(filter='wz') matches none of the 13 plain linear layers; their names end in",
-    "converter's recipe": "unknown recipe 'fp7'; choose one of: delayed,",
+    "converter's recipe": "unknown recipe 'fp7'; choose one of: auto,",
     "twice": "TitanConverter chooses none of the model's 1 plain linear layers (lm_head)",
     "another layer": "met a OtherConfig [32, 64], which computes in its own way",
     "optimizer": "'DistMuon' has no masters for quantized weights; use one of AdamW, Adam",

@@ -159,8 +159,7 @@ class TrainSettings:
     recipe: str = _setting(
         recipe.AUTO,
         "Precision",
-        f"{', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM: nvfp4/wgrad:bf16; by layer or a part: "
-        "layers.0=bf16,*=mxfp8",
+        f"{', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM: nvfp4/wgrad:bf16; by layer: layers.0=bf16,*=mxfp8",
         1,
         4096,
     )

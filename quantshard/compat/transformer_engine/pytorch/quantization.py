@@ -49,7 +49,7 @@ def fp8_autocast(
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of an autocast that names none: current scaling, on every device."""
+    """Return the recipe of an autocast that names none, which is "auto"."""
     return resolve(None)
 
 
