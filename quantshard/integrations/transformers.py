@@ -167,7 +167,9 @@ class _NameFilter:
         return recipes, _NameFilter(names.values())
 
 
-def training_config(path: str, recipe: Recipes, *, filter: Filter | None = None, **options: Any) -> PreTrainedConfig:
+def training_config(
+    path: str, recipe: Recipes = AUTO, *, filter: Filter | None = None, **options: Any
+) -> PreTrainedConfig:
     """The configuration of a quantized model, to train on from it: `from_pretrained(path, config=...)`.
 
     For files of another program's layout (`quantshard.layouts.LAYOUTS`), of which codes and scales are copied, and for
