@@ -61,7 +61,7 @@ def found_in(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    return trained(folder, "run", *SIZES)
+    return trained(folder, "run", *SIZES, "--recipe", "mxfp8")
 
 
 @pytest.fixture(scope="module")

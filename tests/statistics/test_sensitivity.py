@@ -110,7 +110,7 @@ def test_the_fewest_layers_with_a_share_of_the_squared_errors():
     both = suggest(dict(reversed(errors.items())), 0.7, {"*": "nvfp4"}, NAMES)
     assert both.recipes == "layers.2=bf16,layers.0=bf16,*=nvfp4"
     assert (len(both.kept), both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
-    assert suggest(dict.fromkeys(errors, [0.0]), 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
+    assert suggest({name: [0.0] for name in errors}, 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
     assert suggest({"layers.1": [1.0]}, 0.5, {"layers.1": "mxfp8"}, NAMES).recipes == "bf16"
     with pytest.raises(ConfigurationError, match="share of the error"):
         suggest(errors, 1.0, {"*": "mxfp8"}, NAMES)
