@@ -147,8 +147,8 @@ def gaussian_error(cell: Cell | None) -> float:
 
     An operand whose values do not depend on those of the other operand adds this error to a GEMM.
     """
-    a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), device="cpu")
-    return _alone(a, torch.eye(256, device="cpu"), cell, key=0)
+    a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return _alone(a, torch.eye(256, dtype=torch.float32, device="cpu"), cell, key=0)
 
 
 def _of_weight(w: Tensor, other: Tensor, cell: Cell | None, transposed: bool) -> float:
