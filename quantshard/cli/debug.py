@@ -47,8 +47,9 @@ def debug(
         str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
     ] = None,
     remove: Annotated[
-        float, typer.Option(metavar="SHARE", help="of the squared errors that the suggestion removes")
-    ] = 0.5,
+        float | None,
+        typer.Option(metavar="SHARE", help="suggest the fewest layers with this share of the squared errors"),
+    ] = None,
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="draw the errors: .png, .svg or .pdf; must be new")
     ] = None,
@@ -58,9 +59,10 @@ def debug(
     """Compare a run's model with itself in float32, in one batch forward and backward, in one process.
 
     Each operand of each GEMM is quantized alone, and ranked by the error that it adds to the result. The last line says
-    which layers to keep in BF16, as `train --recipe` takes it.
+    which layers stand out and should stay in BF16, as `train --recipe` takes it: those with errors above twice the
+    median and above the median + 6 MAD.
     """
-    if not 0 < remove < 1:
+    if remove is not None and not 0 < remove < 1:
         raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
     if picture is not None:
         _check_picture(picture)
@@ -101,16 +103,39 @@ def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion,
     if not wide and len(report.gemms) > _SHOWN:
         screen.lines(f"and {len(report.gemms) - _SHOWN} more: --wide or --json has them")
     screen.lines(
+        "Gaussian: the error of independent normal values in the same format",
+        *_verdict(suggestion),
+    )
+    if suggestion.kept:
+        screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
+
+
+def _verdict(suggestion: RecipeSuggestion) -> list[str]:
+    if not suggestion.kept:
+        return [
+            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of "
+            f"{suggestion.layers} layers. Keep the recipe."
+        ]
+    return [
         f"{len(suggestion.kept)} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
         "keep them in BF16:",
         "",
-    )
-    screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
+    ]
 
 
 def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
-    columns: dict[str, Any] = {"weight": "left", "GEMM": "left", "operand": "left", "error": "right"}
-    return FittedTable(columns, [[row.weight, row.gemm, row.operand, f"{row.error:.3%}"] for row in rows], [])
+    columns: dict[str, Any] = {
+        "weight": "left", "GEMM": "left", "operand": "left", "error": "right", "Gaussian": "right", "SQNR": "right",
+    }  # fmt: skip
+    cells = [
+        [row.weight, row.gemm, row.operand, f"{row.error:.3%}", f"{row.gaussian:.3%}", _decibels(row.error)]
+        for row in rows
+    ]
+    return FittedTable(columns, cells, [])
+
+
+def _decibels(error: float) -> str:
+    return f"{-20 * math.log10(error):.1f} dB" if 0 < error < math.inf else ""
 
 
 def _layer_table(rows: Sequence[LayerError]) -> FittedTable:

@@ -4,14 +4,18 @@ A model in float32 makes one pass forward and backward. Each linear layer in it 
 gradient of its output dy; then each operand of each of its GEMMs is quantized alone, as a recipe has it, and
 
     error = |Q(a) b^T - a b^T| / |a b^T|        Frobenius norms; a: the operand, b: the other one, in float32
+
+Independent normal values have `gaussian_error` there, the yardstick for each error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +44,7 @@ class GemmError:
         gemm: "fprop", "dgrad" or "wgrad".
         operand: "input", "weight" or "grad_output".
         error: relative to the GEMM's result.
+        gaussian: `gaussian_error` of the operand's format.
     """
 
     layer: str
@@ -47,6 +52,7 @@ class GemmError:
     gemm: str
     operand: str
     error: float
+    gaussian: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,15 +111,18 @@ class GemmErrors(Observer):
             recipe.activations[role] for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT)
         )
         weight = recipe.weight
-        found = [
-            (Gemm.FPROP, TensorRole.INPUT, _alone(x, w, x_first, key)),
-            (Gemm.FPROP, TensorRole.WEIGHT, _of_weight(w, x, weight, transposed=False)),
-            (Gemm.DGRAD, TensorRole.GRAD_OUTPUT, _alone(dy, w.t(), dy_first, key)),
-            (Gemm.DGRAD, TensorRole.WEIGHT, _of_weight(w, dy, weight, transposed=True)),
-            (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
-            (Gemm.WGRAD, TensorRole.INPUT, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
+        errors = [
+            (Gemm.FPROP, TensorRole.INPUT, x_first, _alone(x, w, x_first, key)),
+            (Gemm.FPROP, TensorRole.WEIGHT, weight, _of_weight(w, x, weight, transposed=False)),
+            (Gemm.DGRAD, TensorRole.GRAD_OUTPUT, dy_first, _alone(dy, w.t(), dy_first, key)),
+            (Gemm.DGRAD, TensorRole.WEIGHT, weight, _of_weight(w, dy, weight, transposed=True)),
+            (Gemm.WGRAD, TensorRole.GRAD_OUTPUT, dy_wgrad, _alone(dy.t(), x.t(), dy_wgrad, key, transposed=True)),
+            (Gemm.WGRAD, TensorRole.INPUT, x_wgrad, _alone(x.t(), dy.t(), x_wgrad, key, transposed=True)),
         ]
-        self.found += [GemmError(*self._names[key], gemm.value, role.value, error) for gemm, role, error in found]
+        self.found += [
+            GemmError(*self._names[key], gemm.value, role.value, error, gaussian_error(cell))
+            for gemm, role, cell, error in errors
+        ]
 
 
 def _alone(a: Tensor, b: Tensor, cell: Cell | None, key: int, transposed: bool = False) -> float:
@@ -130,6 +139,16 @@ def _alone(a: Tensor, b: Tensor, cell: Cell | None, key: int, transposed: bool =
         return operands.quantize_operand(values, cell, words=drawn).dequantize()
 
     return product_error(a, b, quantized, cell.scaling.random_hadamard)
+
+
+@lru_cache
+def gaussian_error(cell: Cell | None) -> float:
+    """|Q(a) - a| / |a| of independent normal values a, quantized by `cell`; 0 if None, which does not quantize.
+
+    An operand whose values do not depend on those of the other operand adds this error to a GEMM.
+    """
+    a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return _alone(a, torch.eye(256, dtype=torch.float32, device="cpu"), cell, key=0)
 
 
 def _of_weight(w: Tensor, other: Tensor, cell: Cell | None, transposed: bool) -> float:
@@ -228,40 +247,74 @@ def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecipeSuggestion:
-    """Which layers to keep in high precision, in the model's order: their names, the share of the summed squared errors
-    that goes with them, of how many layers they are some, and the recipes that do so, as `quantshard train --recipe`
-    takes them: `layers.1=bf16,*=mxfp8`."""
+    """Which layers to keep in high precision.
+
+    Args:
+        kept: their names, in the model's order.
+        removed: their share of the summed squared errors.
+        layers: number of quantized layers.
+        recipes: as `quantshard train --recipe` takes them: `layers.1=bf16,*=mxfp8`.
+        ratio: the largest error of a layer, relative to the median.
+    """
 
     kept: tuple[str, ...]
     removed: float
     layers: int
     recipes: str
+    ratio: float
 
 
 def suggest(
-    scores: Mapping[str, float], share: float, patterns: Mapping[str, str], names: Sequence[str]
+    errors: Mapping[str, Sequence[float]], share: float | None, patterns: Mapping[str, str], names: Sequence[str]
 ) -> RecipeSuggestion:
-    """The fewest layers whose squared errors are `share` of all: those with the largest.
+    """Choose the layers that stand out, or the fewest layers that have `share` of all squared errors.
+
+    A layer stands out if the root mean square e of its errors satisfies
+
+        e > 2 median  and  e > median + 6 MAD        MAD: the median of |e - median|; both over all quantized layers
+
+    or if one of its errors is not finite. An error of 0 means that nothing was quantized, and does not count.
 
     Args:
-        scores: of each layer that is quantized, in the model's order, a sum of squared errors.
+        errors: the errors of each quantized layer, in the model's order.
+        share: None for the layers that stand out.
         patterns: the model's recipes by patterns of names, of which the first that matches holds.
-        names: of all that may have a recipe of its own, whether quantized or not.
+        names: of all layers that may have a recipe of their own, whether quantized or not.
 
     Raises:
-        ConfigurationError: `share` is none.
+        ConfigurationError: `share` is not between 0 and 1.
     """
-    if not 0 < share < 1:
+    if share is not None and not 0 < share < 1:
         raise ConfigurationError(f"{share}: the share of the error to remove is above 0 and below 1")
-    total, removed, chosen = sum(scores.values()), 0.0, list[str]()
-    for name in sorted(scores, key=lambda each: (-scores[each], each)):
-        if not total or removed >= share * total:
-            break
-        chosen.append(name)
-        removed += scores[name]
-    kept = tuple(name for name in scores if name in set(chosen))
-    recipes = HIGH_PRECISION if len(kept) == len(scores) else _sparing(kept, patterns, names)
-    return RecipeSuggestion(kept, removed / total if total else 0.0, len(scores), recipes)
+    squares = _squares(errors)
+    means = {name: math.sqrt(squares[name] / sum(map(bool, errors[name]))) for name in errors if any(errors[name])}
+    median = statistics.median(means.values()) if means else 0.0
+    deviation = statistics.median(abs(each - median) for each in means.values()) if means else 0.0
+    total, removed, chosen = sum(squares.values()), 0.0, list[str]()
+    if share is None:
+        limit = max(2 * median, median + 6 * deviation)
+        chosen = [name for name, each in means.items() if each > limit or not all(map(math.isfinite, errors[name]))]
+        removed = sum(squares[name] for name in chosen)
+    else:
+        for name in sorted(squares, key=lambda each: (-squares[each], each)):
+            if not total or removed >= share * total:
+                break
+            chosen.append(name)
+            removed += squares[name]
+    kept = tuple(name for name in errors if name in set(chosen))
+    recipes = HIGH_PRECISION if len(kept) == len(errors) else _sparing(kept, patterns, names)
+    ratio = max(means.values()) / median if median else 1.0
+    return RecipeSuggestion(kept, removed / total if total else 0.0, len(errors), recipes, ratio)
+
+
+def _squares(errors: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The summed squared errors of each layer, relative to the largest error, so that no square overflows. If errors
+    are not finite, those are 1 and all others 0."""
+    everything = [each for of_layer in errors.values() for each in of_layer]
+    if not all(map(math.isfinite, everything)):
+        return {name: float(sum(not math.isfinite(each) for each in of_layer)) for name, of_layer in errors.items()}
+    largest = max(everything, default=0.0) or 1.0
+    return {name: sum((each / largest) ** 2 for each in of_layer) for name, of_layer in errors.items()}
 
 
 def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
@@ -277,11 +330,3 @@ def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[s
             found[pattern] = recipe
         left = rest
     return ",".join(f"{pattern}={recipe}" for pattern, recipe in found.items())
-
-
-def scores_of(found: Iterable[GemmError]) -> dict[str, float]:
-    """Of each layer the sum of the squares of its errors."""
-    scores: dict[str, float] = {}
-    for each in found:
-        scores[each.layer] = scores.get(each.layer, 0.0) + each.error**2
-    return scores

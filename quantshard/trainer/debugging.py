@@ -29,7 +29,6 @@ from quantshard.statistics.sensitivity import (
     gradient_error,
     gradients,
     layer_errors,
-    scores_of,
     suggest,
 )
 from quantshard.tensor import components
@@ -196,15 +195,13 @@ class ModelPair:
                 layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
         return DebugReport(loss, exact_loss, gradient_error(found, exact), gemms, layers)
 
-    def suggestion(self, report: DebugReport, share: float) -> RecipeSuggestion:
-        """Which layers to keep in high precision to remove this share of the squared errors: of the whole gradient if
-        the report has them, else those of GEMMs."""
-        scores = {each.layer: each.gradient**2 for each in report.layers} or scores_of(report.gemms)
-        whole: dict[str, float] = {}
-        for name in self.recipes:
-            layer = self._whole(name)
-            whole[layer] = whole.get(layer, 0.0) + scores.get(name, 0.0)
-        return suggest(whole, share, self._patterns.patterns, self._names)
+    def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
+        """Which layers to keep in high precision, by the errors of the whole gradient if the report has them, otherwise
+        by those of GEMMs. `share`: see `suggest`."""
+        errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
+        for row in report.layers or report.gemms:
+            errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
+        return suggest(errors, share, self._patterns.patterns, self._names)
 
 
 def _of_transformers(

@@ -20,6 +20,7 @@ from quantshard.trainer import launch
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.monitoring import trackers
 from quantshard.trainer.settings.config import TrainSettings
+from tests.report.runs import made_run
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
@@ -90,7 +91,6 @@ def on_a_terminal(script: str, *arguments: str) -> str:
 DESCRIBE = """
 import json, sys
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import launch
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.monitoring import trackers
 from quantshard.trainer.settings.config import TrainSettings
@@ -145,16 +145,70 @@ def test_an_alias_of_a_field_is_not_read() -> None:
     assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
 
 
-SHADOWS = ("xxhash.py", "torch.py", "numpy.py", "json.py", "sitecustomize.py", "quantshard/__init__.py")
+SHADOWS = (
+    "xxhash.py", "torch.py", "numpy.py", "json.py", "typer.py", "pickle.py", "multiprocessing.py", "sitecustomize.py",
+    "usercustomize.py", "quantshard/__init__.py",
+)  # fmt: skip
+
+
+def shadow(folder: Path) -> None:
+    """Add modules that would shadow those of libraries if the folder is on the path, and leave a file when imported."""
+    (folder / "quantshard").mkdir()
+    for name in SHADOWS:
+        (folder / name).write_text(f"open({str(folder / 'it-ran')!r}, 'a').write(__file__ + '\\n')\n")
 
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path) -> Path:
-    """A working directory whose modules would shadow those of libraries, and leave a file when imported."""
-    (tmp_path / "quantshard").mkdir()
-    for name in SHADOWS:
-        (tmp_path / name).write_text(f"open({str(tmp_path / 'it-ran')!r}, 'a').write(__name__)\n")
+    shadow(tmp_path)
     return tmp_path
+
+
+COMMANDS = """#!{python}
+import json, os, sys, traceback
+from quantshard.__main__ import main
+from quantshard.cli import app
+import typer
+if sys.argv[2] == "Python 3.10":  # which does not read it
+    del os.environ["PYTHONSAFEPATH"]
+codes = {{}}
+if __name__ == "__main__":
+    names = [*typer.main.get_command(app()).commands]
+    for command in [*([name, "--help"] for name in names), *json.loads(sys.argv[1])]:
+        sys.argv = ["quantshard", *command]
+        try:
+            main()
+        except SystemExit as error:
+            codes[" ".join(command)] = error.code
+        except BaseException:
+            traceback.print_exc()
+    print("\\n" + json.dumps(codes))
+"""
+
+
+def in_one_process(folder: Path, version: str, commands: list[list[str]], script: Path) -> dict[str, int]:
+    """Exit codes of commands, and of the help of each command, called from a script such as pip installs."""
+    script.write_text(COMMANDS.format(python=sys.executable))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONSAFEPATH": "" if version == "Python 3.10" else "1"}
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(commands), version], cwd=folder, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert not (folder / "it-ran").exists(), (folder / "it-ran").read_text()
+    codes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    assert not any(codes.values()) and len(codes) > len(commands) + 10, (codes, done.stderr)
+    return codes
+
+
+@pytest.mark.parametrize("version", ["Python 3.10", "PYTHONSAFEPATH"])
+def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
+    """A run's folder, or one with texts, is the working directory."""
+    run = made_run(tmp_path / "run", steps=5)
+    shadow(run)
+    (run / "text.txt").write_text("texts of anybody\n" * 100)
+    commands = ["report .", "watch . --once", "tokenize text.txt --out tokens --processes 2 --shard-size 1KB"]
+    in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
 
 
 @pytest.mark.parametrize("safe_path", ["", "1"], ids=["Python 3.10", "PYTHONSAFEPATH"])
@@ -182,3 +236,45 @@ def test_settings_of_wandb_in_a_folder_do_not_redirect_the_key(
     file.write_text(f"[default]\n{key} = http://127.0.0.1:9\n")
     with pytest.raises(ConfigurationError, match=rf"{folder}/settings sets '{key}'; delete it"):
         trackers.check_account(TrainSettings(wandb="p"))
+
+
+TRACKED = """
+import sys
+from pathlib import Path
+from quantshard.trainer.monitoring import trackers
+from quantshard.trainer.run_dir import RunDir
+from quantshard.trainer.settings.config import TrainSettings
+settings = TrainSettings(wandb="p")
+if sys.argv[1] == "online":
+    trackers.check_account(settings)
+else:
+    (tracker,) = trackers.open_trackers(settings, RunDir(Path(".")), 0)
+    tracker.metrics({"step": 1, "loss": 1.0})
+    tracker.close(failed=False)
+"""
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode: str) -> None:
+    """Git runs commands that the configuration of a repository names, and wandb asked git about the run's folder."""
+    run, programs, log = tmp_path / "run", tmp_path / "programs", tmp_path / "log"
+    for folder in (run / ".git", programs, tmp_path / "home"):
+        folder.mkdir(parents=True)
+    (run / ".git" / "config").write_text("[core]\nfsmonitor = touch it-ran\n")
+    for name in (".netrc", "_netrc", "netrc"):
+        (run / name).write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
+    (run / ".env").write_text(f"WANDB_API_KEY={'k' * 40}\nNETRC=.netrc\n")
+    (programs / "git").write_text(f"#!/bin/sh\necho $PWD: git $@ >> {log}\n")
+    (programs / "git").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(tmp_path / "home"), "WANDB_MODE": mode}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKED, mode], cwd=run, env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if mode == "online":
+        assert "no API key is configured" in done.stderr
+    else:
+        assert done.returncode == 0 and list(run.glob("wandb/offline-run-*")), done.stderr
+    assert not log.exists(), log.read_text()
+    assert not (run / "it-ran").exists()

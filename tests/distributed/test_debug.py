@@ -6,6 +6,7 @@ The runs are trained on 1 rank.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def trained(folder: Path, name: str, *flags: object) -> Path:
 
 
 def found_in(run: Path) -> dict[str, Any]:
-    told = quantshard("debug", run, "--json")
+    told = quantshard("debug", run, "--json", "--remove", 0.5)
     assert told.returncode == 0, told.stderr
     found: dict[str, Any] = json.loads(told.stdout)
     return found
@@ -62,7 +63,7 @@ def found_in(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    return trained(folder, "run", *SIZES)
+    return trained(folder, "run", *SIZES, "--recipe", "mxfp8")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def llama(folder: Path) -> Path:
 
 
 def test_as_json_and_as_a_picture(run, tmp_path):
-    told = quantshard("debug", run, "--json", "--end-to-end", "--picture", tmp_path / "errors.png")
+    told = quantshard("debug", run, "--json", "--remove", 0.5, "--end-to-end", "--picture", tmp_path / "errors.png")
     assert told.returncode == 0, told.stderr
     found: dict[str, Any] = json.loads(told.stdout)
     errors = [each["error"] for each in found["gemms"]]
@@ -98,11 +99,19 @@ def test_as_json_and_as_a_picture(run, tmp_path):
 
 
 def test_as_a_table_of_a_checkpoint(run):
-    told = quantshard("debug", run / "checkpoints" / "step-000002", "--batch", 2)
+    command = ("debug", run / "checkpoints" / "step-000002", "--batch", 2)
+    told = quantshard(*command)
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
     assert "recipe 'mxfp8' beside float32, 2 sequences of 32" in lines[0]
     assert any(line.startswith("and 64 more: --wide or --json has them") for line in lines)
+    assert re.fullmatch(
+        r"No layer stands out: the largest error is 1(\.\d)? times the median of 2 layers\. Keep the recipe\.",
+        lines[-1],
+    )
+    rows = [re.findall(r"([\d.]+)%", line) for line in lines if "layers." in line and "%" in line]
+    assert rows and all(2 < float(gaussian) < 4 for _, gaussian in rows), "MXFP8 has 2.7 %"
+    lines = quantshard(*command, "--remove", 0.5).stdout.splitlines()
     assert lines[-1].startswith("--recipe 'layers.") and lines[-1].endswith("=bf16,*=mxfp8'")
 
 

@@ -1,5 +1,7 @@
 """Which operand loses most: against GEMMs computed here; and which layers are named."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from quantshard import numerics
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Copy
 from quantshard.recipe import Gemm, TensorRole, resolve
-from quantshard.statistics.sensitivity import GemmError, gemm_errors, layer_errors, scores_of, suggest
+from quantshard.statistics.sensitivity import gaussian_error, gemm_errors, layer_errors, suggest
 from quantshard.tensor import observation
 from quantshard.trainer.settings.recipes import LayerRecipes
 
@@ -102,16 +104,65 @@ def test_an_expert_without_tokens_has_no_errors():
 NAMES = [f"layers.{number}" for number in range(4)]
 
 
-def test_what_is_suggested():
-    scores = {"layers.0": 9.0, "layers.1": 1.0, "layers.2": 4.0, "layers.3": 4.0}
-    assert suggest(scores, 0.5, {"*": "mxfp8"}, NAMES).recipes == "layers.0=bf16,*=mxfp8"
-    both = suggest(dict(reversed(scores.items())), 0.7, {"*": "nvfp4"}, NAMES)
+def test_the_fewest_layers_with_a_share_of_the_squared_errors():
+    errors = {"layers.0": [3.0], "layers.1": [1.0], "layers.2": [2.0], "layers.3": [0.0, 2.0]}
+    assert suggest(errors, 0.5, {"*": "mxfp8"}, NAMES).recipes == "layers.0=bf16,*=mxfp8"
+    both = suggest(dict(reversed(errors.items())), 0.7, {"*": "nvfp4"}, NAMES)
     assert both.recipes == "layers.2=bf16,layers.0=bf16,*=nvfp4"
     assert (len(both.kept), both.layers) == (2, 4) and both.removed == pytest.approx(13 / 18)
-    assert suggest(dict.fromkeys(scores, 0.0), 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
-    assert suggest({"layers.1": 1.0}, 0.5, {"layers.1": "mxfp8"}, NAMES).recipes == "bf16"
+    assert suggest({name: [0.0] for name in errors}, 0.5, {"*": "mxfp8"}, NAMES).recipes == "*=mxfp8"
+    assert suggest({"layers.1": [1.0]}, 0.5, {"layers.1": "mxfp8"}, NAMES).recipes == "bf16"
     with pytest.raises(ConfigurationError, match="share of the error"):
-        suggest(scores, 1.0, {"*": "mxfp8"}, NAMES)
+        suggest(errors, 1.0, {"*": "mxfp8"}, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("errors", "kept"),
+    [
+        ([[0.03]] * 28, []),
+        ([[0.03 + 0.001 * (n % 5)] * 6 for n in range(28)], []),
+        ([[0.03]] * 27 + [[0.0601]], [27]),
+        ([[0.03]] * 27 + [[0.0599]], []),
+        # median 5, MAD 2.5: twice the median is passed, the median + 6 MAD is not
+        ([[1.0], [2.0], [3.0], [5.0], [7.0], [8.0], [19.0]], []),
+        ([[1.0], [2.0], [3.0], [5.0], [7.0], [8.0], [23.1]], [6]),
+        # the number of GEMMs of a layer, and those in high precision, do not count
+        ([[0.03] * 6, [0.03] * 600, [0.03] * 6 + [0.0] * 60], []),
+        ([[0.0]] * 5 + [[0.03]], []),
+        ([[1e200]] * 3, []),
+        ([[1e200], [1e150], [1e150]], [0]),
+        ([[math.inf], [0.03], [0.03]], [0]),
+        ([[0.03], [0.03, math.nan], [0.03]], [1]),
+        ([], []),
+    ],
+)
+def test_layers_that_stand_out(errors, kept):
+    names = [f"layers.{number}" for number in range(len(errors))]
+    found = suggest(dict(zip(names, errors, strict=True)), None, {"*": "mxfp8"}, names)
+    assert found.kept == tuple(names[number] for number in kept)
+    assert 0 <= found.removed <= 1
+
+
+@pytest.mark.parametrize(("name", "mantissa_bits"), [("current", 3), ("mxfp8", 3)])
+def test_gaussian_error_is_that_of_rounding(name, mantissa_bits):
+    """Rounding has the variance ulp^2 / 12, here integrated over the normal density."""
+    x = torch.linspace(1e-4, 8, 400_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    ulp = torch.exp2(x.log2().floor() - mantissa_bits)
+    expected = float(((ulp.square() / 12 * density).sum() / (x.square() * density).sum()).sqrt())
+    assert gaussian_error(resolve(name).weight) == pytest.approx(expected, rel=0.03)
+    assert gaussian_error(None) == 0
+
+
+def test_errors_of_normal_operands_are_gaussian():
+    """With and without stochastic rounding and the Hadamard transform."""
+    torch.manual_seed(0)
+    model = nn.Sequential(qs.Linear(256, 256, bias=False, params_dtype=torch.float32, device="cpu"))
+    model[0].weight.data.normal_()
+    x, dy = torch.randn(256, 256), torch.randn(256, 256)
+    for name in ("mxfp8", "nvfp4", "current"):
+        for each in gemm_errors(model, {"0": resolve(name)}, lambda: model(x).backward(dy)):
+            assert each.error == pytest.approx(each.gaussian, rel=0.05), each
 
 
 @pytest.mark.parametrize(
@@ -131,8 +182,8 @@ def test_patterns_that_are_there_stay(before, largest, after):
     """But for those that would do nothing, which train refuses; all other layers have the recipe that they had."""
     recipes = LayerRecipes.parse(before)
     quantized = [name for name, each in zip(NAMES, recipes.of_layers(NAMES), strict=True) if each.table]
-    scores = {name: 5.0 if int(name[-1]) in largest else 0.1 for name in quantized}
-    found = suggest(scores, 0.9, recipes.patterns, NAMES)
+    errors = {name: [5.0 if int(name[-1]) in largest else 0.1] for name in quantized}
+    found = suggest(errors, 0.9, recipes.patterns, NAMES)
     assert found.recipes == after and found.kept == tuple(f"layers.{number}" for number in largest)
     expected = [
         "bf16" if name in found.kept else each.name for name, each in zip(NAMES, recipes.of_layers(NAMES), strict=True)
@@ -144,8 +195,3 @@ def test_layers_are_what_convert_takes_too():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])}).bfloat16()
     qs.convert(model, {"layers.0": "bf16", "*": "mxfp8"})
     assert type(model["layers"][0]) is nn.Linear and type(model["layers"][1]) is not nn.Linear
-
-
-def test_scores_add_squares():
-    found = [GemmError("a", "a.w", "fprop", "input", 3.0), GemmError("a", "a.w", "dgrad", "weight", 4.0)]
-    assert scores_of(found) == {"a": 25.0}

@@ -187,6 +187,8 @@ class WandbTracker:
         import wandb  # the package of the extra
 
         _check_wandb_settings(str(run.path), os.environ.get("WANDB_DIR") or ".")
+        # wandb would run git in the run's folder, and git runs commands that a repository's configuration names
+        options = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, save_code=False)
         try:
             with _no_questions():
                 self.run = wandb.init(
@@ -196,7 +198,7 @@ class WandbTracker:
                     name=run.path.absolute().name,
                     dir=str(run.path),
                     config=asdict(settings),
-                    settings=wandb.Settings(silent=True, console="off"),
+                    settings=options,
                 )
         except wandb.errors.Error as error:
             raise _unreachable(str(error)) from None
