@@ -99,6 +99,16 @@ def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 
+def zero_centered_gammas(model: nn.Module) -> list[str]:
+    """Names of the normalization weights that are stored as gamma - 1 (`zero_centered_gamma`)."""
+    names = (
+        canonical_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in getattr(module, "zero_centered_gammas", ())
+    )
+    return list(dict.fromkeys(names))  # wrappers have the attributes of the module inside
+
+
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
     """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()

@@ -147,8 +147,12 @@ class _CheckpointConverter:
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)
-        recipe_of_like = None if like is None else like.recipe
-        return {"step": steps.pop() if len(steps) == 1 else None, "recipe": recipe_of_like, "mesh": None}
+        return {
+            "step": steps.pop() if len(steps) == 1 else None,
+            "recipe": None if like is None else like.recipe,
+            "mesh": None,
+            "zero_centered": None if like is None else like.zero_centered,
+        }
 
     # The model ------------------------------------------------------------------------------------------------------
 
