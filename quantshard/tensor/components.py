@@ -109,6 +109,22 @@ def zero_centered_gammas(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(names))  # wrappers have the attributes of the module inside
 
 
+def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A state dict in which entries that stack the rows of several parameters of a module are split.
+
+    TransformerEngine stores the gated `fc1_weight` as gate over up. An entry of other rows stays as it is.
+    """
+    entries = dict(state_dict)
+    for path, owner in module.named_modules():
+        start = prefix + (f"{canonical_name(path)}." if path else "")
+        for name, parts in getattr(owner, "stacked_names", {}).items():
+            value = entries.get(start + name)
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] % len(parts) == 0:
+                rows = entries.pop(start + name).chunk(len(parts))
+                entries.update(zip((start + part for part in parts), rows, strict=True))
+    return entries
+
+
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
     """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
     found: set[str] = set()
