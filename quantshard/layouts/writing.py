@@ -120,7 +120,8 @@ def export(
         out: a directory that does not exist; it appears under this name when it is complete.
         names: our names -> theirs. Default: Llama's for a model of `TransformerLayer`, else the model's own.
         config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
-            Default: the checkpoint's own directory, if it has one (an import's).
+            Default: the checkpoint's own directory, if it has one (an import's). Plain layouts under the model's own
+            names need none.
         max_shard_bytes: of one file, where a file holds more than one weight.
         values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
             "ema": of the averages that the optimizer kept, for all tensors that have one; codes and scales are then
@@ -153,6 +154,10 @@ def export(
         set() if files_center_gamma(described) else _zero_centered(source, zero_centered_gamma),
     )  # fmt: skip
     groups = plan.groups()
+    if config is None and not (chosen is IDENTITY and plan.layout.is_plain):
+        raise ConfigurationError(
+            f"{checkpoint} does not record its model's configuration; name a folder with config.json by --config"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))

@@ -254,6 +254,8 @@ def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
     ("change", "match"),
     [
         ({"layout": "gguf"}, "unknown layout 'gguf'"),
+        ({"config": None}, "does not record its model's configuration; .* by --config"),
+        ({"config": None, "layout": "plain"}, "does not record its model's configuration; .* by --config"),
         ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' takes weights in high precision exactly"),
         ({"config": {**models.CONFIG, "hidden_size": 128}}, "hidden_size 128, but model.embed_tokens.weight is"),
         ({"names": names.Names({})}, "21 tensors of .* have no name there .first: embedding.weight"),
@@ -284,7 +286,7 @@ def test_what_fails_leaves_nothing(saved, tmp_path, monkeypatch):
     _, checkpoint = saved("mxfp8")
     monkeypatch.setattr("quantshard.layouts.files.os.fsync", full)
     with pytest.raises(CheckpointError, match="out could not be written: No space left on device"):
-        export(checkpoint, "plain", tmp_path / "out")
+        export(checkpoint, "plain", tmp_path / "out", config={})
     assert not list(tmp_path.iterdir())
 
 
@@ -302,7 +304,10 @@ def test_what_readers_do_with_it_is_said(saved, tmp_path):
     config = {**models.CONFIG, "hidden_size": 160}
     done = export(checkpoint, "hf-fp8-block", tmp_path / "block", config=config)
     assert any(note.startswith("14 weights end inside a block of 128x128 (first: model.la") for note in done.notes)
-    assert not any("inside a block" in note for note in export(saved("block")[1], "hf-fp8-block", tmp_path / "b").notes)
+    assert not any(
+        "inside a block" in note
+        for note in export(saved("block")[1], "hf-fp8-block", tmp_path / "b", config=models.CONFIG).notes
+    )
 
 
 # Norms that multiply by 1 + weight
