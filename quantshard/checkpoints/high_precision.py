@@ -71,6 +71,7 @@ def _fitting(
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
     check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where other ranks are told of it
+    given = components.split_stacked(model, given)
     others = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():

@@ -25,6 +25,7 @@ from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
+from quantshard.tensor import components
 
 
 @suggests_names
@@ -85,7 +86,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest says of the run: a parameter's largest mesh, and `step` and `recipe` of the extra entries."""
+    """The manifest's facts: a parameter's largest mesh, `step` and `recipe` of `extra`, zero-centered gammas."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     step, recipe = extra.get("step"), extra.get("recipe")
@@ -94,6 +95,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
         "step": step if type(step) is int else None,
         "recipe": recipe if isinstance(recipe, str) else None,
         "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
+        "zero_centered": components.zero_centered_gammas(model),
     }
 
 

@@ -67,6 +67,14 @@ def export(
         str, typer.Option(help="of the masters or the weights, in plain layouts; or ema: their averages, in any")
     ] = "masters",
     lossy: Annotated[bool, LOSSY] = False,
+    zero_centered_gamma: Annotated[
+        bool | None,
+        typer.Option(
+            "--zero-centered-gamma/--no-zero-centered-gamma",
+            help="norm weights are gamma - 1, of a checkpoint that does not record it",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
     inputs.existing(checkpoint, "a checkpoint")
@@ -82,6 +90,7 @@ def export(
             max_shard_bytes=size(max_shard_size),
             values=values,
             lossy=lossy,
+            zero_centered_gamma=zero_centered_gamma,
         )
     for name, content in tokenizer.items():
         outputs.write_file(out / name, content)

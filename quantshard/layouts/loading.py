@@ -29,7 +29,7 @@ from quantshard.layouts.conversion import InexactConversionError, RowRun
 from quantshard.layouts.files import SafetensorsFiles
 from quantshard.layouts.names import Names, default_names
 from quantshard.layouts.table import EXACT, Layout
-from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, heads_of, is_tied
+from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor import components, requantize
@@ -48,7 +48,8 @@ class Import:
     """What an import did, by our names.
 
     `copied`: codes and scales bit for bit, or values as they were. `quantized`: from high precision. `requantized`:
-    name -> why codes could not be copied. `rounded`: float32 values in a parameter of fewer bits.
+    name -> why codes could not be copied. `rounded`: float32 values in a parameter of fewer bits, or gamma - 1 that has
+    more bits than a parameter with `zero_centered_gamma`.
     """
 
     path: Path
@@ -181,6 +182,7 @@ class _LayoutLoader:
         self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
+        self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
         self.taken: set[str] = set()
         named = dict(model.named_parameters())
         chosen = names or default_names(named)
@@ -415,10 +417,12 @@ class _LayoutLoader:
     def _fill(self, item: _ParameterSlices) -> None:
         """Write a parameter in high precision, and report whether its values were copied or rounded."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
-        if values.dtype.itemsize > local.dtype.itemsize and item.name not in self.report.requantized:
-            self.report.rounded.append(item.name)
-        elif item.name not in self.report.requantized:
-            self.report.copied.append(item.name)
+        is_rounded = values.dtype.itemsize > local.dtype.itemsize
+        if components.canonical_name(item.name) in self.zero_centered:
+            values = values.double() - 1
+            is_rounded = not torch.equal(values.to(local.dtype).double(), values)
+        if item.name not in self.report.requantized:
+            (self.report.rounded if is_rounded else self.report.copied).append(item.name)
         local.copy_(values.reshape(local.shape))
 
     def _quantize(self, batch: Sequence[_ParameterSlices]) -> None:

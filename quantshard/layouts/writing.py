@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantshard import numerics
 from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments, suggests_names
+from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import FieldReader, open_regular
@@ -53,14 +54,21 @@ MOST, MOST_HEADS = 1 << 30, 1 << 16
 """The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
+_CENTERED_FAMILIES: Final = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron"))
+"""Families (model_type) of transformers whose normalizations multiply by 1 + weight."""
+
+_GAMMA: Final = re.compile(r"norm\d*[._]weight$")
+"""Finds weights of normalizations by their names."""
+
 
 @dataclass
 class Export:
     """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
 
     `exact`: names of the weights whose codes and scales are as they were. `requantized`: name -> why. `high_precision`:
-    name -> shape of the tensors in their own dtype, or in that of a plain layout. `masters`, `averages`: of how many
-    tensors the values came from masters, or from averages of the weights.
+    name -> shape of the tensors in their own dtype, or in that of a plain layout. `rounded`: names of the tensors whose
+    1 + weight has more bits than their dtype. `masters`, `averages`: of how many tensors the values came from masters,
+    or from averages of the weights.
     """
 
     path: Path
@@ -68,6 +76,7 @@ class Export:
     exact: list[str] = field(default_factory=list)
     requantized: dict[str, str] = field(default_factory=dict)
     high_precision: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
     masters: int = 0
     averages: int = 0
     bytes: int = 0
@@ -80,6 +89,8 @@ class Export:
             f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
         ]
         found += table.lossy_lines(self.requantized)
+        if self.rounded:
+            found.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
         if self.masters:
             found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
         if self.averages:
@@ -98,6 +109,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     values: str = "masters",
     lossy: bool = False,
+    zero_centered_gamma: bool | None = None,
 ) -> Export:
     """Write the model of a checkpoint as safetensors in a layout. One process; it holds one weight at a time.
 
@@ -108,12 +120,14 @@ def export(
         out: a directory that does not exist; it appears under this name when it is complete.
         names: our names -> theirs. Default: Llama's for a model of `TransformerLayer`, else the model's own.
         config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
-            Default: the checkpoint's own directory, if it has one (an import's).
+            Default: the checkpoint's own directory, if it has one (an import's). Plain layouts under the model's own
+            names need none.
         max_shard_bytes: of one file, where a file holds more than one weight.
         values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
             "ema": of the averages that the optimizer kept, for all tensors that have one; codes and scales are then
             made of these, to the nearest, in any layout and without `lossy`.
         lossy: quantize anew what does not go over exactly.
+        zero_centered_gamma: whether norm weights are stored as gamma - 1, for a checkpoint that does not record it.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
@@ -135,8 +149,15 @@ def export(
         config = checkpoint
     described, chosen = _config(config), names or default_names(source.weights)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
-    plan = _ExportPlan(source, table.find(layout, tags), chosen, described, values, lossy, Export(target, _NONE))
+    plan = _ExportPlan(
+        source, table.find(layout, tags), chosen, described, values, lossy, Export(target, _NONE),
+        set() if files_center_gamma(described) else _zero_centered(source, zero_centered_gamma),
+    )  # fmt: skip
     groups = plan.groups()
+    if config is None and not (chosen is IDENTITY and plan.layout.is_plain):
+        raise ConfigurationError(
+            f"{checkpoint} does not record its model's configuration; name a folder with config.json by --config"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
@@ -194,6 +215,35 @@ def is_tied(config: Mapping[str, Any]) -> bool:
     return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
 
 
+def files_center_gamma(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face configuration is of a family whose files store norm weights as gamma - 1.
+
+    Raises:
+        ConfigurationError: its model_type is not text.
+    """
+    return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
+
+
+def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
+    """Names of the norm weights that a checkpoint stores as gamma - 1; `is_centered`: what the caller says.
+
+    Raises:
+        ConfigurationError: nobody says it of a checkpoint whose norm weights are nearer to 0 than to 1.
+    """
+    described = manifest.read_manifest(source.path)
+    if is_centered is None and described is not None and described.zero_centered is not None:
+        return set(described.zero_centered)
+    gammas = [w for name, w in source.weights.items() if len(w.shape) == 1 and _GAMMA.search(name)]
+    if is_centered is None and gammas:
+        mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
+        if mean.abs() < 0.5:
+            raise ConfigurationError(
+                f"{source.path} does not record zero_centered_gamma, and its norm weights average {float(mean):.2g}; "
+                "pass zero_centered_gamma=True or False (--zero-centered-gamma, --no-zero-centered-gamma)"
+            )
+    return {weight.name for weight in gammas} if is_centered else set()
+
+
 def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
     layout, ignore = plan.report.layout, plan.ignored()
     # of the configuration that was given: it may be of other weights
@@ -224,6 +274,7 @@ class _ExportPlan:
     values: str
     lossy: bool
     report: Export
+    zero_centered: set[str]
     noted: dict[str, str] = field(default_factory=dict)
 
     def groups(self) -> list[TensorBatch]:
@@ -309,6 +360,10 @@ class _ExportPlan:
 
         def make() -> dict[str, Tensor]:
             values = read(weight)
+            if weight.name in self.zero_centered:
+                values = values.double() + 1
+                if not torch.equal(values.to(dtype).double(), values):
+                    self.report.rounded.append(name)
             return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
 
         return TensorBatch({name: (dtype, shape)}, make)
@@ -401,6 +456,8 @@ class _ExportPlan:
         notes, layout = self.report.notes, self.layout
         if self.names is IDENTITY:
             notes.append("names are the model's own")
+        if self.zero_centered:
+            notes.append(f"{len(self.zero_centered)} norm weights, stored as gamma - 1, are written as gamma")
         ragged = [
             f"{name} {list(shape)}"
             for name, shape in shapes.items()

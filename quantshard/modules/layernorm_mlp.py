@@ -8,7 +8,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +28,7 @@ from quantshard.modules.contexts import context, unsupported
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
+from quantshard.tensor import components
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as activation_kernel
@@ -203,8 +204,8 @@ class LayerNormMLP(QuantizedModule):
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
     `fc1_bias`, `fc2_weight` [hidden_size, ffn_hidden_size], `fc2_bias` (biases are None without bias). A gated
     activation has `fc1_gate_weight`, which it is applied to, and `fc1_up_weight`, and their biases, instead of
-    those of fc1. Weights are stored quantized if built under `quantized_model_init`. Under delayed scaling there are
-    amax histories `fc1_...` and `fc2_...`.
+    those of fc1; state dicts may have TransformerEngine's `fc1_weight`, gate over up. Weights are stored quantized
+    if built under `quantized_model_init`. Under delayed scaling there are amax histories `fc1_...` and `fc2_...`.
 
     Args:
         hidden_size: size of the last dim of input and output.
@@ -271,6 +272,9 @@ class LayerNormMLP(QuantizedModule):
         self.normalization = Normalization(normalization, hidden_size, eps, zero_centered_gamma)
         self.normalization.add_parameters(self, "layer_norm_")
         gated = ("fc1_gate_", "fc1_up_") if is_gated(activation) else ("fc1_",)
+        if is_gated(activation):
+            kinds = ("weight", "bias") if bias else ("weight",)
+            self.stacked_names = {f"fc1_{kind}": tuple(part + kind for part in gated) for kind in kinds}
         self._fc1 = self._add_projection(
             dict.fromkeys(gated, ffn_hidden_size),
             hidden_size,
@@ -283,6 +287,9 @@ class LayerNormMLP(QuantizedModule):
             {"fc2_": hidden_size}, ffn_hidden_size, output_layer_init_method, bias, prefix="fc2_",
             mode="row" if set_parallel_mode else None
         )  # fmt: skip
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(components.split_stacked(self, state_dict, prefix), prefix, *args)
 
     @by_own_recipe
     def forward(

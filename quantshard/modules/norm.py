@@ -210,6 +210,8 @@ class Normalization:
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:
         """Register `weight` and, for LayerNorm, `bias` (else None), their names behind `prefix`."""
         module.add_vector(prefix + "weight", self.size, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.zero_centered_gamma:
+            module.zero_centered_gammas = (prefix + "weight",)
         if self.kind == "LayerNorm":
             module.add_vector(prefix + "bias", self.size, 0.0)
         else:

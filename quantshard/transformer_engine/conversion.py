@@ -117,6 +117,7 @@ class _CheckpointConverter:
 
     def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
         self.source, self.like, self.report = source, like, report
+        source.split_gates(name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL))
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
         self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
         self.states = source.states(self.own_names) if self.has_optimizer else {}
@@ -147,8 +148,12 @@ class _CheckpointConverter:
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)
-        recipe_of_like = None if like is None else like.recipe
-        return {"step": steps.pop() if len(steps) == 1 else None, "recipe": recipe_of_like, "mesh": None}
+        return {
+            "step": steps.pop() if len(steps) == 1 else None,
+            "recipe": None if like is None else like.recipe,
+            "mesh": None,
+            "zero_centered": None if like is None else like.zero_centered,
+        }
 
     # The model ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +214,8 @@ class _CheckpointConverter:
         try:
             if len(quantized) < len(pieces):
                 raise InexactConversionError(
-                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there"
+                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there, or have "
+                    "a block of gate and up rows"
                 )
             parts, left = components_of(quantized, fmt, shape)
         except InexactConversionError as error:

@@ -5,7 +5,7 @@ Nothing in them is run (docs/security.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from quantshard.layouts.source import are_named
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.states import MASTER
 from quantshard.transformer_engine.pieces import CALLS, WeightPiece, piece_of
-from quantshard.transformer_engine.weights import values_of
+from quantshard.transformer_engine.weights import rows_of, values_of
 
 STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
@@ -50,9 +50,25 @@ class TransformerEngineCheckpoint:
             for key in order
             if key.startswith(self.model) and not key.startswith(self.optimizer) and key in self.entries
         ]
+        self.stored_names = self.names
+        self._halves: dict[str, tuple[str, int]] = {}
         if not self.names:
             tops = sorted({key.partition(".")[0] for key in self.entries})
             raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
+
+    def split_gates(self, own: Iterable[str]) -> None:
+        """Show the gated `fc1_weight` and `fc1_bias`, gate over up, as the two tensors that `own` names."""
+        their_of = {name: name.replace("fc1_gate_", "fc1_").replace("fc1_up_", "fc1_") for name in own}
+        halves: dict[str, list[str]] = {}
+        for name, theirs in their_of.items():
+            if name not in self.names and theirs in self.names and not self.size(self.model + theirs)[0] % 2:
+                halves.setdefault(theirs, []).append(name)
+                self._halves[self.model + name] = (self.model + theirs, int("fc1_up_" in name))
+        self.names = [part for name in self.names for part in halves.get(name, [name])]
+
+    def _stored_name(self, name: str) -> str:
+        """The name under which TransformerEngine has a parameter of ours."""
+        return self._halves.get(self.model + name, (self.model + name, 0))[0].removeprefix(self.model)
 
     def pieces(self, key: str) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
         """The shards of a tensor that hold any of it: quantized ones, or their place and values.
@@ -60,6 +76,10 @@ class TransformerEngineCheckpoint:
         Raises:
             CheckpointError: naming the tensor; it is damaged, or of a class or release that is not known.
         """
+        if key in self._halves:
+            whole, half = self._halves[key]
+            rows = self.size(key)[0]
+            return rows_of(self.pieces(whole), half * rows, (half + 1) * rows)
         found: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
         try:
             for chunk, stored in self.reader.stored(key, CALLS):
@@ -83,6 +103,9 @@ class TransformerEngineCheckpoint:
         Raises:
             CheckpointError: it is no tensor.
         """
+        if key in self._halves:
+            rows, *others = self.size(self._halves[key][0])
+            return torch.Size((rows // 2, *others))
         entry = self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self.path}: {key} is no tensor")
@@ -94,7 +117,7 @@ class TransformerEngineCheckpoint:
         Raises:
             CheckpointError: naming the entry; it is damaged, or neither.
         """
-        if isinstance(self.entries[key], BytesStorageMetadata):
+        if isinstance(self.entries.get(key), BytesStorageMetadata):
             try:
                 return self.reader.object(key)
             except CheckpointError as error:
@@ -116,17 +139,24 @@ class TransformerEngineCheckpoint:
                 of a parameter, or not of FusedAdam.
         """
         start, numbered = f"{self.optimizer}state.", self.numbered(own)
+        stored = {self._stored_name(name) for name in own}
         found: dict[str, dict[str, str]] = {}
         for key in self.entries:
             if not key.startswith(start):
                 continue
             which, _, role = key.removeprefix(start).rpartition(".")
             name = numbered.get(which, which)
-            if name not in own or role not in STATE_ROLES:
+            if name not in stored or role not in STATE_ROLES:
                 raise CheckpointError(
                     f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
                 )
             found.setdefault(name, {})[role] = key
+        for name in own:
+            half = self._halves.get(self.model + name)
+            if half is not None:
+                states = found.get(self._stored_name(name), {})
+                found[name] = {role: f"{start}{name}.{role}" for role in states}
+                self._halves.update({found[name][role]: (key, half[1]) for role, key in states.items()})
         return found
 
     def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
@@ -141,7 +171,7 @@ class TransformerEngineCheckpoint:
             members = self._members(which)
             for member in [which] if members is None else members:
                 found[numbered.get(str(member), str(member))] = fields
-        return found
+        return {name: found[stored] for name in own if (stored := self._stored_name(name)) in found}
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, str]]:
@@ -176,7 +206,8 @@ class TransformerEngineCheckpoint:
         if all(names is not None for _, names in groups):
             names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
         else:
-            names = [name for name in self.names if name in own]
+            stored = {self._stored_name(name) for name in own}
+            names = [name for name in self.stored_names if name in stored]
             if len(groups) > 1:
                 raise CheckpointError(
                     f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"

@@ -7,6 +7,7 @@ border of blocks, and shards of a weight with one scale must have the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -126,6 +127,40 @@ def _regrid(grid: Tensor, theirs: tuple[int, int], ours: tuple[int, int], shape:
         else:
             raise InexactConversionError(f"its blocks are {said(theirs)}, not {said(ours)}")
     return grid.contiguous()
+
+
+def rows_of(
+    pieces: Sequence[WeightPiece | tuple[tuple[int, ...], Tensor]], start: int, stop: int
+) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
+    """The pieces of a weight's rows start...stop - 1, counted from `start`.
+
+    A quantized piece that is cut inside a block becomes values in high precision.
+    """
+    found: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
+    for piece in pieces:
+        origin, shape = (piece.origin, piece.shape) if isinstance(piece, WeightPiece) else (piece[0], piece[1].shape)
+        low, high = max(start - origin[0], 0), min(stop - origin[0], shape[0])
+        if low >= high:
+            continue
+        place = (origin[0] + low - start, *origin[1:])
+        if isinstance(piece, WeightPiece) and _can_cut(piece, low, high):
+            planes = {which: _rows_of_plane(plane, low, high) for which, plane in piece.planes.items()}
+            found.append(replace(piece, origin=(place[0], place[1]), shape=(high - low, shape[1]), planes=planes))
+        else:
+            values = _dequantized(piece) if isinstance(piece, WeightPiece) else piece[1]
+            found.append((place, values[low:high]))
+    return found
+
+
+def _can_cut(piece: WeightPiece, low: int, high: int) -> bool:
+    heights = [plane.block[0] for plane in piece.planes.values() if plane.block[0] != ALL]
+    return all(low % height == 0 and (high % height == 0 or high == piece.shape[0]) for height in heights)
+
+
+def _rows_of_plane(plane: CopyPiece, low: int, high: int) -> CopyPiece:
+    height = plane.block[0]
+    scales = plane.scales if height == ALL else plane.scales[low // height : ceil_div(high, height)]
+    return replace(plane, codes=plane.codes[low:high], scales=scales)
 
 
 def values_of(pieces: Sequence[WeightPiece | tuple[tuple[int, ...], Tensor]], shape: tuple[int, ...]) -> Tensor:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantshard import checkpoints, numerics
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import ALL, E8M0, FP32, Copy
-from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, names
+from quantshard.layouts import LAYOUTS, LLAMA, Layout, export, load, names
 from quantshard.layouts.table import EXACT, LOSSY, UNDEFINED, verdict
+from quantshard.modules import RMSNorm, TransformerLayer
 from quantshard.tensor import components
 from quantshard.trainer.models.model import LanguageModel
 from tests.covering import exhaustive
@@ -252,6 +254,8 @@ def test_tied_in_the_configuration_alone_is_refused(saved, tmp_path):
     ("change", "match"),
     [
         ({"layout": "gguf"}, "unknown layout 'gguf'"),
+        ({"config": None}, "does not record its model's configuration; .* by --config"),
+        ({"config": None, "layout": "plain"}, "does not record its model's configuration; .* by --config"),
         ({"layout": "modelopt", "recipe": "bf16"}, "no layout of 'modelopt' takes weights in high precision exactly"),
         ({"config": {**models.CONFIG, "hidden_size": 128}}, "hidden_size 128, but model.embed_tokens.weight is"),
         ({"names": names.Names({})}, "21 tensors of .* have no name there .first: embedding.weight"),
@@ -282,7 +286,7 @@ def test_what_fails_leaves_nothing(saved, tmp_path, monkeypatch):
     _, checkpoint = saved("mxfp8")
     monkeypatch.setattr("quantshard.layouts.files.os.fsync", full)
     with pytest.raises(CheckpointError, match="out could not be written: No space left on device"):
-        export(checkpoint, "plain", tmp_path / "out")
+        export(checkpoint, "plain", tmp_path / "out", config={})
     assert not list(tmp_path.iterdir())
 
 
@@ -300,4 +304,93 @@ def test_what_readers_do_with_it_is_said(saved, tmp_path):
     config = {**models.CONFIG, "hidden_size": 160}
     done = export(checkpoint, "hf-fp8-block", tmp_path / "block", config=config)
     assert any(note.startswith("14 weights end inside a block of 128x128 (first: model.la") for note in done.notes)
-    assert not any("inside a block" in note for note in export(saved("block")[1], "hf-fp8-block", tmp_path / "b").notes)
+    assert not any(
+        "inside a block" in note
+        for note in export(saved("block")[1], "hf-fp8-block", tmp_path / "b", config=models.CONFIG).notes
+    )
+
+
+# Norms that multiply by 1 + weight
+
+
+def centered(dtype: torch.dtype, seed: int = 0) -> torch.nn.ModuleDict:
+    """A layer and a norm with zero_centered_gamma, with gammas - 1 of a few bits, so that sums are exact."""
+    torch.manual_seed(seed)
+    options: dict = {"zero_centered_gamma": True, "normalization": "RMSNorm", "bias": False, "params_dtype": dtype}
+    layer = TransformerLayer(
+        64, 128, 4, num_gqa_groups=2, activation="swiglu", fuse_qkv_params=False, hidden_dropout=0.0,
+        attention_dropout=0.0, **options,
+    )  # fmt: skip
+    norm = RMSNorm(64, params_dtype=dtype, zero_centered_gamma=True)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([layer]), "norm": norm})
+    for name, param in model.named_parameters():
+        if "norm_weight" in name or name == "norm.weight":
+            param.detach().copy_(torch.randint(-32, 33, param.shape) / 64)
+    return model
+
+
+GAMMAS = {
+    "layers.0.self_attention.layernorm_qkv.layer_norm_weight": "model.layers.0.input_layernorm.weight",
+    "layers.0.layernorm_mlp.layer_norm_weight": "model.layers.0.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+}
+SIZES = {key: value for key, value in models.CONFIG.items() if key not in ("vocab_size", "hidden_size")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_centered_gammas_go_over_and_come_back(tmp_path, dtype):
+    model = centered(dtype)
+    checkpoints.save(tmp_path / "ckpt", model, None)
+    done = export(tmp_path / "ckpt", "plain-fp32", tmp_path / "out", config=SIZES)
+    assert "3 norm weights, stored as gamma - 1, are written as gamma" in done.lines() and not done.rounded
+    tensors, own = read(tmp_path / "out"), dict(model.named_parameters())
+    for ours, theirs in GAMMAS.items():
+        assert torch.equal(tensors[theirs], own[ours].float() + 1)
+    new = centered(dtype, seed=1)
+    report = load(tmp_path / "out", new)
+    assert all(torch.equal(value, own[name]) for name, value in new.named_parameters())
+    gammas = [*GAMMAS] if dtype == torch.float32 else []
+    assert set(gammas) <= set(report.copied)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_rounded_gammas_are_reported(tmp_path):
+    model = centered(torch.bfloat16)
+    model["norm"].weight.detach().fill_(2.0**-12)
+    checkpoints.save(tmp_path / "ckpt", model, None)
+    done = export(tmp_path / "ckpt", "plain-bf16", tmp_path / "out", config=SIZES)
+    assert done.rounded == ["model.norm.weight"]
+    assert "not exact: 1 + weight was rounded for 1 norms (first: model.norm.weight)" in done.lines()
+    tensors = {**read(tmp_path / "out"), "model.norm.weight": torch.full((64,), 1.25 + 2.0**-20)}
+    save_file(tensors, tmp_path / "out/model.safetensors")
+    for part in tmp_path.glob("out/model-*"):
+        part.unlink()
+    (tmp_path / "out/model.safetensors.index.json").unlink(missing_ok=True)
+    report = load(tmp_path / "out", centered(torch.float32, seed=1))
+    assert "norm.weight" not in report.rounded
+    assert "norm.weight" in load(tmp_path / "out", centered(torch.float16, seed=1)).rounded
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_gammas_of_families_that_store_them_less_1_stay(tmp_path):
+    model = centered(torch.float32)
+    checkpoints.save(tmp_path / "ckpt", model, None)
+    config = {**SIZES, "model_type": "gemma2"}
+    export(tmp_path / "ckpt", "plain-fp32", tmp_path / "out", config=config)
+    assert torch.equal(read(tmp_path / "out")["model.norm.weight"], model["norm"].weight)
+    load(tmp_path / "out", new := centered(torch.float32, seed=1))
+    assert torch.equal(new["norm"].weight, model["norm"].weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_does_not_record_zero_centered_gamma(tmp_path):
+    model = centered(torch.float32)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(ConfigurationError, match=r"does not record zero_centered_gamma.*--no-zero-centered-gamma"):
+        export(tmp_path / "ckpt", "plain-fp32", tmp_path / "out", config=SIZES)
+    gamma, theirs = model["norm"].weight.detach(), "model.norm.weight"
+    for is_centered in (False, True):
+        out = tmp_path / str(is_centered)
+        export(tmp_path / "ckpt", "plain-fp32", out, config=SIZES, zero_centered_gamma=is_centered)
+        assert torch.equal(read(out)[theirs], gamma + is_centered)

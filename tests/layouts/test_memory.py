@@ -28,7 +28,7 @@ def peak():  # of this program; getrusage's has that of the process that started
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 for layout in sys.argv[3:]:
-    done = export(sys.argv[1], layout, f"{sys.argv[2]}/{layout}", max_shard_bytes=5 * 10**7)
+    done = export(sys.argv[1], layout, f"{sys.argv[2]}/{layout}", config={}, max_shard_bytes=5 * 10**7)
     print(done.bytes, peak() - before)
 """
 

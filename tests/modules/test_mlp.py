@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import quantshard as qs
 from quantshard import recipe as recipes
+from quantshard.checkpoints import load_high_precision
 from quantshard.errors import ConfigurationError
 from quantshard.modules import (
     LayerNorm,
@@ -350,3 +352,36 @@ def test_state_dict_round_trip(recipe):
 def test_refused(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_gated_fc1_of_transformer_engine_loads(recipe):
+    """TransformerEngine stores gate over up in one tensor: act(x[:, :ffn]) * x[:, ffn:]."""
+    with qs.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        mlps = [LayerNormMLP(64, 96, activation="swiglu") for _ in range(2)]
+    stacked = {
+        "layer_norm_weight": torch.rand(64),
+        "layer_norm_bias": torch.rand(64),
+        "fc1_weight": torch.randn(192, 64),
+        "fc1_bias": torch.randn(192),
+        "fc2_weight": torch.randn(64, 96),
+        "fc2_bias": torch.randn(64),
+    }
+    split = {name: value for name, value in stacked.items() if "fc1" not in name}
+    for kind in ("weight", "bias"):
+        split |= {f"fc1_gate_{kind}": stacked[f"fc1_{kind}"][:96], f"fc1_up_{kind}": stacked[f"fc1_{kind}"][96:]}
+    for mlp, values in zip(mlps, (stacked, split), strict=True):
+        load_high_precision(torch.nn.Sequential(mlp), {f"0.{name}": value for name, value in values.items()})
+    x = torch.randn(8, 64)
+    assert torch.equal(mlps[0](x), mlps[1](x))
+    if recipe is None:
+        new = LayerNormMLP(64, 96, activation="swiglu")
+        new.load_state_dict(stacked)
+        assert torch.equal(new(x), mlps[1](x))
+        hidden = torch.nn.functional.layer_norm(x, (64,), stacked["layer_norm_weight"], stacked["layer_norm_bias"])
+        hidden = torch.nn.functional.linear(hidden, stacked["fc1_weight"], stacked["fc1_bias"])
+        hidden = torch.nn.functional.silu(hidden[:, :96]) * hidden[:, 96:]
+        wanted = torch.nn.functional.linear(hidden, stacked["fc2_weight"], stacked["fc2_bias"])
+        assert torch.allclose(new(x), wanted, atol=1e-3, rtol=1e-4)
+        with pytest.raises(RuntimeError, match="fc1_weight"):
+            new.load_state_dict({**stacked, "fc1_weight": torch.randn(191, 64)})

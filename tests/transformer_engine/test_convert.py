@@ -32,9 +32,11 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.errors import CheckpointError
-from quantshard.formats import Copy
+from quantshard.formats import E4M3, FP32, Copy
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+from quantshard.transformer_engine.pieces import CopyPiece, WeightPiece
+from quantshard.transformer_engine.weights import rows_of
 from tests.checkpoints.test_untrusted import Call, change_object
 from tests.distributed.pool import run_ranks
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE, RECIPES, SETTINGS, states, weight
@@ -503,3 +505,56 @@ def test_earlier_releases_are_named(stored: Path, tmp_path: Path) -> None:
     change_object(old, "model.0.weight", [Call(getattr, "Float8Tensor", "_make_in_reduce_ex"), LONG])
     with pytest.raises(CheckpointError, match=r"TransformerEngine before 2\.17 wrote it: load and save it with 2\.17"):
         transformer_engine.convert(old, like(tmp_path / "new", "current", 128), tmp_path / "out")
+
+
+# A gated LayerNormMLP, whose fc1 is one tensor there
+
+
+def gated() -> tuple[nn.Sequential, FusedAdam]:
+    model = nn.Sequential(qs.LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16))
+    return model, FusedAdam(model.named_parameters())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_gated_fc1(tmp_path: Path, named: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    sizes = {"layer_norm_weight": (32,), "layer_norm_bias": (32,), "fc1_weight": (96, 32), "fc1_bias": (96,),
+             "fc2_weight": (32, 48), "fc2_bias": (32,)}  # fmt: skip
+    values = {f"0.{name}": torch.randn(size, generator=generator).bfloat16() for name, size in sizes.items()}
+    state = {
+        name if named else number: {"exp_avg": value.float() * 2, "exp_avg_sq": value.float() ** 2,
+                                    "master_param": value.float() * (1 + 2.0**-12)}
+        for number, (name, value) in enumerate(values.items())
+    }  # fmt: skip
+    optimizer = {"state": state, "param_groups": [group(*(values if named else range(6)))]}
+    dcp.save({"model": values, "optimizer": optimizer}, checkpoint_id=tmp_path / "te", no_dist=True)
+    checkpoints.save(tmp_path / "new", *gated())
+    done = transformer_engine.convert(tmp_path / "te", tmp_path / "new", tmp_path / "out")
+    assert not done.inexact
+    model, adam = gated()
+    checkpoints.load(tmp_path / "out", model, adam)
+    for name, param in model.named_parameters():
+        half = slice(0, 48) if "gate" in name else slice(48, 96) if "up" in name else slice(None)
+        whole = values[name.replace("gate_", "").replace("up_", "")][half]
+        assert same(param.detach(), whole), name
+        assert same(adam.get_unscaled_state(param, "exp_avg"), whole.float() * 2), name
+        assert same(adam.get_unscaled_state(param, "master_param"), whole.float() * (1 + 2.0**-12)), name
+
+
+@pytest.mark.parametrize(("height", "exact"), [(32, True), (128, False)])
+def test_rows_of_a_quantized_fc1(height: int, exact: bool) -> None:
+    """Scales are cut with the rows; a block of gate and up rows is dequantized."""
+    codes = torch.randint(0, 120, (192, 128), dtype=torch.uint8)
+    scales = torch.rand(-(-192 // height), 1) + 0.5
+    plane = CopyPiece(codes, scales, (height, 128))
+    piece = WeightPiece("Float8BlockwiseQTensor", (0, 0), (192, 128), E4M3, FP32, {Copy.ROWWISE: plane})
+    values = numerics.decode(codes, E4M3) * scales.repeat_interleave(height, 0)[:192]
+    for start in (0, 96):
+        (part,) = rows_of([piece], start, start + 96)
+        if exact:
+            assert isinstance(part, WeightPiece) and part.origin == (0, 0) and part.shape == (96, 128)
+            kept = part.planes[Copy.ROWWISE]
+            assert same(kept.codes, codes[start : start + 96])
+            assert same(kept.scales, scales[start // height : start // height + 3])
+        else:
+            assert same(part[1], values[start : start + 96])

@@ -4,7 +4,8 @@
 directory cannot be renamed into place. A checkpoint written by plain `dcp.save` has none and stays loadable.
 
     {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
-     "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-..."}
+     "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
+     "zero_centered": []}
 
 Checksums are XXH3 of 128 bits (Y. Collet): they find damage, at the speed of memory, and are no proof against forgery.
 """
@@ -47,6 +48,7 @@ class Manifest:
 
     `files`: by name, relative to the checkpoint, with "/" between folders; the manifest itself is not among them.
     `step`, `mesh` (sizes by axis), `recipe`: of the run, where they were known. `saved_at`: ISO 8601, in UTC.
+    `zero_centered`: names of the normalization weights that are stored as gamma - 1; None if it is not recorded.
     """
 
     files: Mapping[str, FileEntry]
@@ -56,6 +58,7 @@ class Manifest:
     step: int | None = None
     mesh: Mapping[str, int] | None = None
     recipe: str | None = None
+    zero_centered: list[str] | None = None
 
     @property
     def bytes(self) -> int:
@@ -98,6 +101,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "step": (int, type(None)),
     "mesh": (dict, type(None)),
     "recipe": (str, type(None)),
+    "zero_centered": (list, type(None)),
 }
 
 
@@ -114,6 +118,9 @@ def _wrong_field(content: Mapping[str, Any]) -> str | None:
     for axis, size in (content.get("mesh") or {}).items():
         if len(axis) > TEXT_LENGTH or not _is_count(size, most=_MOST["world_size"]):
             return f"mesh is {content['mesh']!r:.80}"
+    for gamma in content.get("zero_centered") or ():
+        if type(gamma) is not str or len(gamma) > TEXT_LENGTH:
+            return f"zero_centered has {gamma!r:.80}"
     files = content.get("files")
     if not isinstance(files, dict):
         return f"files is {files!r:.80}"

@@ -76,9 +76,11 @@ class QuantizedModule(RecipeModule):
     """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`.
 
     `shared_input`: what its layer has in common with those of other modules that read the same tensors.
+    `zero_centered_gammas`: names of its parameters that are stored as gamma - 1.
     """
 
     shared_input: InputReader | None = None
+    zero_centered_gammas: tuple[str, ...] = ()
 
     def __init__(
         self,
