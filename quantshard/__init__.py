@@ -1,5 +1,14 @@
 """quantshard: train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit."""
 
+import os as _os
+import sys as _sys
+
+if "torch" not in _sys.modules:
+    try:
+        _os.getcwd()
+    except FileNotFoundError:  # torch's MKL would end the process with a message that does not name the cause
+        _sys.exit("quantshard: the working directory was deleted; change to one that exists")
+
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, statistics, transformer_engine
 from quantshard.conversion.convert import convert, revert
 from quantshard.determinism import deterministic
@@ -76,4 +85,4 @@ __all__ = [
 
 _lookup.warn_of_untested_torch()
 
-del _arithmetic, _lookup, _ops
+del _arithmetic, _lookup, _ops, _os, _sys

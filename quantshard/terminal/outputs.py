@@ -21,7 +21,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
@@ -41,6 +41,11 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def null_stream() -> TextIO:
+    """Open a stream that drops what is written."""
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:

@@ -12,20 +12,61 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from quantshard.errors import printable
+from quantshard.errors import QuantshardError, printable
+from quantshard.terminal.outputs import null_stream
 
 _WIDTH = 80
-"""That of what does not go to a terminal, if the environment's COLUMNS say no other: the same wherever it is made."""
+"""The width of output that does not go to a terminal, unless COLUMNS is set."""
+
+_SIZES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
+"""Variables from which rich and typer read the size of a terminal."""
+
+_LONGEST_SIZE = 5
+"""The most digits of such a size: rich pads lines to any width."""
 
 _UNBOUNDED = 10000
 
 _KEPT = "\n\t"
+
+
+class OutputError(QuantshardError):
+    """Standard output cannot be written: it is full, or its reader has closed it."""
+
+
+class StandardOutput:
+    """Standard output whose failed writes raise an `OutputError`; what follows such a failure is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, and flush it if it ends a line."""
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError) -> OutputError:
+        # Otherwise Python would fail once more when it flushes the stream at exit.
+        with null_stream() as null:
+            os.dup2(null.fileno(), self._stream.fileno())
+        return OutputError(f"cannot write to standard output: {error.strerror}")
 
 
 class Screen(Console):
@@ -33,11 +74,8 @@ class Screen(Console):
 
     def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
-        columns = os.environ.get("COLUMNS", "")
-        is_width = columns.isdecimal() and len(columns) < 6 and int(columns) > 0  # rich pads lines to any width
-        is_terminal = stream.isatty() and (is_width or not columns)
-        width = None if is_terminal else int(columns) if is_width else _WIDTH
-        width = _UNBOUNDED if wide else width
+        is_sized = stream.isatty() or "COLUMNS" in os.environ
+        width = _UNBOUNDED if wide else None if is_sized else _WIDTH
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
     def lines(self, *lines: str) -> None:
@@ -78,10 +116,18 @@ def complain(message: str) -> None:
 
 
 def prepare_output() -> None:
-    """See that nothing shown raises, whatever the encoding of the terminal or pipe is, and that a warning is a line."""
+    """Prepare for any encoding, closed or full streams and impossible terminal sizes; format warnings as lines."""
+    sys.stdout = sys.stdout or null_stream()
+    sys.stderr = sys.stderr or null_stream()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+    if not isinstance(sys.stdout, StandardOutput):
+        sys.stdout = StandardOutput(sys.stdout)  # type: ignore[assignment]  # a stream by its attributes
+    for name in _SIZES:
+        size = os.environ.get(name, "")
+        if not (size.isdecimal() and len(size) <= _LONGEST_SIZE and int(size) > 0):
+            os.environ.pop(name, None)
     warnings.formatwarning = _warning_line
 
 

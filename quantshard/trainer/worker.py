@@ -420,17 +420,10 @@ def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
 
 def _join(wanted: str) -> ProcessInfo:
     """Join the process group on a device: "cpu", "cuda" or "auto"."""
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigurationError(
-            f"RANK is set, so this is one process of several, but {', '.join(missing)} is not; start it with torchrun, "
-            "set them all, or unset RANK to have the processes started here"
-        )
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks, local = launch.process_numbers()
     if device_kind(wanted) == "cpu":
         dist.init_process_group("gloo")
         return ProcessInfo(rank, ranks, torch.device("cpu"))
-    local = int(os.environ.get("LOCAL_RANK", rank))
     check_local_gpu(local)
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
@@ -459,7 +452,7 @@ def check_local_gpu(local: int) -> None:
     count = torch.cuda.device_count()
     if local >= count:
         raise ConfigurationError(
-            f"process {local} of this machine has no GPU: there are {count}; start fewer processes"
+            f"process {local} of this machine has no GPU: there are {count}; start fewer processes, or set LOCAL_RANK"
         )
 
 

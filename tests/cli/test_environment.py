@@ -1,16 +1,22 @@
 """What a run's bits depend on beside its settings: found, and compared with what was found before."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from quantshard import deterministic
-from quantshard.trainer import environment
+from quantshard.errors import ConfigurationError
+from quantshard.trainer import environment, launch
 from quantshard.trainer.environment import differences
 from quantshard.trainer.settings.config import TrainSettings
+from tests.cli.hostile import told
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -65,3 +71,62 @@ def test_differences_are_named():
         "MKL_CBWR was A, is not set",
         "NCCL_PROTO was not set, is LL",
     ]
+
+
+def run_command(line, redirected="", **variables):
+    """The exit code, and the lines of standard error, of a command in a shell."""
+    shell = f'exec "$0" -m quantshard {line} {redirected}'
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("line", ["--version", "plan --help"])
+def test_a_full_output_is_a_line(line):
+    full = "quantshard: cannot write to standard output: No space left on device"
+    assert run_command(line, ">/dev/full") == (1, [full])
+
+
+def test_a_closed_output_is_nowhere():
+    assert run_command("--version", ">&-") == (0, [])
+
+
+def test_a_deleted_working_directory_is_a_line():
+    shell = 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$0" -m quantshard --version'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "quantshard: the working directory was deleted; change to one that exists"
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+@pytest.mark.parametrize("size", ["9" * 5000, "1000000000", "1e9", "\u00b2"])
+def test_an_impossible_terminal_size_is_ignored(monkeypatch, name, size):
+    monkeypatch.setenv(name, size)
+    code, lines, _ = told("plan", "--help")
+    assert code == 0 and max(map(len, lines)) == 80
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RANK": "5"}, {"RANK": "x"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "-1"}, {"MASTER_PORT": "x"}],
+)
+def test_a_wrong_variable_of_a_launcher_is_named(monkeypatch, wrong):
+    right = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in (right | wrong).items():
+        monkeypatch.setenv(name, value)
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigurationError, match=f"{name} = '{value}' is not a number from .*unset RANK"):
+        launch.process_numbers()
+
+
+def test_a_missing_local_rank_is_the_rank(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.process_numbers() == (1, 2, 1)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigurationError, match="RANK is set, but WORLD_SIZE is not"):
+        launch.process_numbers()

@@ -192,12 +192,6 @@ def test_switches(tmp_path: Path, flags: list[str], says: dict[str, bool]) -> No
     assert code == 1 and "--tied and --no-tied are both given" in line
 
 
-@pytest.mark.parametrize("columns", ["1000000000", "1e9"])
-def test_a_width_that_no_terminal_has_is_not_taken(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
-    assert screen.Screen().width == 80
-
-
 def test_threads_are_those_of_openmp(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
     assert how_started(TrainSettings(), 1)["threads"] == 4
