@@ -408,6 +408,7 @@ AUTO_HELP = "auto: current, on Blackwell mxfp8"
 @cache
 def auto_name() -> str:
     """Return the name of the recipe that "auto" stands for on this machine."""
+    # This initializes CUDA but creates no context: a launcher that calls it takes no GPU memory from its workers.
     has_nvidia_gpu = torch.cuda.is_available() and torch.version.hip is None
     return "mxfp8" if has_nvidia_gpu and torch.cuda.get_device_capability()[0] == 10 else "current"
 

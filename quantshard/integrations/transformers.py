@@ -34,8 +34,8 @@ from quantshard.integrations.transformers_trainer import ADAPTERS_ALONE, AdamFac
 from quantshard.layouts import table
 from quantshard.layouts.table import LAYOUTS
 from quantshard.layouts.writing import NOTED_AMAX
-from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes
-from quantshard.recipe import AUTO, concrete_name
+from quantshard.modules.contexts.layer_recipes import Recipes, check_recipes, concrete_recipes
+from quantshard.recipe import AUTO
 from quantshard.tensor import components
 
 __all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
@@ -80,9 +80,7 @@ class QuantshardConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         check_recipes("QuantshardConfig", recipe)
         check_modules("QuantshardConfig", modules)
-        if isinstance(recipe, str):
-            recipe = concrete_name(recipe)
-        self.recipe, self.filter, self.modules, self.autocast = recipe, filter, modules, autocast
+        self.recipe, self.filter, self.modules, self.autocast = concrete_recipes(recipe), filter, modules, autocast
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
         self.layout = _checked_layout(layout)
         self.stored: dict[str, Any] | None = None

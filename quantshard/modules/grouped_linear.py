@@ -325,7 +325,7 @@ class GroupedLinear(QuantizedModule):
         held = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"
         return (
             f"num_gemms={self.num_gemms}{held}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}"
+            f"bias={self.use_bias}{self._formats_repr()}"
         )
 
 

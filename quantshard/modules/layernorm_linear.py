@@ -100,5 +100,5 @@ class LayerNormLinear(QuantizedModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
-            f"normalization={self.normalization}"
+            f"normalization={self.normalization}{self._formats_repr()}"
         )

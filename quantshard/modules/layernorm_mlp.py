@@ -345,7 +345,7 @@ class LayerNormMLP(QuantizedModule):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
             f"activation={self.activation!r}, activation_storage={self.activation_storage!r}, "
-            f"normalization={self.normalization}"
+            f"normalization={self.normalization}{self._formats_repr()}"
         )
 
 

@@ -74,4 +74,5 @@ class Linear(QuantizedModule):
         return (out, self._joined_bias(self._layer, outputs[0].dtype)) if self.return_bias else out
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.use_bias}{self._formats_repr()}"

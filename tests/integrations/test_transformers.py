@@ -138,6 +138,11 @@ def test_a_function_of_names_is_the_mapping_that_it_stands_for(folder: Path, tmp
     assert "function" in qt.QuantshardConfig(recipe).to_dict()["recipe"]["*"]
 
 
+@pytest.mark.parametrize("recipe", ["auto", {"q_proj": "block", "*": "auto"}], ids=["name", "mapping"])
+def test_the_configuration_holds_the_recipe_that_auto_stands_for(recipe: Any) -> None:
+    assert qt.QuantshardConfig(recipe).to_dict()["recipe"]["*"] == "current"
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMED)
 def test_quantizing_while_loading_is_converting_after_it(recipe: Any, folder: Path) -> None:
     """Bits, report and logits; and it is a converted model like any other, which can be reverted."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import quantshard
 from quantshard import recipe as recipes
 from quantshard import requantize_
 from quantshard.errors import ConfigurationError, QuantshardError, RecipeMismatchError
@@ -630,3 +631,28 @@ def test_autocast_without_a_recipe_matches_weights_of_a_model_init_without_one()
         by_default = layer(data())
     with autocast(recipe="current"):
         assert torch.equal(layer(data()), by_default)
+
+
+# Printed models
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Linear(64, 64, device="cpu"),
+        lambda: quantshard.LayerNormLinear(64, 64, device="cpu"),
+        lambda: quantshard.LayerNormMLP(64, 64, device="cpu"),
+        lambda: quantshard.GroupedLinear(2, 64, 64, device="cpu"),
+        lambda: quantshard.Linear(64, 64, parameters_split=("query", "key"), device="cpu"),
+    ],
+)
+def test_quantized_layers_print_the_format_of_their_weights(build):
+    with quantized_model_init(recipe="mxfp8"):
+        assert repr(build()).endswith(", weight=mxfp8_32x32)")
+    assert "weight=" not in repr(build())
+
+
+def test_converted_layers_print_the_format_of_their_weights():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    quantshard.convert(model, {"0": "mxfp8", "1": "bf16"})
+    assert ", bias=True, weight=mxfp8_32x32)" in repr(model[0]) and "weight=" not in repr(model[1])

@@ -476,6 +476,14 @@ class QuantizedModule(RecipeModule):
         if call.strict:
             self._refuse_fallbacks(name, backend.fallbacks(stored, recipe, device))
 
+    def _formats_repr(self) -> str:
+        """Return the formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
+        params = private_torch.registered_parameters(self, self._weights)
+        tags = {
+            local.quantized_storage.cell.tag for local in map(components.quantized_local, params) if local is not None
+        }
+        return f", weight={'/'.join(sorted(tags))}" if tags else ""
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self, self._handle.device)  # a copy is another module

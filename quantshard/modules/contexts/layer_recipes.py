@@ -11,7 +11,7 @@ from torch import nn
 
 from quantshard.argument_kinds import shown_argument
 from quantshard.errors import ConfigurationError
-from quantshard.recipe import Recipe, resolve
+from quantshard.recipe import Recipe, concrete_name, resolve
 
 HIGH_PRECISION = "bf16"
 """The recipe that leaves a layer as it is."""
@@ -50,6 +50,13 @@ def check_recipes(owner: str, recipes: Recipes) -> None:
             _resolved(f"{owner}(recipe=...)", recipe, f"{pattern!r}")
     elif not by_name(recipes):
         resolve(recipes)  # type: ignore[arg-type]
+
+
+def concrete_recipes(recipes: Recipes) -> Recipes:
+    """Replace "auto" by the recipe that it stands for on this machine, also inside a mapping."""
+    if isinstance(recipes, Mapping):
+        return {pattern: concrete_name(each) if isinstance(each, str) else each for pattern, each in recipes.items()}
+    return concrete_name(recipes) if isinstance(recipes, str) else recipes
 
 
 def recipes_of(
