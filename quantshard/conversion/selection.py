@@ -26,6 +26,9 @@ HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs une
 ROUTERS = frozenset("gate router wg shared_expert_gate".split())
 """Last parts of the names of what chooses experts, in the families of transformers that have any."""
 
+READ_DIRECTLY = "dt_proj"
+"""Last part of the names of layers whose weight Mamba, Falcon Mamba and Jamba multiply with in their own code."""
+
 ADAPTERS = "lora_"
 """How parts of the names of PEFT's adapters begin."""
 
@@ -152,6 +155,8 @@ def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool
         return "the head; a filter that matches it, or a recipe by its very name, converts it too"
     if any(part.startswith(ADAPTERS) for part in name.split(".")):
         return "an adapter; a filter that matches it converts it too"
+    if last == READ_DIRECTLY:
+        return "the model reads its weight directly"
     if last in ROUTERS:
         return "a router; a filter that matches it converts it too"
     return ""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, private_torch, sharding
@@ -46,6 +46,17 @@ _AVERAGE = (
     "FusedAdam, Lion, Muon or MasterWeights, in float32; averaged_weights evaluates with it"
 )
 """What is told besides of the operations by which averages are computed out of place."""
+
+
+def _name_in_running_model(weight: Tensor | None) -> str:
+    """The weight's name in the outermost module that is being called, or ""."""
+    frame, name = inspect.currentframe(), ""
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code is nn.Module.__call__.__code__ else None
+        params = module.named_parameters() if isinstance(module, nn.Module) else ()
+        name = next((path for path, param in params if param is weight and "." in path), name)
+        frame = frame.f_back
+    return name
 
 
 class QuantizedTensor(Tensor):
@@ -244,6 +255,12 @@ class QuantizedTensor(Tensor):
         rule = RULES.get(func)
         if rule is None:
             first = first_quantized((*args, *(kwargs or {}).values()))
+            if name := _name_in_running_model(first):
+                raise UnsupportedOperationError(
+                    f"{name}: the model reads this weight directly ({func}), which a quantized weight does not allow; "
+                    "read .dequantize() of it, or leave the layer out: convert(model, "
+                    f"{{'*.{name.split('.')[-2]}': 'bf16', '*': recipe}})"
+                )
             raise UnsupportedOperationError(
                 f"{func} on {first!r} would dequantize or change it unasked; use .dequantize() for its values (of a "
                 "DTensor .to_local().dequantize(), for this rank's), quantize_() or quantshard.requantize_() to write "

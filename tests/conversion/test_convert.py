@@ -12,13 +12,14 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import quantshard as qs
 from quantshard.conversion import report
 from quantshard.conversion.linear import ConvertedLinear
-from quantshard.errors import ConfigurationError, FallbackError
+from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOperationError
 from quantshard.formats import FORMATS
 from quantshard.gemm.operands import quantize_operand
 from quantshard.modules.contexts import context
@@ -511,3 +512,39 @@ def test_a_report_in_a_notebook_is_the_printed_one():
     left = report.LeftLayer("<head>", (2, 3), "a & b")
     html = report.ConversionReport((), (left,))._repr_html_()
     assert html.startswith("<pre>converted 0") and "&lt;head&gt; [2, 3]: a &amp; b" in html
+
+
+class DirectReader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.ModuleDict({"inner": nn.Linear(32, 32), "outer": nn.Linear(32, 32)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer["outer"](x) @ self.mixer["inner"].weight.t()
+
+
+def test_layers_that_the_model_reads_directly_are_named() -> None:
+    model = nn.Sequential(DirectReader())
+    qs.convert(model, "mxfp8")
+    with pytest.raises(UnsupportedOperationError) as caught:
+        model(torch.randn(2, 32))
+    assert str(caught.value) == (
+        "0.mixer.inner.weight: the model reads this weight directly (aten.t.default), which a quantized weight does "
+        "not allow; read .dequantize() of it, or leave the layer out: convert(model, {'*.inner': 'bf16', '*': recipe})"
+    )
+    model = nn.Sequential(DirectReader())
+    qs.convert(model, {"*.inner": "bf16", "*": "mxfp8"})
+    model(torch.randn(2, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "FalconMamba"])
+def test_mamba_keeps_the_layer_that_it_reads_directly(kind: str) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    found = qs.convert(model, "mxfp8")
+    assert [layer.name for layer in found.converted] == [
+        f"backbone.layers.0.mixer.{name}" for name in ("in_proj", "x_proj", "out_proj")
+    ]
+    [(name, reason)] = [(layer.name, layer.reason) for layer in found.left if layer.name != "lm_head"]
+    assert name.endswith("dt_proj") and reason.startswith("the model reads its weight directly")
+    model(torch.arange(12).view(1, 12)).logits.sum().backward()
