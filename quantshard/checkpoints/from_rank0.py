@@ -1,7 +1,7 @@
 """Loading a state dict that rank 0 alone has: it is described and checked first, then sent, cut and loaded.
 
-PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` sends what `named_parameters` and `named_buffers` name,
-which of a quantized weight is the codes alone. Here the state dict says what there is to send.
+PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` copies codes into a sharded weight without their scales,
+which is refused. Here the state dict says what there is to send.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ from quantshard.private_torch.recomputation import (
     checkpointed_regions,
 )
 from quantshard.private_torch.saving import (
+    collects_state_dict_keys,
     end_checkpoint_process,
     first_state,
     flatten_state_dict,
@@ -104,6 +105,7 @@ __all__ = [
     "cast",
     "check_order_is_kept",
     "checkpointed_regions",
+    "collects_state_dict_keys",
     "constant_in_graphs",
     "count_in_place_changes",
     "current_backward",

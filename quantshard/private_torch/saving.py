@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,6 +50,14 @@ def without_wrappers(name: str) -> str:
     if any(part.startswith("_checkpoint") for part in name.split(".")):
         raise _checkpoint_wrapper.error()
     return name
+
+
+def collects_state_dict_keys() -> bool:
+    """Whether the caller's caller is `set_model_state_dict`, collecting the names that DDP and torch.compile prefix.
+
+    It renames only parameters and buffers, and has no public way to add other keys of a state dict.
+    """
+    return sys._getframe(2).f_globals.get("__name__") == f"{_DCP}.state_dict"
 
 
 _executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND, "save with async_='thread'")

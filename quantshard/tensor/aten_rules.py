@@ -128,8 +128,8 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
     if not isinstance(source, QuantizedTensor) and not source.is_floating_point():
         raise UnsupportedOperationError(
             f"copy_ of a {source.dtype} tensor into {destination!r}: codes are loaded with their scales, through "
-            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) sends parameters and buffers, so codes "
-            "without scales: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
+            "load_state_dict. set_model_state_dict(broadcast_from_rank0=True) copies codes alone into a sharded "
+            "weight: call quantshard.checkpoints.load_from_rank0(model, state_dict) on every rank instead"
         )
     if not isinstance(source, QuantizedTensor):
         raise UnsupportedOperationError(

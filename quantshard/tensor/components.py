@@ -403,8 +403,7 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
     if pairs and lacking:
         raise CheckpointError(
             f"{name}: the state dict has some of this weight's components but not {name}{lacking[0]}; codes mean "
-            "nothing without their scales, so load all or none (PyTorch's broadcast_from_rank0 leaves some out; "
-            "quantshard.checkpoints.load_from_rank0(model, state_dict) sends all)"
+            "nothing without their scales, so load all or none"
         )
     check_scales(param, values, name)
     return pairs

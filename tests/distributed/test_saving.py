@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from quantshard import Linear, quantized_model_init
 from quantshard.errors import QuantshardError
-from tests.distributed.models import RECIPES, Case, bits, sha
+from tests.distributed.models import RECIPES, Case, bits, build, sha
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import (
     FLAT,
@@ -50,6 +51,7 @@ from tests.distributed.saving import (
     save_torch,
     save_torch_to_dcp,
 )
+from tests.distributed.wraps import data_parallel
 
 pytestmark = pytest.mark.distributed
 
@@ -356,22 +358,69 @@ def test_a_missing_layer_is_an_error_on_every_rank(ranks: int, tmp_path: Path) -
             assert not half
 
 
-def broadcast_to_replicas(case: Case, folder: str) -> str:
-    source, target = (new_run(replace(case, seed=seed), folder) for seed in (1, 2))
-    state = source.named_state(ON_RANK_0)["model"]
-    try:
-        set_model_state_dict(target.model, state, options=replace(FULL, broadcast_from_rank0=True))
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
+def compile_blocks(model: nn.Sequential) -> nn.Sequential:
+    return nn.Sequential(*(torch.compile(block, backend="eager") for block in model))
 
 
-def test_broadcast_to_unsharded_replicas(tmp_path: Path) -> None:
-    """3 ranks: rank 0 has all it needs; the others got codes without scales, and say so."""
-    first, *others = run_ranks(3, broadcast_to_replicas, Case("block", None, shapes=SHAPES), str(tmp_path))
-    assert first == "nothing was raised"
-    for message in others:
-        assert "broadcast_from_rank0 leaves some out; quantshard.checkpoints.load_from_rank0(" in message
+WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "none": nn.Sequential.train,
+    "DDP": data_parallel,
+    "compile": partial(torch.compile, backend="eager"),
+    "compiled blocks": compile_blocks,
+}
+SHARDED_WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "none": nn.Sequential.train,
+    "compile": partial(torch.compile, backend="eager"),
+    "compiled blocks": compile_blocks,
+}
+
+
+def wrapped_loads(case: Case) -> list[str]:
+    """The wrappings whose `set_model_state_dict` lost bits, or did not miss a key."""
+    wrong, (source, other) = [], (build(replace(case, seed=seed)) for seed in (7, 99))
+    expected = bits(source), bits(other)
+    wrappings = WRAPPINGS if case.mesh is None else SHARDED_WRAPPINGS
+    for number, (name, wrap) in enumerate(wrappings.items()):
+        options = (FULL, None)[number % 2]
+        target = build(replace(case, seed=5))
+        wrapped = wrap(target)
+        set_model_state_dict(wrapped, get_model_state_dict(source, options=options), options=options)
+        found = [bits(target)]
+        set_model_state_dict(wrapped, get_model_state_dict(wrap(other), options=options), options=options)
+        found.append(bits(target))
+        set_model_state_dict(other, get_model_state_dict(wrap(source), options=options), options=options)
+        found.append(bits(other))
+        set_model_state_dict(other, get_model_state_dict(wrapped, options=options), options=options)
+        found.append(bits(other))
+        state = get_model_state_dict(source, options=options)
+        del state["0.weight_scale_inv"]
+        try:
+            set_model_state_dict(wrapped, state, options=options)
+            wrong.append(f"{name}: nothing was missing")
+        except RuntimeError as error:
+            wrong += [] if "0.weight_scale_inv" in str(error) else [str(error)]
+        wrong += [] if found == [*expected, *expected] else [f"{name}: other bits"]
+    return wrong
+
+
+@pytest.mark.parametrize(("recipe", "mesh"), [("delayed", None), ("nvfp4", (2,))])
+def test_set_model_state_dict_of_wrapped_models(recipe: str, mesh: tuple[int, ...] | None) -> None:
+    """Saved and loaded under DDP and torch.compile, or under one of them alone."""
+    assert run_ranks(2, wrapped_loads, Case(recipe, mesh, shapes=SHAPES)) == [[], []]
+
+
+def broadcast_to_replicas(case: Case, wrap: Callable[[nn.Sequential], nn.Module]) -> list[str]:
+    """The keys whose bits `broadcast_from_rank0` did not bring to this rank."""
+    source, target = (build(replace(case, seed=seed)) for seed in (1, 2))
+    state = get_model_state_dict(source, options=ON_RANK_0)
+    set_model_state_dict(wrap(target), state, options=replace(FULL, broadcast_from_rank0=True))
+    expected = bits(source)
+    return [key for key, value in bits(target).items() if value != expected[key]]
+
+
+@pytest.mark.parametrize("wrapping", ["none", "DDP"])
+def test_broadcast_to_unsharded_replicas(wrapping: str) -> None:
+    assert run_ranks(3, broadcast_to_replicas, Case("block", None, shapes=SHAPES), WRAPPINGS[wrapping]) == [[]] * 3
 
 
 # In a process that knows nothing of quantshard ------------------------------------------------------------------------

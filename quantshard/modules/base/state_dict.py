@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
+
+_NOT_LOADED = torch.empty((), dtype=torch.float32, device="cpu")
+"""What `set_model_state_dict` fills in for a component that a full state dict lacks. Without dims, it names no device
+that values are sent to."""
 
 
 class ComponentStateDict(nn.Module):
@@ -57,6 +63,15 @@ class ComponentStateDict(nn.Module):
         if components.quantized_local(param) is not None:
             return components.state_entry(param, suffix)
         return self._state_keys(name).get(suffix)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; `set_model_state_dict` also gets the components' keys, to which it adds the prefixes of
+        DDP and torch.compile."""
+        yielded = super().named_buffers(*args, **kwargs)
+        if not private_torch.collects_state_dict_keys():
+            return yielded
+        suffixes = {name: [suffix for suffix in self._state_keys(name) if suffix] for name in self._weights}
+        return chain(yielded, ((name + suffix, _NOT_LOADED) for name in suffixes for suffix in suffixes[name]))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         MISMATCHES.settle()
@@ -120,8 +135,10 @@ class ComponentStateDict(nn.Module):
     def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
         """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
 
-        With `full_state_dict` it fills in the live parameter; `ignore_frozen_params` drops the codes alone.
+        With `full_state_dict` it fills in what it collected; `ignore_frozen_params` drops the codes alone.
         """
+        for suffix in [suffix for suffix, value in found.items() if value is _NOT_LOADED]:
+            del found[suffix]
         local = components.quantized_local(getattr(self, name))
         if local is None:
             return
