@@ -3,7 +3,7 @@
 import os as _os
 import sys as _sys
 
-if "torch" not in _sys.modules:
+if _os.path.basename("".join(_sys.argv[:1])) in ("quantshard", "-m"):  # the command
     try:
         _os.getcwd()
     except FileNotFoundError:  # torch's MKL would end the process with a message that does not name the cause
