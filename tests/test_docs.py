@@ -214,7 +214,10 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
   (`weight_scale`).
 - Nothing is unpickled (`docs/security.md`). Safetensors are checked: headers and ranges by the library
   (`tests/layouts/test_files.py` holds it to that), names of files in an index by us.
-- A norm with `zero_centered_gamma` has weights less 1, and Llama's has not: such a model does not mean the same there.
+- A norm with `zero_centered_gamma` stores gamma - 1, and Llama's stores gamma: an export adds 1 and an import subtracts
+  it, except for files of Gemma and Nemotron, which store gamma - 1 too. Both report which sums had to be rounded.
+  Checkpoints of `quantshard.checkpoints` record such norms; for others pass `--zero-centered-gamma` or
+  `--no-zero-centered-gamma`.
 
 Checked by their readers on the CPU (`tests/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`, `hf-fp8`,
 compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's
