@@ -54,7 +54,10 @@ MOST, MOST_HEADS = 1 << 30, 1 << 16
 """The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
-_CENTERED_FAMILIES: Final = frozenset(("gemma", "gemma2", "gemma3", "gemma3_text", "nemotron"))
+_CENTERED_FAMILIES: Final = frozenset(
+    "gemma gemma2 gemma3 gemma3_text nemotron qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next "
+    "recurrent_gemma vaultgemma".split()
+)
 """Families (model_type) of transformers whose normalizations multiply by 1 + weight."""
 
 _GAMMA: Final = re.compile(r"norm\d*[._]weight$")
