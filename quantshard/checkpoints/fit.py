@@ -182,7 +182,7 @@ def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mappin
             )
         names = theirs.get(f"{_GROUPS}{number}.param_names"), group.get("param_names")
         for index, (saved, own) in enumerate(zip(*(found or () for found in names), strict=False)):
-            if components.canonical_name(str(saved)) != components.canonical_name(own):
+            if not components.is_same_name(str(saved), own):
                 raise CheckpointError(
                     f"{path} is of another optimizer: parameter {index} of its group {number} is {str(saved)!r:.200} "
                     f"and this one's {own!r}; pass the same parameters in the same order, or load the model alone"

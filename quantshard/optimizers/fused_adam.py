@@ -41,7 +41,8 @@ class FusedAdam(AdamOptimizer):
         params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
             are trained are quantized, float32, bfloat16 or float16.
         lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
-        betas, eps, weight_decay: Adam's.
+        betas, eps: Adam's.
+        weight_decay: 0 by default; in place of torch.optim.AdamW, whose default is 0.01, pass weight_decay=0.01.
         bias_correction: divide the moments by 1 - beta**step.
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (L2).
         capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it

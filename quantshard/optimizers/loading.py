@@ -152,7 +152,7 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
     if saved is None or own is None:
         return
     for index, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-        if components.canonical_name(theirs) != components.canonical_name(ours):
+        if not components.is_same_name(theirs, ours):
             raise CheckpointError(
                 f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
                 "parameters in the same order"

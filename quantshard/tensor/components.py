@@ -27,7 +27,7 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
 from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import KEY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, KEY, QuantizedStorage
 
 FORMAT_SUFFIX, FORMAT_TAG_BYTES = "_format", 1 + FORMAT_NAME_BYTES + 1
 CHECKPOINT_VERSION = 1
@@ -87,6 +87,15 @@ def canonical_name(name: str) -> str:
     """A module's or parameter's name as the keys of the model's state dict have it: without the parts that
     `checkpoint_wrapper` puts in."""
     return private_torch.without_wrappers(name)
+
+
+def is_same_name(name: str, other: str) -> bool:
+    """Whether two names are of one parameter, named before and after DDP, torch.compile or `checkpoint_wrapper`."""
+    first, second = (
+        [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
+        for path in (name, other)
+    )
+    return first == second
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -486,6 +495,11 @@ def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Com
             f"{key}: a {str(source.dtype).removeprefix('torch.')} tensor cannot be loaded as "
             f"{component.encoding.name} {component.role.value}; to quantize high-precision weights into this model "
             "call quantshard.checkpoints.load_high_precision(model, state_dict) on every rank"
+        )
+    if key.endswith(AMAX_HISTORY) and source.shape != target.shape:
+        raise CheckpointError(
+            f"{key}: amax_history_len is {source.numel()} in the state dict, {target.numel()} in this model; build "
+            "the model with the checkpoint's recipe"
         )
     if source.shape != target.shape or (isinstance(value, DTensor) and value.shape != live.shape):
         raise CheckpointError(

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from quantshard import numerics
+from quantshard import checkpoints, numerics
+from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, FP16, Copy
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam
@@ -406,3 +407,22 @@ def test_rows_of_states_are_rows_of_the_table():
         parts = numerics.quantize(exact, storage.cell.format, storage.cell.scaling)
         assert not differing(storage.components, parts)
     assert components.quantized_local(params["fp32"]) is None
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_loads_states_of_parameters_named_under_a_wrapper(prefix, tmp_path):
+    """An optimizer built before DDP or torch.compile, and one built after, load each other's states."""
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    plain = FusedAdam(model.named_parameters())
+    wrapped = FusedAdam([(prefix + name, param) for name, param in other.named_parameters()])
+    model(torch.ones(1, 4)).sum().backward()
+    plain.step()
+    wrapped.load_state_dict(plain.state_dict())
+    for first, second in zip(plain.state.values(), wrapped.state.values(), strict=True):
+        assert all(torch.equal(first[key], second[key]) for key in MOMENTS)
+    plain.load_state_dict(wrapped.state_dict())
+    checkpoints.save(tmp_path / "saved", other, wrapped)
+    checkpoints.load(tmp_path / "saved", model, plain)
+    renamed = FusedAdam([("x." + name, param) for name, param in other.named_parameters()])
+    with pytest.raises(CheckpointError, match="pass the same parameters"):
+        renamed.load_state_dict(plain.state_dict())

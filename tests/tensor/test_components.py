@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from quantshard import LayerNormMLP, Linear, numerics, private_torch, quantized_model_init
 from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
 from quantshard.formats import FORMATS
+from quantshard.recipe import DelayedScaling
 from quantshard.sharding import whole
 from quantshard.tensor import components
 from tests.tensor.test_tensor import RECIPES, contents, differing, every_recipe, random, same
@@ -438,3 +439,12 @@ def test_components_stay_where_they_are_on_a_mesh_of_another_device():
     found = private_torch.dtensor_around(local, mesh, [Shard(0)], torch.Size((6, 4)))
     assert found._local_tensor is local
     assert (found.device, tuple(found.shape), found.placements) == (local.device, (6, 4), (Shard(0),))
+
+
+def test_another_amax_history_len_is_named():
+    layers = []
+    for length in (16, 4):
+        with quantized_model_init(recipe=DelayedScaling(amax_history_len=length)):
+            layers.append(Linear(32, 32, device="cpu"))
+    with pytest.raises(RuntimeError, match=r"amax_history_len is 4 in the state dict, 16 in this model; build"):
+        layers[0].load_state_dict(layers[1].state_dict())
