@@ -4,8 +4,10 @@ framework's method of it would write as if codes were values is refused, until t
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,9 +29,12 @@ ENTERS = "quantshard_enters_recipe"
 SAVE = "save_pretrained"
 """The method of transformers' and diffusers' models that writes what is in the state dict as values."""
 
-SAVERS: list[Callable[..., Any]] = []
-"""Who writes a converted model when `SAVE` is called: an integration enters itself when it is imported, as a function
-of the model, the plain class's method and its arguments. The last one counts."""
+SAVERS: list[tuple[type, Callable[..., Any]]] = []
+"""Base classes of models, and the function that replaces their `SAVE`: it takes the model, the plain class's method and
+that method's arguments. Integrations add theirs when they are imported."""
+
+_INTEGRATION = ("transformers.modeling_utils", "quantshard.integrations.transformers")
+"""A framework's module, and the integration that `guard_saving` imports if that module is there already."""
 
 _SAVING_CLASSES = (
     ("transformers.modeling_utils", "PreTrainedModel"),
@@ -72,8 +77,15 @@ def leave_recipe(model: nn.Module) -> None:
 
 
 def guard_saving() -> None:
-    """Let no model with converted layers write codes as values, whichever part of it was converted; only frameworks
-    that are imported already."""
+    """Enable the integration with transformers, and let no other framework write codes of a converted model as values.
+
+    Covers only the frameworks that are imported already.
+    """
+    framework, integration = _INTEGRATION
+    if not SAVERS and framework in sys.modules:
+        # integrations import this package, so this one is imported by a variable name, and only if it can be
+        with suppress(ImportError):
+            importlib.import_module(integration)
     for home, name in _SAVING_CLASSES:
         kind = getattr(sys.modules.get(home), name, None)
         if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
@@ -149,13 +161,13 @@ def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not SAVERS:
+        saver = next((saver for kind, saver in SAVERS if isinstance(self, kind)), None)
+        if saver is None:
             raise ConfigurationError(
-                f"{type(self).__name__}.{SAVE}: weights of this model are quantized, and their codes would be written "
-                "as if they were values; import quantshard.integrations.transformers, which writes what it reads "
-                "again, or call quantshard.revert(model) first"
+                f"{type(self).__name__}.{SAVE} would write the codes of quantized weights as if they were values; call "
+                "quantshard.revert(model) first, or for transformers: import quantshard.integrations.transformers"
             )
-        return SAVERS[-1](self, functools.partial(plain, self), *args, **kwargs)
+        return saver(self, functools.partial(plain, self), *args, **kwargs)
 
     return save
 

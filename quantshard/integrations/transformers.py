@@ -1,7 +1,7 @@
 """transformers: `from_pretrained` quantizes while it loads, `save_pretrained` writes what is read again; the Trainer.
 
-Import this module to use it; nothing else of quantshard imports transformers. With it imported, `save_pretrained` of
-any model that `quantshard.convert` changed works, not only of those loaded here.
+`quantshard.convert` imports this module if transformers' models are imported. Import it yourself to load a quantized
+model in a process that converts none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import PushToHubMixin
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantshard.conversion import forward, packing
@@ -477,6 +478,6 @@ def _hearing_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-forward.SAVERS.append(_save)
+forward.SAVERS.append((PushToHubMixin, _save))  # base of PreTrainedModel and of PEFT's models
 forward.guard_saving()
 setattr(PreTrainedModel, forward.SAVE, _hearing_layout(PreTrainedModel.save_pretrained))

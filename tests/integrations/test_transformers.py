@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -402,6 +404,84 @@ def test_plain_values_on_request(recipe: str, folder: Path, tmp_path: Path) -> N
         again.save_pretrained(tmp_path / "fp32", layout="plain-fp32")
 
 
+SAVING = """
+import sys
+from pathlib import Path
+
+import peft
+import torch
+import transformers as tf
+
+import quantshard as qs
+from quantshard.integrations.peft import register
+from quantshard.optimizers import FusedAdam
+
+folder = Path(sys.argv[1])
+sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+             head_dim=32, vocab_size=101, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+tokens = torch.arange(24).view(2, 12)
+
+
+def build(kind, recipe):
+    config = getattr(tf, f"{kind}{'Text' * (kind == 'Gemma3')}Config")(**sizes)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    qs.convert(model, recipe)
+    return model
+
+
+def check(model, name):
+    again = tf.AutoModelForCausalLM.from_pretrained(folder / name)
+    assert any(type(module).__name__ == "ConvertedLinear" for module in again.modules()), name
+    logits = model.eval()(tokens).logits
+    assert torch.equal(logits, again(tokens).logits), name
+    torch.save(logits, folder / name / "logits.pt")
+
+
+for kind in ("Llama", "Qwen3", "Gemma3"):
+    for recipe in ("mxfp8", "block", "current"):
+        model = build(kind, recipe)
+        model.save_pretrained(folder / f"{kind}-{recipe}")
+        check(model, f"{kind}-{recipe}")
+
+adapted = peft.get_peft_model(build("Llama", "mxfp8"), register(peft.LoraConfig(target_modules=["q_proj"])))
+merged = adapted.merge_and_unload()
+merged.save_pretrained(folder / "merged")
+check(merged, "merged")
+
+model = build("Llama", "mxfp8")
+options = tf.TrainingArguments(str(folder / "run"), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+adam = FusedAdam(model.named_parameters(), lr=1e-2)
+trainer = tf.Trainer(model, options, train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+                     optimizers=(adam, None))
+trainer.train()
+trainer.save_model(str(folder / "trained"))
+check(model, "trained")
+assert "quantshard.integrations.transformers" in sys.modules
+"""
+
+LOADING = """
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import quantshard.integrations.transformers
+
+found = sorted(Path(sys.argv[1]).glob("*/logits.pt"))
+assert len(found) == 11
+for file in found:
+    model = AutoModelForCausalLM.from_pretrained(file.parent)
+    assert torch.equal(model(torch.arange(24).view(2, 12)).logits, torch.load(file)), file
+"""
+
+
+def test_convert_enables_the_integration(tmp_path: Path) -> None:
+    """A process that imports quantshard alone converts, saves and loads; a fresh one imports the integration."""
+    for script in (SAVING, LOADING):
+        subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True)
+
+
 @pytest.mark.parametrize("autocast", [True, False])
 def test_nothing_is_written_as_values_without_the_integration(
     autocast: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -411,7 +491,7 @@ def test_nothing_is_written_as_values_without_the_integration(
     model, in_part = converted(folder, "mxfp8", autocast=autocast), load(folder)
     qs.convert(in_part.model, "mxfp8", autocast=autocast)
     for module in (model, model.model, in_part):
-        said = r"save_pretrained: weights .* import quantshard.integrations.transformers, .* or call quantshard.revert"
+        said = r"save_pretrained would write the codes .* call quantshard.revert.* import quantshard.integrations"
         with pytest.raises(ConfigurationError, match=said):
             module.save_pretrained(tmp_path / "x")
     given = TrainingArguments(

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from quantshard.errors import CheckpointError
 from quantshard.layouts import LAYOUTS, export, load
+from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from tests.covering import exhaustive
 from tests.layouts import models
@@ -60,6 +61,18 @@ def test_high_precision_is_quantized_and_seeds_masters(saved, tmp_path):  # noqa
     master = optimizer.state[param]["master_param"]
     assert (master - value).abs().max() <= 1.1e-3  # one step of lr 1e-3 away from the file's values
     assert (models.values(other)[name] - value).abs().max() > 1.1e-3
+
+
+def test_masters_begin_with_the_values_of_the_file(saved, tmp_path):  # noqa: F811
+    model, checkpoint = saved("bf16")
+    export(checkpoint, "plain", tmp_path / "out", config=models.CONFIG)
+    other = models.build("mxfp8", seed=1)
+    done = load(tmp_path / "out", other)
+    optimizer = FusedAdam(other.named_parameters())
+    for name in done.quantized:
+        param = other.get_parameter(name)
+        optimizer.initialize_state(param)
+        assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), model.get_parameter(name).float()), name
 
 
 def test_values_that_are_not_finite_are_not_quantized(saved, tmp_path):  # noqa: F811
