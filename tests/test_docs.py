@@ -216,8 +216,8 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
   (`tests/layouts/test_files.py` holds it to that), names of files in an index by us.
 - A norm with `zero_centered_gamma` stores gamma - 1, and Llama's stores gamma: an export adds 1 and an import subtracts
   it, except for files of Gemma, Nemotron and Qwen3-Next, which store gamma - 1 too. Both report which sums had to be
-  rounded. Checkpoints of `quantshard.checkpoints` record such norms; for others pass `--zero-centered-gamma` or
-  `--no-zero-centered-gamma`.
+  rounded. Checkpoints of `quantshard.checkpoints` record such norms; for others pass `--zero-centered` or
+  `--no-zero-centered`.
 
 Checked by their readers on the CPU (`tests/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`, `hf-fp8`,
 compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's

@@ -70,7 +70,7 @@ def export(
     zero_centered_gamma: Annotated[
         bool | None,
         typer.Option(
-            "--zero-centered-gamma/--no-zero-centered-gamma",
+            "--zero-centered/--no-zero-centered",
             help="norm weights are gamma - 1, of a checkpoint that does not record it",
             show_default=False,
         ),

@@ -242,7 +242,7 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
         if mean.abs() < 0.5:
             raise ConfigurationError(
                 f"{source.path} does not record zero_centered_gamma, and its norm weights average {float(mean):.2g}; "
-                "pass zero_centered_gamma=True or False (--zero-centered-gamma, --no-zero-centered-gamma)"
+                "pass zero_centered_gamma=True or False (--zero-centered, --no-zero-centered)"
             )
     return {weight.name for weight in gammas} if is_centered else set()
 

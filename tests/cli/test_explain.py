@@ -128,7 +128,7 @@ def test_a_run_has_its_mesh_recipe_and_moments(tmp_path: Path) -> None:
     run = made(tmp_path)
     found = json_of("plan", run)
     assert found["source"][-1] == "rank 0 of mesh dp_shard=2, as it was started"
-    assert {row["format"] for row in found["rows"]} == {"fp8_e4m3", "bfloat16"}
+    assert {row["format"] for row in found["rows"]} == {"mxfp8_32x32", "bfloat16"}
     assert all(row["mesh"] == {"dp_shard": 2} for row in found["rows"])
     inner = next(row for row in found["rows"] if row["name"].startswith("layers.0."))
     assert inner["backward_gather_bytes"] > 0  # its layers are sharded one by one

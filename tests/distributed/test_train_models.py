@@ -437,6 +437,28 @@ def test_what_would_train_on_something_else_is_refused(folder, tmp_path):
     huggingface.described(SIZED | {"model_type": "llama"}, ANY, causal=True)
 
 
+def file_masters(path: str, text: str) -> tuple[int, list[str]]:
+    """How many quantized weights a trainer that begins with a folder has, and whose masters are not the file's."""
+    folder = Path(path)
+    content = json.loads((folder / "config.json").read_text())
+    place = ProcessInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    settings = replace(SHORT, model=path, init_from=path, recipe="mxfp8").resolved()
+    trainer = Trainer(settings, collect([text]), RunDir(folder.parent / "masters"), place, StopFlag(), path, content)
+    values, count, different = load_file(folder / "model.safetensors"), 0, []
+    for name, param in trainer.model.named_parameters():
+        if isinstance(private_torch.local_tensor(param), QuantizedTensor):
+            count += 1
+            master = whole(trainer.optimizer.state[param]["master_param"])
+            if not torch.equal(master.float(), values[name].float()):
+                different.append(name)
+    return count, different
+
+
+@pytest.mark.distributed
+def test_masters_begin_with_the_values_of_the_file(folder):
+    assert run_ranks(2, file_masters, str(folder / "llama"), str(folder / "text")) == [(14, [])] * 2
+
+
 def test_weights_begin_a_fine_tuning(folder):
     model, defaults = str(folder / "llama"), model_choice.fine_tuning_defaults
     assert defaults({"model": model, "init_from": model}) == {"lr": 1e-5, "weight_decay": 0.01, "seq_length": 64}
