@@ -24,7 +24,7 @@ from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
-from quantshard.tensor import components
+from quantshard.tensor import components, state_keys
 
 _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
 
@@ -70,7 +70,7 @@ def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers
     if numbers is None and not any(process_groups.spread_axis(module) for module in model.modules()):
         return set()
     own = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
-    found = {_MODEL + key for key in components.held_elsewhere(model, own)}
+    found = {_MODEL + key for key in state_keys.held_elsewhere(model, own)}
     states = [key for key in stored if key.startswith(_STATES)] if numbers is not None else []
     return found | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
 

@@ -15,7 +15,7 @@ from quantshard.argument_kinds import MODULE, STATE_DICT, check_arguments, sugge
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, requantize, state_keys
 from quantshard.tensor.storage import DRAWS, KEY
 
 
@@ -71,7 +71,7 @@ def _fitting(
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
     check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where other ranks are told of it
-    given = components.split_stacked(model, given)
+    given = state_keys.split_stacked(model, given)
     others = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():
@@ -92,7 +92,7 @@ def _other_entries(
         if tensor is not None:
             live[name] = tensor
     missing = sorted(params.keys() - given.keys())
-    unknown = sorted(given.keys() - params.keys() - live.keys() - components.held_elsewhere(model, given))
+    unknown = sorted(given.keys() - params.keys() - live.keys() - state_keys.held_elsewhere(model, given))
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "

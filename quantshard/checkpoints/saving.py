@@ -25,7 +25,7 @@ from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
-from quantshard.tensor import components
+from quantshard.tensor import state_keys
 
 
 @suggests_names
@@ -95,7 +95,7 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
         "step": step if type(step) is int else None,
         "recipe": recipe if isinstance(recipe, str) else None,
         "mesh": None if mesh is None else dict(zip(names, mesh.shape, strict=True)),
-        "zero_centered": components.zero_centered_gammas(model),
+        "zero_centered": state_keys.zero_centered_gammas(model),
     }
 
 

@@ -32,7 +32,7 @@ from quantshard.layouts.table import EXACT, Layout
 from quantshard.layouts.writing import CONFIGURATION, HEAD, NOTED_AMAX, files_center_gamma, heads_of, is_tied
 from quantshard.recipe import resolve
 from quantshard.sharding import ceil_div
-from quantshard.tensor import components, requantize
+from quantshard.tensor import components, requantize, state_keys
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
@@ -182,7 +182,7 @@ class _LayoutLoader:
         self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
         self.report = Import(path, self.layout)
-        self.zero_centered = set() if files_center_gamma(self.config) else set(components.zero_centered_gammas(model))
+        self.zero_centered = set() if files_center_gamma(self.config) else set(state_keys.zero_centered_gammas(model))
         self.taken: set[str] = set()
         named = dict(model.named_parameters())
         chosen = names or default_names(named)

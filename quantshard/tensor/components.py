@@ -108,44 +108,6 @@ def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 
-def zero_centered_gammas(model: nn.Module) -> list[str]:
-    """Names of the normalization weights that are stored as gamma - 1 (`zero_centered_gamma`)."""
-    names = (
-        canonical_name(f"{prefix}.{name}" if prefix else name)
-        for prefix, module in model.named_modules()
-        for name in getattr(module, "zero_centered_gammas", ())
-    )
-    return list(dict.fromkeys(names))  # wrappers have the attributes of the module inside
-
-
-def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A state dict in which entries that stack the rows of several parameters of a module are split.
-
-    TransformerEngine stores the gated `fc1_weight` as gate over up. An entry of other rows stays as it is.
-    """
-    entries = dict(state_dict)
-    for path, owner in module.named_modules():
-        start = prefix + (f"{canonical_name(path)}." if path else "")
-        for name, parts in getattr(owner, "stacked_names", {}).items():
-            value = entries.get(start + name)
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] % len(parts) == 0:
-                rows = entries.pop(start + name).chunk(len(parts))
-                entries.update(zip((start + part for part in parts), rows, strict=True))
-    return entries
-
-
-def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
-    """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
-    found: set[str] = set()
-    for prefix, module in model.named_modules():
-        # asked of any module: `GroupedLinear` stands on a higher floor, and cannot be imported here
-        is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
-        if is_held_elsewhere is not None:
-            start = f"{canonical_name(prefix)}." if prefix else ""
-            found |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
-    return found
-
-
 def storage_of(param: Tensor) -> QuantizedStorage:
     """The (local) storage of a parameter that is quantized."""
     local = quantized_local(param)

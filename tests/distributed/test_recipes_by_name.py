@@ -266,7 +266,7 @@ def test_the_checkpoint_says_and_an_export_writes_what_each_layer_has(
     facts = manifest.read_manifest(str(path))
     assert facts is not None and facts.recipe == str(RECIPES[entry])
     config = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    done = export(path, "compressed-tensors", tmp_path / "out", config=config if entry == "train" else None)
+    done = export(path, "compressed-tensors", tmp_path / "out", config=config if entry == "train" else {})
     assert not done.requantized
     written_config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written_config["quantization_config"]["ignore"] == sorted(IGNORED[entry])

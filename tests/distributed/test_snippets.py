@@ -60,13 +60,25 @@ def snippet_with(page: str, words: str) -> str:
     return found
 
 
+def test_an_average_of_values_is_none_of_codes() -> None:
+    with quantshard.quantized_model_init():
+        model = quantshard.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
+    names = {
+        "quantshard": quantshard,
+        "model": model,
+        "optimizer": quantshard.optimizers.FusedAdam(model.named_parameters()),
+    }
+    exec(snippet_with("docs/optimizers.md", "mean.lerp"), names)
+    assert torch.equal(names["average"]["weight"], model.weight.dequantize().float())
+
+
 def test_every_page_with_code_has_a_test() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     with_code = [str(page.relative_to(ROOT)) for page in pages]
     assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
     for page, file in RUN_BY.items():
         assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 8, 1, 1]
+    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def documented(folder: str) -> list[Any]:
     names["model"], names["optimizer"] = names["build"]()
     exec(load, names)
     loaded = high_precision_state_dict(names["model"], full=True)
-    with qs.quantized_model_init(recipe="mxfp8"):
+    with qs.quantized_model_init():
         wanted = nn.Sequential(*[qs.Linear(100, 100, params_dtype=torch.bfloat16) for _ in range(2)])
     checkpoints.load_high_precision(wanted, expected)
     return [key for key, value in high_precision_state_dict(wanted).items() if not torch.equal(loaded[key], value)]
