@@ -68,7 +68,7 @@ def test_an_average_of_values_is_none_of_codes() -> None:
         "model": model,
         "optimizer": quantshard.optimizers.FusedAdam(model.named_parameters()),
     }
-    exec(snippet_with("docs/optimizers.md", "mean.lerp"), names)
+    exec(snippet_with("docs/optimizers.md", "mean.lerp(values"), names)
     assert torch.equal(names["average"]["weight"], model.weight.dequantize().float())
 
 
