@@ -69,7 +69,7 @@ def test_an_average_of_values_is_none_of_codes() -> None:
         "optimizer": quantshard.optimizers.FusedAdam(model.named_parameters()),
     }
     exec(snippet_with("docs/optimizers.md", "mean.lerp(values"), names)
-    assert torch.equal(names["average"]["weight"], model.weight.dequantize().float())
+    assert torch.equal(names["average"]["weight"], model.weight.dequantize(dtype=torch.float32))
 
 
 def test_every_page_with_code_has_a_test() -> None:
