@@ -106,45 +106,6 @@ def test_models_of_transformers_are_born_the_same_on_any_number_of_ranks():
         assert trained == len(names) - (kind in ("llama, tied", "gemma3"))
 
 
-def test_values_are_those_of_transformers():
-    """Their spread, ones in norms, zeros in biases; angles in float32 under weights in BF16."""
-    content = SIZED | {"model_type": "llama", "attention_bias": True, "initializer_range": 0.05}
-    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("mxfp8"))
-    huggingface.leave_meta(model, torch.device("cpu"))
-    huggingface.initialize(model, 0)
-    assert isinstance(model.model.layers[0].mlp.up_proj.weight, QuantizedTensor)
-    for name in ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"):
-        param = model.get_parameter(name)
-        value = param.dequantize() if isinstance(param, QuantizedTensor) else param
-        assert value.float().std().item() == pytest.approx(0.05, rel=0.05)
-    assert model.model.norm.weight.eq(1).all() and model.model.layers[1].self_attn.q_proj.bias.eq(0).all()
-    plain = LlamaForCausalLM(LlamaConfig(**{**SIZED, "dtype": "float32"}))
-    assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("gpt2", "transformer.h.0.mlp.c_proj.weight"), ("mamba", "backbone.layers.0.mixer.out_proj.weight")],
-)
-def test_parents_initialize_weights_of_their_children(kind, name):
-    content = {"model_type": kind, "dtype": "float32", "hidden_size": 64, "n_embd": 64, "n_head": 2, "vocab_size": 64,
-               "num_hidden_layers": 8, "n_layer": 8}  # fmt: skip
-    model, _ = huggingface.converted(content, ANY, LayerRecipes.parse("bf16"))
-    huggingface.leave_meta(model, torch.device("cpu"))
-    huggingface.initialize(model, 0)
-    plain = AutoModelForCausalLM.from_config(model.config)
-    expected = plain.get_parameter(name).std().item()
-    assert model.get_parameter(name).std().item() == pytest.approx(expected, rel=0.1)
-
-
-def test_what_transformers_gives_no_value_is_an_error(monkeypatch):
-    model, _ = huggingface.converted(SIZED | {"model_type": "llama"}, ANY, LayerRecipes.parse("mxfp8"))
-    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
-    with pytest.raises(ConfigurationError, match=r"no initial value for model\.rotary_emb\.inv_freq"):
-        huggingface.leave_meta(model, torch.device("cpu"))
-
-
 def test_recipes_by_layer():
     settings = replace(SHORT, hidden=32, heads=2, layers=3, ffn=64).resolved()
     model = models.ModelSpec(replace(settings, recipe="layers.0=bf16, layers.2=block,*=mxfp8")).described()

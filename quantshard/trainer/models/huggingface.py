@@ -43,9 +43,6 @@ _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
 
-_LAYER = re.compile(r"(?:[^.]*[^.\d][^.]*\.)*\d+(?=\.)")
-"""Finds, in a parameter's name, the repeated layer that owns it."""
-
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
 """Files of weights that are not read."""
 
@@ -133,7 +130,6 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
-    before = torch.get_default_dtype()
     try:
         with foreign.hub_offline(), _module_limit(where):
             config = transformers.AutoConfig.for_model(kind, **kept)
@@ -142,9 +138,8 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
             named: Any = getattr(transformers, names[0], None) if names else None
             is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
             is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
-            torch.set_default_dtype(getattr(torch, dtype))  # of what is trained; tables of angles stay in float32
             auto = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
-            with torch.device("meta"):
+            with _default_dtype(getattr(torch, dtype)), torch.device("meta"):
                 model: nn.Module = (named if is_model else auto)(config)
     except ConfigurationError:
         raise
@@ -153,9 +148,18 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
         raise ConfigurationError(
             f"{where}: transformers cannot build it: {type(error).__name__}: {line:.300}"
         ) from None
+    return model
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set the dtype of new parameters; tables of angles name float32 themselves."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 def _check_decoder(config: Any, where: str) -> None:
@@ -278,11 +282,13 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
     for name, first in tied:
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    skeleton = _skeleton(model)
     for name, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
         if own and not isinstance(module, ConvertedLinear):
-            for leaf, value in _initialized(model, name, module, 0).named_buffers(recurse=False):
-                own[leaf].copy_(value)
+            values = _initial_values(skeleton, name, 0)
+            for leaf, buffer in own.items():
+                buffer.copy_(values[leaf])
 
 
 @torch.no_grad()
@@ -299,19 +305,17 @@ class _InitialValues(Mapping[str, Tensor]):
     """This rank's part of each parameter's initial values, by name; those of one module are made at a time."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
-        self._model, self._seed = model, seed
+        self._skeleton, self._seed = _skeleton(model), seed
         self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._made: tuple[str, nn.Module] | None = None
+        self._sources: dict[str, str] = self._skeleton.all_tied_weights_keys
+        self._made: tuple[str, dict[str, Tensor]] = "", {}
 
     def __getitem__(self, name: str) -> Tensor:
-        # a parent's rule may set a child's weight, so a repeated layer is made whole
-        layer = _LAYER.match(name)
-        owner = layer[0] if layer else name.rpartition(".")[0]
-        if self._made is None or self._made[0] != owner:
-            module = self._model.get_submodule(owner)
-            self._made = owner, _initialized(self._model, owner, module, self._seed, whole=layer is not None)
-        leaf = name.removeprefix(f"{owner}.")
-        return _local_part(self._params[name], self._made[1].get_parameter(leaf).detach())
+        param = self._params[name]
+        owner, _, leaf = self._sources.get(name, name).rpartition(".")
+        if leaf not in self._made[1] or self._made[0] != owner:
+            self._made = owner, _initial_values(self._skeleton, owner, self._seed)
+        return _local_part(param, self._made[1][leaf].to(param.dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._params)
@@ -332,41 +336,43 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def _initialized(model: Any, name: str, module: nn.Module, seed: int, whole: bool = False) -> nn.Module:
-    """A module like this one on the CPU, with the values that the model's class gives it; `whole`: and its children."""
-    plain = _plain_like(module, whole)
-    for tensor in (*plain.parameters(), *plain.buffers()):
+def _skeleton(model: Any) -> Any:
+    """Build the model that transformers makes of a model's configuration, on the meta device and not sharded."""
+    with foreign.hub_offline(), _default_dtype(model.dtype), torch.device("meta"):
+        return type(model)(model.config)
+
+
+@torch.no_grad()
+def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
+    """Draw a module's own parameters and buffers as transformers does, on the CPU.
+
+    A module's rule may set weights of modules inside it, so the rules of all its parents run too, innermost first.
+    They see the other modules on the meta device, where setting a value does nothing.
+
+    Raises:
+        ConfigurationError: transformers has no value for a parameter or buffer.
+    """
+    from transformers import PreTrainedModel
+
+    path, models = [skeleton], [skeleton]
+    for child in name.split(".") if name else ():
+        path.append(path[-1].get_submodule(child))
+        models.append(path[-1] if isinstance(path[-1], PreTrainedModel) else models[-1])
+    module = path[-1].to_empty(device="cpu", recurse=False)
+    values = dict(itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
+    for tensor in values.values():
         if tensor.is_floating_point():
-            tensor.data.fill_(torch.nan)  # so that what is left out is seen
+            tensor.fill_(torch.nan)  # marks what no rule sets
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        with torch.no_grad():
-            plain.apply(model._init_weights)
-    for leaf, tensor in (*plain.named_parameters(), *plain.named_buffers()):
+        for model, parent in zip(reversed(models), reversed(path), strict=True):
+            model._init_weights(parent)
+    module.to_empty(device="meta", recurse=False)
+    for leaf, tensor in values.items():
         if tensor.is_floating_point() and tensor.isnan().any():
             raise ConfigurationError(
-                f"{type(model).__name__}: transformers has no initial value for {name}.{leaf}; begin with weights, and "
-                "a release of transformers that fills it"
+                f"{type(skeleton).__name__}: transformers has no initial value for {name}.{leaf}; begin with weights, "
+                "and a release of transformers that fills it"
             )
-    return plain
-
-
-def _plain_like(module: nn.Module, whole: bool = False) -> nn.Module:
-    """A module of the same class with memory of its own, on the CPU; of a converted layer, the plain one. `whole`: with
-    its children."""
-    if isinstance(module, ConvertedLinear):
-        return nn.Linear(
-            module.in_features, module.out_features, module.bias is not None, device="cpu", dtype=module.weight.dtype
-        )
-    plain = object.__new__(type(module))
-    plain.__dict__.update(module.__dict__)
-    for kind, wrap in (("_parameters", nn.Parameter), ("_buffers", lambda tensor: tensor)):
-        own = getattr(module, kind).items()
-        plain.__dict__[kind] = {
-            leaf: None if each is None else wrap(torch.empty(each.shape, dtype=each.dtype, device="cpu"))
-            for leaf, each in own
-        }
-    children = vars(module)["_modules"].items() if whole else ()
-    plain.__dict__["_modules"] = {name: None if child is None else _plain_like(child, True) for name, child in children}
-    return plain
+    return values
