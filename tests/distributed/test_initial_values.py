@@ -18,10 +18,10 @@ from quantshard.trainer.settings.recipes import LayerRecipes
 from tests.distributed.test_train_models import ANY, SIZED
 
 SMALL: dict[str, Any] = {
-    **dict.fromkeys("d_model dim emb_dim embed_dim embedding_size hidden_dim hidden_size lru_width n_embd".split(), 64),
-    **dict.fromkeys("encoder_hidden_size decoder_hidden_size word_embed_proj_dim".split(), 64),
-    **dict.fromkeys("d_ff decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size ffn_dim".split(), 96),
-    **dict.fromkeys("ffn_hidden_size intermediate_size moe_intermediate_size n_inner".split(), 96),
+    **dict.fromkeys("d_model dim emb_dim embed_dim embedding_size hidden_dim hidden_size lru_width".split(), 64),
+    **dict.fromkeys("encoder_hidden_size decoder_hidden_size n_embd word_embed_proj_dim".split(), 64),
+    **dict.fromkeys("d_ff decoder_ffn_dim encoder_ffn_dim expert_ffn_hidden_size feed_forward_size".split(), 96),
+    **dict.fromkeys("ffn_dim ffn_hidden_size intermediate_size moe_intermediate_size n_inner".split(), 96),
     "shared_expert_intermediate_size": 96,
     **dict.fromkeys("decoder_layers encoder_layers n_layer n_layers num_decoder_layers num_encoder_layers".split(), 2),
     **dict.fromkeys("num_experts_per_tok num_hidden_layers num_layers".split(), 2),
@@ -74,8 +74,8 @@ NOT_BUILT = {
 WITHOUT_RULE = {"apertus", "apertus1p5_text", "data2vec-text", "openai-gpt", "reformer"}
 """Types with parameters that constructors set and transformers' rules do not."""
 
-FEW = {"camembert", "falcon_h1", "gemma3", "gpt2", "mamba", "mamba2", "mixtral", "openai-gpt", "xlstm"}
-"""A tied weight whose head comes first, rules for children and deeper, nested models, and experts."""
+FEW = {"camembert", "cohere", "falcon_h1", "gemma3", "gpt2", "mamba", "mamba2", "mixtral", "openai-gpt", "xlstm"}
+"""Tied weights, in camembert with the head first; rules for children and deeper modules; nested models; experts."""
 
 
 def types() -> list[Any]:
