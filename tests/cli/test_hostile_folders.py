@@ -17,6 +17,9 @@ import pytest
 
 from quantshard.errors import ConfigurationError
 from quantshard.trainer import launch
+from quantshard.trainer.data import texts
+from quantshard.trainer.data.dataset_folders import open_dataset
+from quantshard.trainer.data.finding import DATASET
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.monitoring import trackers
 from quantshard.trainer.settings.config import TrainSettings
@@ -59,7 +62,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -143,6 +146,71 @@ def test_models_of_too_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_alias_of_a_field_is_not_read() -> None:
     content = LLAMA | {"num_hidden_layers": 2, "attribute_map": {"x": "num_hidden_layers"}, "x": 10**9}
     assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
+
+
+BOMB = "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)])
+OUTSIDE = "names files outside its folder"
+MANY = "has more than 131072 values"
+DESCRIPTIONS = {
+    "URL": ("data_files: http://HUB/x.parquet", OUTSIDE),
+    "escaped URL": (r'data_files: "http:\x2f\x2fHUB/x.parquet"', OUTSIDE),
+    "merged URL": ("<<: {data_files: http://HUB/x.parquet}", OUTSIDE),
+    "hub": ("data_files: [[hf://datasets/a/b/x.parquet]]", OUTSIDE),
+    "chain": ("data_files: [{split: train, path: zip://x::http://HUB/x.zip}]", OUTSIDE),
+    "absolute": ("data_files: /etc/passwd", OUTSIDE),
+    "parent": ("data_dir: a/../../b", OUTSIDE),
+    "home": ("data_dir: ~/x", OUTSIDE),
+    "aliases": (f"data_files: x\na0: &a0 [x]\n{BOMB}\nconfigs: *a11", MANY),
+    "cycle": ("data_files: &a [*a]", MANY),
+    "many values": (f"data_files: [{'a,' * 200_000}]", MANY),
+    "deep": (f"data_files: {'[' * 1500}", "cannot read the dataset"),
+    "labels": ("x: {class_label: {names: {'9000000000': x}}}", "a column of more than 131072 labels"),
+    "one megabyte": (f"data_files: {'x' * (1 << 20)}", "1048576"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_descriptions_of_datasets(requests: list[str], tmp_path: Path, name: str) -> None:
+    """Neither file that `datasets` reads in a folder makes it request anything, read other folders, or hang."""
+    pytest.importorskip("datasets")
+    hub = os.environ["HF_ENDPOINT"].removeprefix("http://")
+    for file in ("README.md", ".huggingface.yaml"):
+        folder = tmp_path / file
+        folder.mkdir()
+        text, message = DESCRIPTIONS[name]
+        text = f"configs:\n- config_name: default\n  {text}".replace("HUB", hub)
+        (folder / file).write_text(f"\n---\n{text}\n---\n" if file == "README.md" else text)
+        with pytest.raises(ConfigurationError, match=message):
+            open_dataset(folder, "train", "text")
+    assert requests == []
+
+
+def test_columns_that_are_not_read(tmp_path: Path) -> None:
+    """Images of a dataset are not decoded for its texts; a saved dataset cannot ask for 10^10 names of labels."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    table = datasets.Dataset.from_list([{"image": {"bytes": b"no image"}, "text": "a"}] * 3, features=features)
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "described").mkdir()
+    table.to_parquet(tmp_path / "described" / "train.parquet")
+    # an alias and a link outside `data_files`, as the hub's own library writes them
+    (tmp_path / "described" / "README.md").write_text(
+        "---\nlicense_link: https://x.org\nconfigs:\n- &a {config_name: default, data_files: '*.parquet'}\nx: *a\n---\n"
+    )
+    for name in ("saved", "described"):
+        piece = texts.Piece(str(tmp_path / name), 0, 1, 1)
+        assert {chunk.text for chunk in texts.chunks(DATASET, piece, texts.TextOptions())} == {"a"}
+        with pytest.raises(ConfigurationError, match=r"the column 'image' holds Image\(.*\), no text"):
+            open_dataset(tmp_path / name, "train", "image")
+        with pytest.raises(ConfigurationError, match="no column 'body', only 'image', 'text'"):
+            open_dataset(tmp_path / name, "train", "body")
+    info = tmp_path / "saved" / "dataset_info.json"
+    content = json.loads(info.read_text())
+    content["features"]["label"] = {"_type": "ClassLabel", "num_classes": 10**10}
+    info.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match="a column of more than 131072 labels"):
+        open_dataset(tmp_path / "saved", "train", "text")
 
 
 SHADOWS = (
