@@ -188,6 +188,7 @@ PICKLED = {
     "lists": b"]" * SIZE,
     "sets": b"\x8f" * SIZE,
     "dicts": b"}NNs" * (SIZE // 4),
+    "dicts among other values": b"}NNsNN" * (SIZE // 3),
     "numbered dicts": b"}K\1Ns" * (SIZE // 5),
     "nested tuples": b"N" + b"\x85" * SIZE,
     "marks": b"N" * 1000 + b"(" * SIZE,
