@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from quantshard import checkpoints
 from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
 from quantshard.trainer import launch
 from quantshard.trainer.data import texts
 from quantshard.trainer.data.dataset_folders import open_dataset
@@ -23,6 +25,7 @@ from quantshard.trainer.data.finding import DATASET
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.monitoring import trackers
 from quantshard.trainer.settings.config import TrainSettings
+from tests.layouts import models
 from tests.report.runs import made_run
 
 ROOT = Path(__file__).parents[2]
@@ -269,13 +272,21 @@ def in_one_process(folder: Path, version: str, commands: list[list[str]], script
     return codes
 
 
-@pytest.mark.parametrize("version", ["Python 3.10", "PYTHONSAFEPATH"])
+@pytest.mark.parametrize("version", ["Python 3.10", pytest.param("PYTHONSAFEPATH", marks=pytest.mark.exhaustive)])
 def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
     """A run's folder, or one with texts, is the working directory."""
     run = made_run(tmp_path / "run", steps=5)
     shadow(run)
-    (run / "text.txt").write_text("texts of anybody\n" * 100)
-    commands = ["report .", "watch . --once", "tokenize text.txt --out tokens --processes 2 --shard-size 1KB"]
+    (run / "text.jsonl").write_text('{"text": "of anybody"}\n' * 100)
+    model = models.build("mxfp8")
+    checkpoints.save(run / "saved", model, FusedAdam(model.named_parameters()))
+    (run / "config").mkdir()
+    (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
+    commands = [
+        "report .", "watch . --once", "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB",
+        "verify saved", "inspect saved", "diff saved saved", "explain saved",
+        "export saved --layout plain-fp32 --out exported --config config",
+    ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
 
 
