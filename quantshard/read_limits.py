@@ -30,22 +30,35 @@ TOML_MARKS: Final = 1 << 19
 """Dots, commas, brackets, equal signs, backslashes and lines of a TOML text, of which Python's parser reads 200,000 a
 second. A run's `config.toml` has 4 for each of up to 100,000 files."""
 
+DESCRIPTION_VALUES: Final = 1 << 17
+"""Values of the YAML that describes a dataset, and labels of one of its columns. PyYAML reads 25,000 a second; the
+description of a dataset of 2,000 languages has some 40,000."""
+
 LINE_BYTES: Final = 32 * _MIB
 """Bytes of a line of JSON, which is held whole; a document of so many is longer than any book."""
+
+LOG_BYTES: Final = 1 << 30
+"""Bytes of `metrics.jsonl` and `statistics.jsonl` that a report reads: five million steps, or 50,000 samples of a large
+model. Of a longer file parts are read, evenly over it."""
+
+BROKEN_LINES: Final = 10_000
+"""Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
+exception."""
 
 UNPACKED_BYTES: Final = 16 * _MIB
 UNPACKED_RATIO: Final = 100
 """A packed file may unpack to so many bytes, and beyond to so many times its own. Texts pack to a third or a tenth;
 zstd packs 30,000 line ends into one byte."""
 
-METADATA_BYTES_PER_CONTAINER: Final = 6
-"""Bytes of `.metadata` for each list, tuple, dict and record in it; DCP's have 8.5 to 14."""
+METADATA_BYTES_PER_CONTAINER: Final = 4
+"""Bytes of `.metadata` for each list, tuple and record in it; a dict counts as three. DCP's have 5.7 to 11."""
 
 OBJECT_BYTES: Final = 16 * _MIB
 """Bytes of the pickle of an object in a checkpoint, tensors apart, which lie beside it."""
 
-PICKLED_CONTAINERS: Final = 1 << 19
-"""Lists, tuples, sets, dicts and records of such a pickle: each may take 500 bytes of memory, for one of the file."""
+PICKLED_CONTAINERS: Final = 1 << 20
+"""Lists, tuples and records of such a pickle; a set or dict counts as three. Each may take 100 bytes of memory, for one
+of the file."""
 
 OBJECT_VALUES: Final = 1 << 21
 """Values that are made of such a pickle. There are more than it has bytes if containers hold each other many times."""

@@ -183,7 +183,8 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=shutil.get_terminal_size().columns, color_system=None).print(self)
+        width = min(shutil.get_terminal_size().columns, _UNBOUNDED)
+        Console(file=out, width=width, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -2,7 +2,7 @@
 
 A sample of a large model is a line of some ten kilobytes, and a map of a page has some hundred columns: so of a long
 file only as many lines are parsed as `_PARSED` bytes have. The others are looked through for their ends alone, which
-say, as `train` writes them, that there was no alarm. That goes at the speed of memory, up to `_LOOKED_AT` bytes; of a
+say, as `train` writes them, that there was no alarm. That goes at the speed of memory, up to `LOG_BYTES` bytes; of a
 longer file parts are read, evenly over it.
 """
 
@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator
 
 from quantshard.observe.table import human_bytes
+from quantshard.read_limits import LOG_BYTES
 from quantshard.report import records
 from quantshard.report.records import Record, RecordFile
 
-_PARSED, _LOOKED_AT = 8 << 20, 8 << 30
+_PARSED = 8 << 20
 
 _NO_ALARM, _ALARMS = b'"alarms": []}', b'], "alarms": ['
 _BEGINNING = re.compile(rb'\{"step": \d+, (?="rows": \[\{)')
@@ -38,7 +39,7 @@ class RecordSample:
         Raises:
             OSError: it cannot be read.
         """
-        share = _PARSED / max(_PARSED, min(self.file.size(), _LOOKED_AT))
+        share = _PARSED / max(_PARSED, min(self.file.size(), LOG_BYTES))
         for piece, start, end in self.file.pieces(_most_pieces()):
             yield self._records(list(self._chosen(piece, start, end, share)))
         if self._last:
@@ -103,7 +104,7 @@ def alarms_added(file: RecordFile) -> Iterator[list[Record]]:
 
 
 def _most_pieces() -> int:
-    return max(2, _LOOKED_AT // records.AT_ONCE)
+    return max(2, LOG_BYTES // records.AT_ONCE)
 
 
 def _without_rows(line: bytes) -> tuple[bytes, bool]:

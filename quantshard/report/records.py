@@ -14,17 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantshard.checkpoints.disk.store import Store
+from quantshard.read_limits import BROKEN_LINES, LOG_BYTES
 
 Record = dict[str, Any]
 
 AT_ONCE = 1 << 22
 """Bytes that are read at a time, and the most that a line may have."""
-
-_MOST_BYTES = 1 << 30
-"""Bytes of a file that are parsed by one call: about five million steps. Of a longer one parts are read, evenly."""
-
-_MOST_BROKEN = 10_000
-"""Broken lines after which a batch of lines is read only if all of them are records: each costs an exception."""
 
 _BLANK_LINES = re.compile(rb"\n\n+")
 _BATCH = 512
@@ -68,14 +63,14 @@ class RecordFile:
         Raises:
             OSError: it cannot be read.
         """
-        for piece, first, end in self.pieces(max(2, _MOST_BYTES // AT_ONCE)):
+        for piece, first, end in self.pieces(max(2, LOG_BYTES // AT_ONCE)):
             yield from self.parsed(piece[first:end].split(b"\n")[:-1])
 
     def parsed(self, lines: list[bytes]) -> Iterator[list[Record]]:
         """The records of some lines; lines that are no records are counted in `broken`."""
         for start in range(0, len(lines), _BATCH):
             some = lines[start : start + _BATCH]
-            batch = records_of(some, all_or_none=self.broken > _MOST_BROKEN)
+            batch = records_of(some, all_or_none=self.broken > BROKEN_LINES)
             self.broken += len(some) - len(batch)
             yield batch
 

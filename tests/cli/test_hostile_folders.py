@@ -15,11 +15,17 @@ from typing import Any
 
 import pytest
 
+from quantshard import checkpoints
 from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
 from quantshard.trainer import launch
+from quantshard.trainer.data import texts
+from quantshard.trainer.data.dataset_folders import open_dataset
+from quantshard.trainer.data.finding import DATASET
 from quantshard.trainer.models import huggingface
 from quantshard.trainer.monitoring import trackers
 from quantshard.trainer.settings.config import TrainSettings
+from tests.layouts import models
 from tests.report.runs import made_run
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +65,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setenv("HF_ENDPOINT", address)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -145,6 +151,71 @@ def test_an_alias_of_a_field_is_not_read() -> None:
     assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
 
 
+BOMB = "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)])
+OUTSIDE = "names files outside its folder"
+MANY = "has more than 131072 values"
+DESCRIPTIONS = {
+    "URL": ("data_files: http://HUB/x.parquet", OUTSIDE),
+    "escaped URL": (r'data_files: "http:\x2f\x2fHUB/x.parquet"', OUTSIDE),
+    "merged URL": ("<<: {data_files: http://HUB/x.parquet}", OUTSIDE),
+    "hub": ("data_files: [[hf://datasets/a/b/x.parquet]]", OUTSIDE),
+    "chain": ("data_files: [{split: train, path: zip://x::http://HUB/x.zip}]", OUTSIDE),
+    "absolute": ("data_files: /etc/passwd", OUTSIDE),
+    "parent": ("data_dir: a/../../b", OUTSIDE),
+    "home": ("data_dir: ~/x", OUTSIDE),
+    "aliases": (f"data_files: x\na0: &a0 [x]\n{BOMB}\nconfigs: *a11", MANY),
+    "cycle": ("data_files: &a [*a]", MANY),
+    "many values": (f"data_files: [{'a,' * 200_000}]", MANY),
+    "deep": (f"data_files: {'[' * 1500}", "cannot read the dataset"),
+    "labels": ("x: {class_label: {names: {'9000000000': x}}}", "a column of more than 131072 labels"),
+    "one megabyte": (f"data_files: {'x' * (1 << 20)}", "1048576"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_descriptions_of_datasets(requests: list[str], tmp_path: Path, name: str) -> None:
+    """Neither file that `datasets` reads in a folder makes it request anything, read other folders, or hang."""
+    pytest.importorskip("datasets")
+    hub = os.environ["HF_ENDPOINT"].removeprefix("http://")
+    for file in ("README.md", ".huggingface.yaml"):
+        folder = tmp_path / file
+        folder.mkdir()
+        text, message = DESCRIPTIONS[name]
+        text = f"configs:\n- config_name: default\n  {text}".replace("HUB", hub)
+        (folder / file).write_text(f"\n---\n{text}\n---\n" if file == "README.md" else text)
+        with pytest.raises(ConfigurationError, match=message):
+            open_dataset(folder, "train", "text")
+    assert requests == []
+
+
+def test_columns_that_are_not_read(tmp_path: Path) -> None:
+    """Images of a dataset are not decoded for its texts; a saved dataset cannot ask for 10^10 names of labels."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    table = datasets.Dataset.from_list([{"image": {"bytes": b"no image"}, "text": "a"}] * 3, features=features)
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "described").mkdir()
+    table.to_parquet(tmp_path / "described" / "train.parquet")
+    # an alias and a link outside `data_files`, as the hub's own library writes them
+    (tmp_path / "described" / "README.md").write_text(
+        "---\nlicense_link: https://x.org\nconfigs:\n- &a {config_name: default, data_files: '*.parquet'}\nx: *a\n---\n"
+    )
+    for name in ("saved", "described"):
+        piece = texts.Piece(str(tmp_path / name), 0, 1, 1)
+        assert {chunk.text for chunk in texts.chunks(DATASET, piece, texts.TextOptions())} == {"a"}
+        with pytest.raises(ConfigurationError, match=r"the column 'image' holds Image\(.*\), no text"):
+            open_dataset(tmp_path / name, "train", "image")
+        with pytest.raises(ConfigurationError, match="no column 'body', only 'image', 'text'"):
+            open_dataset(tmp_path / name, "train", "body")
+    info = tmp_path / "saved" / "dataset_info.json"
+    content = json.loads(info.read_text())
+    content["features"]["label"] = {"_type": "ClassLabel", "num_classes": 10**10}
+    info.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match="a column of more than 131072 labels"):
+        open_dataset(tmp_path / "saved", "train", "text")
+
+
 SHADOWS = (
     "xxhash.py", "torch.py", "numpy.py", "json.py", "typer.py", "pickle.py", "multiprocessing.py", "sitecustomize.py",
     "usercustomize.py", "quantshard/__init__.py",
@@ -201,13 +272,21 @@ def in_one_process(folder: Path, version: str, commands: list[list[str]], script
     return codes
 
 
-@pytest.mark.parametrize("version", ["Python 3.10", "PYTHONSAFEPATH"])
+@pytest.mark.parametrize("version", ["Python 3.10", pytest.param("PYTHONSAFEPATH", marks=pytest.mark.exhaustive)])
 def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
     """A run's folder, or one with texts, is the working directory."""
     run = made_run(tmp_path / "run", steps=5)
     shadow(run)
-    (run / "text.txt").write_text("texts of anybody\n" * 100)
-    commands = ["report .", "watch . --once", "tokenize text.txt --out tokens --processes 2 --shard-size 1KB"]
+    (run / "text.jsonl").write_text('{"text": "of anybody"}\n' * 100)
+    model = models.build("mxfp8")
+    checkpoints.save(run / "saved", model, FusedAdam(model.named_parameters()))
+    (run / "config").mkdir()
+    (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
+    commands = [
+        "report .", "watch . --once", "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB",
+        "verify saved", "inspect saved", "diff saved saved", "explain saved",
+        "export saved --layout plain-fp32 --out exported --config config",
+    ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
 
 

@@ -114,10 +114,6 @@ def test_datasets_have_the_same_tokens(datasets, tmp_path):
             sharded(datasets / name, datasets, split="dev").write(tmp_path / "none", 1)
     with pytest.raises(ConfigurationError, match=r"saved has no column 'body', only 'text', 'id'"):
         sharded(datasets / "saved", datasets, field="body").write(tmp_path / "none", 1)
-    readme = datasets / "hub" / "README.md"
-    readme.write_text(readme.read_text().replace("data/train-*", "https://example.com/train.parquet"))
-    with pytest.raises(ConfigurationError, match=r"README\.md says that files of the dataset are elsewhere"):
-        find([str(datasets / "hub")])
     state = datasets / "saved" / "state.json"
     state.write_text(
         state.read_text().replace("data-00000-of-00003.arrow", "../splits/train/data-00000-of-00001.arrow")

@@ -201,6 +201,13 @@ def test_states_of_every_format_are_told(options, formats, bytes_per_element):
     )
 
 
+def test_a_table_is_no_wider_than_a_terminal_can_be(monkeypatch):
+    report = explain(Mixed())
+    for columns in ("1000000000", "1e9"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert max(map(len, str(report).splitlines())) < 10000
+
+
 def test_bytes_a_parameter_and_the_preset(monkeypatch):
     """Of quantized weights alone, where there are some; an average is told, and no part of a preset."""
     monkeypatch.setenv("COLUMNS", "240")

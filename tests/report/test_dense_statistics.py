@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +97,7 @@ def test_of_a_file_beyond_what_is_looked_at_parts_are_read(
     tmp_path: Path, parsed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "AT_ONCE", 4096)
-    monkeypatch.setattr(record_sample, "_LOOKED_AT", 10 * 4096)
+    monkeypatch.setattr(record_sample, "LOG_BYTES", 10 * 4096)
     run = dense(tmp_path, {2: (ALARM,), 3: (SPIKE,), 4000: (ALARM,)})
     asked: list[int] = []
     before = LocalStore.read_range
@@ -116,6 +118,20 @@ def test_of_a_file_beyond_what_is_looked_at_parts_are_read(
     left = size - 10 * 4096
     told = next(note for note in history.notes if "are not read" in note)
     assert f"{left / 1024:.0f}"[:2] in told and not any("no record" in note for note in history.notes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("content", [b"", b"\n" * (200 << 20)], ids=["sparse", "line ends"])
+def test_long_files_take_seconds(tmp_path: Path, content: bytes) -> None:
+    run = made_run(tmp_path / "run", steps=5)
+    for name in ("statistics.jsonl", "metrics.jsonl"):
+        (run / name).write_bytes(content)
+        if not content:
+            os.truncate(run / name, 20 << 30)
+    start = time.process_time()
+    history = read_history(run)
+    assert time.process_time() - start < 10
+    assert content or any("19.0 GiB of it, evenly over the run, are not read" in note for note in history.notes)
 
 
 def test_a_watch_parses_alarms_alone(tmp_path: Path, parsed: list[bytes]) -> None:

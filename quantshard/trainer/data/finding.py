@@ -155,24 +155,13 @@ def _kind_of(path: Path, data_format: str) -> str:
 
 
 def _is_described(folder: Path) -> bool:
-    """Whether a folder is a copy of a dataset's repository, whose README says which files are which split.
-
-    Raises:
-        ConfigurationError: it names files elsewhere, which would be fetched.
-    """
+    """Whether a folder is a copy of a dataset's repository, whose README says which files are which split."""
     try:
         with open_regular(folder / "README.md") as file:
-            found = _FRONT_MATTER.match(file.read(_README_BYTES))
+            front_matter = _FRONT_MATTER.match(file.read(_README_BYTES))
     except OSError:
         return False
-    if found is None or not _DESCRIBED.search(found[1]):
-        return False
-    if b"://" in found[1]:
-        raise ConfigurationError(
-            f"{folder / 'README.md'} says that files of the dataset are elsewhere (://), and nothing is fetched; "
-            "download them, and name them with --data"
-        )
-    return True
+    return front_matter is not None and _DESCRIBED.search(front_matter[1]) is not None
 
 
 def _length(path: Path) -> int:

@@ -11,9 +11,8 @@ import gzip
 import io
 import json
 import math
-import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular, shown
-from quantshard.read_limits import FILE_BYTES, LINE_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
+from quantshard.read_limits import LINE_BYTES, UNPACKED_BYTES, UNPACKED_RATIO
+from quantshard.trainer.data.dataset_folders import check_column, open_dataset, reading_dataset
 from quantshard.trainer.data.documents import unreadable
 from quantshard.trainer.data.finding import DATASET, JSONL, PARQUET, TEXT, DataSource
 from quantshard.trainer.data.tokenizer import library
@@ -229,19 +229,12 @@ def _parquet(path: Path, options: TextOptions) -> Iterator[Any]:
     parquet = library("pyarrow.parquet", f"the data file {path}")
     try:
         with open_regular(path, follow=True) as opened, parquet.ParquetFile(opened) as file:
-            _check_column(file.schema_arrow.names, options.field, str(path))
+            check_column(file.schema_arrow.names, options.field, str(path))
             yield file
     except (OSError, ValueError, NotImplementedError, KeyError) as error:  # pyarrow's are of these
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"cannot read the data file {path}: {' '.join(str(error).split())[:200]}") from None
-
-
-def _check_column(names: Sequence[str], field: str, where: str) -> None:
-    if field not in names:
-        raise ConfigurationError(
-            f"{where} has no column {field!r}, only {', '.join(map(shown, names[:8]))}; name the text with --text-field"
-        )
 
 
 def _parquet_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
@@ -262,7 +255,7 @@ def _column_chunks(column: Iterable[Any], where: str, first_row: int, field: str
 
 
 def _dataset_pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Piece]:
-    data = _dataset(source.path, options)
+    data = open_dataset(source.path, options.split, options.field)
     if hasattr(data, "num_rows"):
         rows, held = data.num_rows, max(1, data.data.nbytes)
         step = max(1, rows * size // held)
@@ -275,63 +268,15 @@ def _dataset_pieces(source: DataSource, size: int, options: TextOptions) -> Iter
 
 
 def _dataset_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    data = _dataset(Path(piece.file), options)
+    data, where = open_dataset(Path(piece.file), options.split, options.field), piece.file
     if hasattr(data, "num_rows"):
-        for first in range(piece.first, piece.last, _ROWS):
-            rows = data[first : min(first + _ROWS, piece.last)]
-            yield from _column_chunks(rows[options.field], piece.file, first, options.field)
+        batches = (data[first : min(first + _ROWS, piece.last)] for first in range(piece.first, piece.last, _ROWS))
+        column = (value for rows in batches for value in rows[options.field])
+        first_row = piece.first
     else:
-        rows = data.shard(data.num_shards, piece.first)
-        where = piece.file if data.num_shards == 1 else f"{piece.file}, part {piece.first} of {data.num_shards}"
-        yield from _column_chunks((row[options.field] for row in rows), where, 0, options.field)
-
-
-def _dataset(path: Path, options: TextOptions) -> Any:
-    """A dataset of a folder: as `save_to_disk` saved it, mapped into memory, or as its README describes it, streamed.
-
-    Raises:
-        ConfigurationError: it cannot be read, or has no such split or column.
-    """
-    datasets = library("datasets", f"the dataset in {path}")
-    try:
-        if os.path.lexists(path / "dataset_dict.json"):
-            splits = foreign.read_json(path / "dataset_dict.json", FILE_BYTES["configuration"]).get("splits") or []
-            _check_split(splits, path, options.split)
-            _check_saved(path / options.split)
-            found = datasets.load_from_disk(str(path / options.split))
-        elif os.path.lexists(path / "state.json"):
-            if options.split != TextOptions().split:
-                raise ConfigurationError(
-                    f"the dataset in {path} was saved as one split, without names, so there is no {options.split!r} in "
-                    "it; leave --data-split out to read all of it"
-                )
-            _check_saved(path)
-            found = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path), streaming=True)
-            _check_split(list(loaded), path, options.split)
-            found = loaded[options.split]
-        names = list(found.column_names or next(iter(found), {}))
-    except ConfigurationError:
-        raise
-    except Exception as error:  # of whatever library reads the files
-        raise ConfigurationError(f"cannot read the dataset in {path}: {' '.join(str(error).split())[:200]}") from None
-    _check_column(names, options.field, str(path))
-    return found
-
-
-def _check_split(splits: Sequence[str], path: Path, split: str) -> None:
-    if split not in splits:
-        raise ConfigurationError(
-            f"the dataset in {path} has no split {split!r}, only {', '.join(map(shown, splits[:8]))}; name one with "
-            "--data-split"
-        )
-
-
-def _check_saved(folder: Path) -> None:
-    """See that the files that a saved dataset names are its own."""
-    state = foreign.read_json(folder / "state.json", FILE_BYTES["configuration"])
-    for entry in state.get("_data_files") or ():
-        name = entry.get("filename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or "/" in name or name.startswith(".") or os.path.islink(folder / name):
-            raise ConfigurationError(f"{folder / 'state.json'}: {shown(name)} is not the name of a file beside it")
+        column = (row[options.field] for row in data.shard(data.num_shards, piece.first))
+        first_row = 0
+        if data.num_shards > 1:
+            where = f"{where}, part {piece.first} of {data.num_shards}"
+    with reading_dataset(piece.file):
+        yield from _column_chunks(column, where, first_row, options.field)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -232,9 +232,11 @@ def _here(job: TokenizeJob, missing: set[int], told: Callable[[int], object]) ->
 def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple[int, ShardEntry]]:
     context = multiprocessing.get_context("spawn")  # this process has threads, of which a fork has none
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
+    with _importing_nothing_here():
+        pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
     try:
-        futures = {pool.submit(make_shard, job, number): number for number in sorted(missing)}
+        with _importing_nothing_here():
+            futures = {pool.submit(make_shard, job, number): number for number in sorted(missing)}
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool:
@@ -248,6 +250,17 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _importing_nothing_here() -> Iterator[None]:
+    """Start processes in the root folder: Python 3.10 puts the working directory first in the path of their imports."""
+    folder = os.getcwd()
+    os.chdir(os.sep)  # multiprocessing has each process return to the working directory later
+    try:
+        yield
+    finally:
+        os.chdir(folder)
 
 
 def _begin(parent: int) -> None:
