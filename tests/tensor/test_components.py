@@ -289,7 +289,12 @@ def test_another_format_names_both(source, target, strict):
 
 def test_another_history_length_is_refused():
     state = linear(RECIPES["delayed"], seed=1).state_dict()
-    refused(linear(RECIPES["delayed newest"], seed=2), state, "weight_amax_history", "amax_history_len is 1024 in the state dict, 2 in this model")
+    refused(
+        linear(RECIPES["delayed newest"], seed=2),
+        state,
+        "weight_amax_history",
+        "amax_history_len is 1024 in the state dict, 2 in this model",
+    )
 
 
 @by_turns(2, recipe=RECIPES, make=[plain_linear, lambda seed: nn.Linear(40, 48)], strict=[True, False])
