@@ -52,7 +52,7 @@ def main(accelerator: Accelerator, recipe: str = "auto", folder: str | Path = "s
     torch.manual_seed(0)
     data = DataLoader(torch.randint(101, (40, 16)), batch_size=4)
     # the optimizer is given as a function, so that no rank holds masters of the whole model
-    optimizer = partial(quantshard.optimizers.FusedAdam, lr=3e-3)
+    optimizer = partial(quantshard.optimizers.FusedAdam, lr=3e-3, weight_decay=0.01)
     model, optimizer, data = prepare(accelerator, build(recipe), optimizer, data)
 
     losses = train(accelerator, model, optimizer, data)

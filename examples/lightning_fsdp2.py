@@ -54,7 +54,7 @@ class NextByte(lightning.LightningModule):
         convert_and_shard(self.network, self.device_mesh, self.recipe)
 
     def configure_optimizers(self) -> FusedAdam:
-        return FusedAdam(self.named_parameters(), lr=1e-3)
+        return FusedAdam(self.named_parameters(), lr=1e-3, weight_decay=0.01)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = F.cross_entropy(self.network(batch[0]).float(), batch[1])

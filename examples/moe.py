@@ -133,7 +133,7 @@ def build(recipe: str | qs.recipe.Recipe, mesh: DeviceMesh | None, device: torch
 
 
 def optimizer_of(model: nn.Module) -> qs.optimizers.FusedAdam:
-    return qs.optimizers.FusedAdam(model.named_parameters(), lr=3e-3)
+    return qs.optimizers.FusedAdam(model.named_parameters(), lr=3e-3, weight_decay=0.01)
 
 
 def batch(step: int, device: torch.device) -> Tensor:

@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> tuple[LlamaForCausalLM, list[flo
         dist.init_process_group()
     device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     model = sharded(given.model or small_model(given.out / "model"), given.recipe, device)
-    optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=3e-3)
+    optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=3e-3, weight_decay=0.01)
     losses = []
     for step in range(given.steps):
         tokens = batch(step, device)

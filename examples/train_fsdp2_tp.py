@@ -82,7 +82,7 @@ def build(args: argparse.Namespace, mesh: DeviceMesh | None) -> tuple[Llama, qs.
         for module in (*model.layers, model):
             fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     fill(model, "cuda" if torch.cuda.is_available() else "cpu")
-    return model, qs.optimizers.FusedAdam(model.named_parameters(), lr=LEARNING_RATE)
+    return model, qs.optimizers.FusedAdam(model.named_parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
 
 def batch(text: Tensor, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ EXTRA = ("matplotlib", "tomli_w", "typer")
 """What the extra `cli` of pyproject.toml installs."""
 
 if missing := [name for name in EXTRA if find_spec(name) is None]:
-    sys.exit(f"quantshard: the command line needs {', '.join(missing)}, as pip install 'quantshard[cli]' installs")
+    sys.exit(f"quantshard: missing packages; run: pip install {' '.join(missing)}")
 
 from quantshard.cli import main  # noqa: E402 (imports the extra)
 

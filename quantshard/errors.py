@@ -97,6 +97,11 @@ def is_told(topic: str) -> bool:
     return topic in _told
 
 
+def silence(topic: str) -> None:
+    """Leave out the warnings of `warn_once` on this topic in this process."""
+    _told.add(topic)
+
+
 def warn_once(topic: str, text: str) -> None:
     """Warn, at the user's line, of what is no error; once for each topic in a process, however often it happens."""
     if topic in _told:

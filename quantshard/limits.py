@@ -148,7 +148,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "captured arithmetic": Limit(
         "in-place arithmetic on quantized weights, as of stock optimizers, is not captured in a CUDA graph",
         "whether values change, and are finite, is read back before any is written",
-        "keep optimizer.step() outside of the graph, or use FusedAdam with masters and capturable=True",
+        "keep optimizer.step() outside of the graph, or use FusedAdam with masters and capturable=True (in place of "
+        "AdamW: weight_decay=0.01)",
     ),
     "captured values": Limit(
         "quantize_ and requantize_ of a quantized weight are not captured in a CUDA graph",

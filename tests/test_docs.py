@@ -168,7 +168,7 @@ over exactly is refused with the numbers; `--lossy` quantizes it anew, from its 
 quantshard export run/checkpoints/step-000100 --layout compressed-tensors --out served
 quantshard export run/checkpoints/step-000100 --layout plain --out plain
 quantshard export run/checkpoints/step-000100 --layout hf-fp8-block --lossy --max-shard-size 1GB --out blocks
-quantshard import served --recipe mxfp8 --out imported
+quantshard import served --out imported
 quantshard import plain --recipe nvfp4 --out requantized
 ```
 
@@ -188,7 +188,7 @@ import quantshard as qs
 done = qs.layouts.export("run/checkpoints/step-000100", "modelopt", "modelopt", config="served")
 print("\\n".join(done.lines()))
 done = qs.layouts.load("modelopt", model)  # on every rank; lossy=True requantizes what cannot be copied
-optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3)
+optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_decay=0.01)
 ```
 
 ## What to know

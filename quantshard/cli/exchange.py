@@ -26,6 +26,7 @@ from quantshard.terminal import inputs, outputs
 from quantshard.terminal.progress import transfer_bar
 from quantshard.terminal.screen import say
 from quantshard.trainer.models.configuration import config_of_run, settings_of, tokenizer_of_run
+from quantshard.trainer.models.initialization import recipe_of_files
 from quantshard.trainer.models.model import LanguageModel, recipes_of
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.recipes import LayerRecipes
@@ -38,7 +39,10 @@ MAP = typer.Option(
     "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
 )
 RECIPE = typer.Option(
-    "--recipe", help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train"
+    "--recipe",
+    help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train. Default: that of "
+    f"the files, or {recipe.AUTO}",
+    show_default=False,
 )
 LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
 
@@ -100,7 +104,7 @@ def export(
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
     out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
-    recipe_name: Annotated[str, RECIPE] = recipe.AUTO,
+    recipe_name: Annotated[str | None, RECIPE] = None,
     names_file: Annotated[Path | None, MAP] = None,
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
@@ -113,7 +117,7 @@ def import_(
         raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
     folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
     config = read_layout_json(folder / CONFIGURATION)
-    recipe_name = LayerRecipes.parse(recipe_name).text
+    recipe_name = LayerRecipes.parse(recipe_name or recipe_of_files(folder) or recipe.AUTO).text
     settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
     # frozen weights keep no values for the masters of an optimizer
     model = _described(folder, settings, config["vocab_size"]).requires_grad_(False)

@@ -313,8 +313,9 @@ def _stored_head(found: ModelSource) -> list[str]:
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
     if as_json:
-        say_whole(json.dumps({"source": list(told), **report.to_dict()}, indent=2))
+        say_whole(json.dumps({"source": list(told), "left": list(found.left), **report.to_dict()}, indent=2))
         return
     screen = Screen(wide=wide)
-    screen.lines(*told)
+    screen.lines(*told, "")
     screen.print(report if wide else report.summary(WIDER))
+    screen.lines(*found.left)

@@ -35,13 +35,15 @@ _RUN = "config.toml"
 class ModelSource:
     """A model on the meta device, and what is known of how it is trained.
 
-    `told`: what it is, and what of it was left out, in lines. `mesh`: that of its run, "" if none is known.
-    `optimizer`: the states that a checkpoint holds, None where there is none. `states`: how its run keeps masters and
-    moments; `ema`: whether it keeps an average of the weights. `settings`: its run's, None where it is of none.
+    `told`: what it is, in lines. `left`: lines about layers that stay in high precision. `mesh`: that of its run, "" if
+    none is known. `optimizer`: the states that a checkpoint holds, None where there is none. `states`: how its run
+    keeps masters and moments; `ema`: whether it keeps an average of the weights. `settings`: its run's, None where it
+    is of none.
     """
 
     model: nn.Module
     told: tuple[str, ...]
+    left: tuple[str, ...] = ()
     mesh: str = ""
     optimizer: torch.optim.Optimizer | None = None
     states: StateOptions = field(default_factory=StateOptions)
@@ -101,7 +103,9 @@ def of_run(path: Path, recipe_name: str | None) -> ModelSource:
     mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
     told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
-    return ModelSource(model, (told,), mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0)
+    return ModelSource(
+        model, (told,), mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0
+    )
 
 
 def of_checkpoint(path: str) -> ModelSource:
@@ -125,7 +129,7 @@ def of_checkpoint(path: str) -> ModelSource:
     facts = manifest.read_manifest(path)
     mesh = "" if facts is None else ",".join(f"{axis}={size}" for axis, size in (facts.mesh or {}).items())
     told = (f"{path}: a checkpoint, {len(named)} parameters",)
-    return ModelSource(model, told, mesh, optimizer, ema=any(AVERAGE in states[name] for name in held))
+    return ModelSource(model, told, mesh=mesh, optimizer=optimizer, ema=any(AVERAGE in states[name] for name in held))
 
 
 def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
@@ -150,5 +154,4 @@ def of_configuration(file: Path, recipe_name: str) -> ModelSource:
     """The model of a Hugging Face configuration, converted."""
     model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
     told = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
-    left = [] if report is None else report.high_precision()
-    return ModelSource(model, (told, "\n".join(left)) if left else (told,))
+    return ModelSource(model, (told,), () if report is None else tuple(report.high_precision()))

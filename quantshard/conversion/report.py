@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from html import escape
 
-from quantshard.observe.patterns import by_pattern
+from quantshard.observe.patterns import by_pattern, united_groups
 from quantshard.observe.table import human_bytes
 
 
@@ -84,8 +84,9 @@ class ConversionReport:
         lines = []
         if self.left:
             lines.append(f"left {len(self.left)} as they were:")
-            reasons = [(layer.name, (layer.shape, layer.reason)) for layer in self.left]
-            lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(reasons)]
+            for pattern, layers in united_groups((layer.name, layer.reason, layer) for layer in self.left):
+                shape = f" {list(layers[0].shape)}" if len({layer.shape for layer in layers}) == 1 else ""
+                lines.append(f"  {pattern}{shape}{_times(len(layers))}: {layers[0].reason}")
         if self.experts:
             held = human_bytes(sum(expert.bytes for expert in self.experts))
             lines.append(f"left {len(self.experts)} stacked parameters of experts, {held}, which are no linear layers:")

@@ -80,8 +80,8 @@ class ParameterBytes:
         parts |= {"average": self.average} if self.average else {}
         sizes = " + ".join(f"{name} {size:.2f}" for name, size in parts.items())
         preset = f" (preset {self.preset})" if self.preset else ""
-        kind = "quantized weights" if self.is_quantized else "parameters"
-        return f"bytes a parameter of {self.weights} {kind}: {sizes} = {self.together:.2f}{preset}"
+        kind = "quantized parameter" if self.is_quantized else "parameter"
+        return f"bytes a {kind}: {sizes} = {self.together:.2f}{preset}"
 
 
 def _preset(chosen: Iterable[ParameterPart]) -> str:

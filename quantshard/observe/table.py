@@ -7,10 +7,10 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -21,7 +21,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.observe.parameter_bytes import ParameterBytes, ParameterPart
-from quantshard.observe.patterns import counted_name, pattern_groups
+from quantshard.observe.patterns import common_start, counted_name, united_groups
 from quantshard.observe.step_memory import KINDS, StepMemory
 
 WEIGHTS = "weights"
@@ -31,26 +31,20 @@ GATHERED = "given to all-gathers, forward and backward"
 MORE = "a wider terminal or COLUMNS=240 has them"
 """Where the columns are to be had for which there is no room."""
 
+EMULATED = "emulated"
+"""The path of a GEMM that dequantizes its operands, and the fallback of that name."""
+
+_Column = tuple[Literal["left", "right"], Callable[["Row"], str]]
+_LEFT: Final = "left"
+_RIGHT: Final = "right"
+
+_REPEATED = re.compile(r"((?:[^.{}]+\.)*)[^.{}]+\.\{\d")
+"""The name of a repeated layer, and its container's parent."""
+
 _UNBOUNDED = 10000
 _NAME_WIDTH = 30
-
-
-_COLUMNS: dict[str, Literal["left", "right"]] = {
-    "parameter": "left",
-    "shape": "right",
-    "stored as": "left",
-    "codes + scales": "right",
-    "in BF16": "right",
-    "gathered forward": "right",
-    "backward": "right",
-    "GEMM": "left",
-    "optimizer": "left",
-    "sharding": "left",
-}
-
-
-_SPARED = ("optimizer", "backward", "gathered forward", "in BF16", "sharding", "shape")
-"""Columns that are left out, one after the other, where the table is too wide for the terminal."""
+_SUMMARY_NAME_WIDTH = 44
+"""Columns that names get before others are left out."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +136,8 @@ class Report:
     """What a training step takes at most, if `plan` was given one."""
     parameter: ParameterBytes | None = None
     """Bytes a parameter of weight, master and moments, and the preset that they are of; None without an optimizer."""
+    is_summary: bool = False
+    """Whether rows stand for several parameters, and are printed without details."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
@@ -152,10 +148,11 @@ class Report:
         return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(map(_part, rows)))
 
     def summary(self, more: str = MORE) -> Report:
-        """This report with one row for the parameters of a pattern that are alike, which has the sums of their bytes:
-        `layers.{0-31}.q_proj.weight x32`. `more`: where the columns are to be had for which there is no room."""
-        found = pattern_groups((row.name, repr(replace(row, name="")), row) for row in self.rows)
-        return replace(self, rows=tuple(_times(rows[0], pattern, len(rows)) for pattern, rows in found), more=more)
+        """Return this report with one row for similar parameters that are stored and computed with alike, which has the
+        sums of their bytes: `layers.{0-31}.{q,k}_proj.weight x64`. `more`: where the left-out columns are shown."""
+        groups = united_groups((row.name, _kind(row), row) for row in self.rows)
+        rows = tuple(_united(pattern, rows) for pattern, rows in groups)
+        return replace(self, rows=rows, more=more, is_summary=True)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -201,11 +198,19 @@ def _summed_fields() -> list[str]:
     return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
 
 
-def _times(row: Row, pattern: str, count: int) -> Row:
-    """A row that stands for many that are alike."""
-    sums: dict[str, Any] = {name: count * getattr(row, name) for name in (*_summed_fields(), "elements")}
-    sums["state_sizes"] = {state: count * size for state, size in row.state_sizes.items()}
-    return replace(row, name=counted_name(pattern, count), **sums)
+def _kind(row: Row) -> tuple[object, ...]:
+    """What the parameters of one row of a summary have in common."""
+    states = tuple(row.optimizer.items())
+    mesh = tuple(row.mesh.items())
+    paths = (row.gemm, row.gemm_reason, row.fallbacks, row.warnings)
+    return len(row.shape), row.dtype, row.format, states, mesh, row.placements, *paths
+
+
+def _united(pattern: str, rows: Sequence[Row]) -> Row:
+    """A row that stands for several."""
+    sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in (*_summed_fields(), "elements")}
+    sums["state_sizes"] = {state: sum(row.state_sizes[state] for row in rows) for state in rows[0].state_sizes}
+    return replace(rows[0], name=counted_name(pattern, len(rows)), **sums)
 
 
 # Printing
@@ -217,32 +222,33 @@ class FittedTable:
     folded, then columns are left out, and a line says which.
 
     `columns`: heading -> side that it is aligned to. `spared`: which columns are left out, in this order. `more`: where
-    they are to be had.
+    they are to be had. `name_width`: the width below which columns are left out rather than names folded.
     """
 
     columns: Mapping[str, Literal["left", "right"]]
     rows: Sequence[Sequence[str]]
     spared: Sequence[str]
     more: str = MORE
+    name_width: int = _NAME_WIDTH
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left_out = 0
         while left_out < len(self.spared) and self._width(left_out, console, options) > options.max_width:
             left_out += 1
-        is_whole = not left_out and self._table(0).__rich_measure__(console, options).maximum <= options.max_width
-        yield self._table(left_out, _UNBOUNDED if is_whole else _NAME_WIDTH)
+        room = options.max_width - self._width(left_out, console, options)
+        yield self._table(left_out, self.name_width + max(0, room))
         if left_out:
             names = ", ".join(self.spared[:left_out])
-            yield Text(f"no room for the columns {names}: {self.more}\n")
+            yield Text(f"no room for the columns {names}: {self.more}")
 
     def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
         """The width of the table, with its names folded as far as may be."""
         longest = max((cell_len(printable(cells[0])) for cells in self.rows), default=0)
         whole = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
-        return whole - max(0, longest - _NAME_WIDTH)
+        return whole - max(0, longest - self.name_width)
 
     def _table(self, left_out: int, name_width: int = _UNBOUNDED) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         shown = [heading not in self.spared[:left_out] for heading in self.columns]
         for heading in compress(self.columns, shown):
             table.add_column(heading, justify=self.columns[heading], overflow="fold")
@@ -263,32 +269,51 @@ def folded(name: str, width: int) -> str:
 
 
 def _render(report: Report) -> Group:
-    parts: list[Any] = [FittedTable(_COLUMNS, [_cells(row) for row in report.rows], _SPARED, report.more)]
-    parts.append(_totals_table(report.totals))
-    parts += [] if report.parameter is None else [Text(str(report.parameter))]
+    heading = "parameter"
+    if report.is_summary:
+        prefix, names = _without_prefix([row.name for row in report.rows])
+        heading += f" (without {prefix})" if prefix else ""
+        report = replace(
+            report, rows=tuple(replace(row, name=name) for row, name in zip(report.rows, names, strict=True))
+        )
+    parts: list[Any] = [_totals_table(report.totals)]
+    parts += [Text()] if report.parameter is None else [Text(str(report.parameter)), Text()]
     if report.memory is not None:
-        parts += [_memory_table(report.memory), Text(printable(_peak_text(report.memory)), style="bold")]
-    told = [(row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm]
-    told += [(row.name, text) for row in report.rows for text in row.notes]
-    parts += [Text(printable(text)) for text in (*_merged(told), *report.attention)]
-    parts += [Text(f"fallback: {printable(text)}") for text in report.fallbacks]
+        parts += [_memory_table(report.memory), Text(printable(_peak_text(report.memory)), style="bold"), Text()]
+    parts.append(_parameter_table(report, heading))
+    parts += [Text(printable(text)) for text in (*_details(report), *report.attention)]
+    reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
+    parts += [Text(printable(f"{EMULATED}: {reason}; right numbers, slower than BF16")) for reason in reasons]
+    others = (text for text in report.fallbacks if f": {EMULATED}: " not in text)
+    parts += [Text(f"fallback: {printable(text)}") for text in others]
     parts += [Text(f"warning: {printable(text)}", style="bold") for text in report.warnings]
     return Group(*parts)
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row.name,
-        " x ".join(map(str, row.shape)) or "scalar",
-        row.format,
-        human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else ""),
-        human_bytes(row.bf16_bytes),
-        human_bytes(row.forward_gather_bytes),
-        human_bytes(row.backward_gather_bytes),
-        row.gemm or "-",
-        _optimizer_text(row.optimizer),
-        _sharding_text(row),
-    ]
+def _details(report: Report) -> list[str]:
+    """Why GEMMs are native, and notes; a summary has neither."""
+    if report.is_summary:
+        return []
+    native = (
+        (row.name, f"GEMM {row.gemm}: {row.gemm_reason}") for row in report.rows if row.gemm not in ("", EMULATED)
+    )
+    return _merged([*native, *((row.name, text) for row in report.rows for text in row.notes)])
+
+
+def _without_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
+    """The parent of all repeated layers, as `model.`, and the names without it and without `.weight`."""
+    parents = [found[1].split(".")[:-1] for name in names if (found := _REPEATED.match(name))]
+    prefix = "".join(f"{part}." for part in common_start(parents))
+    short = [re.sub(r"\.weight(?= x\d+$|$)", "", name.removeprefix(prefix)) for name in names]
+    return (prefix, short) if len(set(short)) == len(short) else ("", list(names))
+
+
+def _parameter_table(report: Report, heading: str) -> FittedTable:
+    texts = _SUMMARY if report.is_summary else _COLUMNS
+    columns = {heading: _LEFT, **{name: side for name, (side, _) in texts.items()}}
+    rows = [[row.name, *(text(row) for _, text in texts.values())] for row in report.rows]
+    spared = [name for name in _SPARED if name in texts]
+    return FittedTable(columns, rows, spared, report.more, _SUMMARY_NAME_WIDTH if report.is_summary else _NAME_WIDTH)
 
 
 def _optimizer_text(formats: Mapping[str, str]) -> str:
@@ -298,15 +323,25 @@ def _optimizer_text(formats: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(states)} {fmt}" for fmt, states in by_format.items()) or "-"
 
 
+def _mesh_text(row: Row) -> str:
+    axes = zip(row.mesh.items(), row.placements, strict=True)
+    return ", ".join(f"{axis}={size} {placement}" for (axis, size), placement in axes) or "-"
+
+
 def _sharding_text(row: Row) -> str:
-    if not row.mesh:
-        return "-"
-    axes = ", ".join(f"{axis}={n} {p}" for (axis, n), p in zip(row.mesh.items(), row.placements, strict=True))
-    return f"{axes}: rows {row.local_rows[0]}-{row.local_rows[1]}"
+    return f"{_mesh_text(row)}: rows {row.local_rows[0]}-{row.local_rows[1]}" if row.mesh else "-"
+
+
+def _code_text(row: Row) -> str:
+    return human_bytes(row.code_bytes) + (f" + {human_bytes(row.scale_bytes)}" if row.scale_bytes else "")
+
+
+def _shape_text(row: Row) -> str:
+    return " x ".join(map(str, row.shape)) or "scalar"
 
 
 def _totals_table(totals: Totals) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for heading in ("this rank", "here", "in BF16", "ratio"):
         table.add_column(heading, justify="left" if heading == "this rank" else "right")
     lines = [
@@ -315,13 +350,13 @@ def _totals_table(totals: Totals) -> Table:
         ("amaxes reduced in a step", totals.reduced_bytes, 0),
         ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
     ]
-    for what, here, bf16 in lines:
+    for what, here, bf16 in (line for line in lines if any(line[1:])):
         table.add_row(what, human_bytes(here), human_bytes(bf16), f"{here / bf16:.2f}" if bf16 else "-")
     return table
 
 
 def _memory_table(memory: StepMemory) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("most memory of a step", justify="left")
     for phase in memory.phases:
         table.add_column(phase.phase, justify="right")
@@ -354,3 +389,29 @@ def human_bytes(size: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+_COMMON: dict[str, _Column] = {
+    "in BF16": (_RIGHT, lambda row: human_bytes(row.bf16_bytes)),
+    "gathered forward": (_RIGHT, lambda row: human_bytes(row.forward_gather_bytes)),
+    "backward": (_RIGHT, lambda row: human_bytes(row.backward_gather_bytes)),
+    "GEMM": (_LEFT, lambda row: row.gemm or "-"),
+    "optimizer": (_LEFT, lambda row: _optimizer_text(row.optimizer)),
+}
+_COLUMNS: dict[str, _Column] = {
+    "shape": (_RIGHT, _shape_text),
+    "stored as": (_LEFT, lambda row: row.format),
+    "codes + scales": (_RIGHT, _code_text),
+    **_COMMON,
+    "sharding": (_LEFT, _sharding_text),
+}
+"""Heading -> side and text of a cell, after the name."""
+_SUMMARY: dict[str, _Column] = {
+    "stored as": (_LEFT, lambda row: row.format),
+    "here": (_RIGHT, lambda row: human_bytes(row.bytes)),
+    **_COMMON,
+    "mesh": (_LEFT, _mesh_text),
+}
+"""Those of a summary, whose rows have no shape of their own."""
+_SPARED = ("optimizer", "backward", "gathered forward", "in BF16", "sharding", "mesh", "shape")
+"""Columns that are left out, one after the other, where the table is too wide for the terminal."""

@@ -180,7 +180,8 @@ def test_import_copies_what_lies_beside_the_weights(run, tmp_path):
     """And names it in the manifest; an export of the import has it again, and the configuration."""
     folder = described(tmp_path / "hub", models.CONFIG)
     invoke("export", run, "--layout", "sglang-mxfp8", "--config", folder, "--out", tmp_path / "out")
-    said = invoke("import", tmp_path / "out", "--recipe", "mxfp8", "--out", tmp_path / "back")
+    said = invoke("import", tmp_path / "out", "--out", tmp_path / "back")  # by the recipe of the files
+    assert "0 weights quantized" in said and "by recipe 'mxfp8'" in said
     assert "copied beside the weights: chat_template.jinja, config.json, generation_config.json" in said
     assert invoke("verify", tmp_path / "back").startswith("whole")
     (tmp_path / "back" / "merges.txt").write_text("changed")

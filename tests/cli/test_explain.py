@@ -16,7 +16,7 @@ from quantshard import recipe
 from quantshard.cli import explain
 from quantshard.cli import models as sources
 from quantshard.errors import ConfigurationError
-from quantshard.observe.patterns import by_pattern
+from quantshard.observe.patterns import by_pattern, united_groups
 from quantshard.observe.table import folded
 from quantshard.optimizers import Muon, muon_groups
 from quantshard.trainer.models.losses import token_losses
@@ -68,9 +68,12 @@ def config(folder: Path, **changes: Any) -> Path:
 def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> None:
     out = lines_of("explain", config(tmp_path))
     assert max(len(line) for line in out if str(tmp_path) not in line) <= 80  # a path is not cut in two
-    text = " ".join(line.split()[0] + (" " + line.split()[1] if " x12" in line else "") for line in out if line.strip())
-    assert "model.layers.{0-11}.self_attn. q_proj.weight x12" in text and len(out) < 60, text
-    assert "lm_head [100, 64]: the head" in " ".join(out) and "--wide has them" in " ".join(" ".join(out).split())
+    text = "\n".join(out)
+    assert len(out) < 30 and out[3].split()[:2] == ["this", "rank"], text
+    assert (
+        "layers.{0-11}.self_attn.{q,k,v,o}_proj x48 " in text and "layers.{0-11}.mlp.{gate,up,down}_proj x36 " in text
+    )
+    assert "lm_head [100, 64]: the head" in text and "--wide has them" in " ".join(text.split())
     wide = lines_of("explain", tmp_path / "config.json", "--wide")
     assert sum("q_proj.weight" in line and "fp8_e4m3" in line for line in wide) == 12
     found = json_of("explain", tmp_path, "--recipe", "nvfp4")
@@ -80,6 +83,34 @@ def test_a_configuration_is_converted_and_fits_80_columns(tmp_path: Path) -> Non
     assert weights["lm_head.weight"]["format"] == "bfloat16"
     bf16 = json_of("explain", tmp_path, "--recipe", "bf16")
     assert {row["format"] for row in bf16["rows"]} == {"bfloat16"}
+
+
+def test_a_model_of_two_kinds_of_layers_fits_a_screen(tmp_path: Path) -> None:
+    recipes = "*.layers.0.*=bf16,*.layers.11.*=bf16,*=mxfp8"
+    folder = config(tmp_path)
+    for command, most in (("explain", 30), ("plan", 35)):
+        out = lines_of(command, folder, "--recipe", recipes)
+        text = "\n".join(out)
+        assert len(out) <= most and "GEMM native" not in text, text
+        notes = [line for line in out if "emulated" in line and "_proj x" not in line]
+        assert len(notes) == 1 and notes[0].startswith("emulated: "), text
+        assert "  model.layers.{0,11}.self_attn.{q,k,v,o}_proj x8: recipe bf16" in out, text
+        assert "GEMM native: high precision: Linear is not" in "\n".join(lines_of(command, folder, "--wide"))
+    step = lines_of("plan", folder, "--recipe", recipes, "--batch", 2, "--seq-length", 64, "--memory", 80)
+    assert len(step) <= 46, "\n".join(step)
+
+
+def test_names_are_united_by_their_modules() -> None:
+    """Those of one module and one key alone; a number is not united with a name."""
+    names = ["a.0.q_proj.weight", "a.1.q_proj.weight", "a.0.k_proj.weight", "a.1.k_proj.weight", "a.0.q_proj.bias",
+             "a.1.q_proj.bias", "a.0.fc1_up_weight", "a.0.fc2_weight", "a.0.norm_1.weight", "a.0.norm_2.weight",
+             "b.0.weight", "b.x.weight", "b", "c"]  # fmt: skip
+    found = [(name, len(members)) for name, members in united_groups((name, "", name) for name in names)]
+    assert found == [
+        ("a.{0-1}.{q,k}_proj.weight", 4), ("a.{0-1}.q_proj.bias", 2), ("a.0.{fc1_up,fc2}_weight", 2),
+        ("a.0.norm_{1,2}.weight", 2), ("b.0.weight", 1), ("b.x.weight", 1), ("{b,c}", 2),
+    ]  # fmt: skip
+    assert len(united_groups((name, name, name) for name in names)) == len(names)
 
 
 def test_plan_is_that_of_python(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard import errors
+from quantshard.compat.transformer_engine.pytorch import quantization
 from quantshard.modules.contexts import context_warnings
 
 
@@ -129,6 +131,7 @@ def test_a_model_of_others_run_in_the_context(run: Callable[[nn.Module], None], 
 
 
 def test_autocasts_that_meant_no_layer_say_nothing() -> None:
+    errors.silence(context_warnings.PLAIN_WEIGHT)
     model, loss = Model(qs.Linear), nn.MSELoss()
 
     def run() -> None:
@@ -281,3 +284,36 @@ def test_what_a_function_has_by_locals_stays_as_it_is() -> None:
         warnings.simplefilter("ignore")
         assert train(0.1) == {"lr": 0.1}
         assert train_by_vars(0.1)["lr"] == 0.1
+
+
+def test_a_plain_parameter_in_the_place_of_a_quantized_weight_is_told_once() -> None:
+    with qs.quantized_model_init(recipe="mxfp8"):
+        layers = [qs.Linear(32, 32) for _ in range(2)]
+    with pytest.warns(
+        UserWarning, match=r"Linear.weight was mxfp8_32x32 and is now .*; .*weight.quantize_\(values\)"
+    ) as told:
+        for layer in layers:
+            layer.weight = nn.Parameter(torch.zeros(32, 32))
+    assert len(told) == 1
+
+
+def test_weights_that_an_autocast_quantizes_each_time_are_told_once() -> None:
+    layers = [qs.Linear(32, 32) for _ in range(2)]
+    x = torch.zeros(32, 32)
+    with qs.autocast(recipe="bf16"):
+        layers[0](x)
+    layers[0].eval()
+    with qs.autocast(recipe="mxfp8"), torch.no_grad():
+        layers[0](x)
+    layers[0].train()
+    with pytest.warns(UserWarning, match=r"Linear.weight: .*quantized anew.*quantized_model_init") as told:
+        for layer in layers:
+            with qs.autocast(recipe="mxfp8"):
+                layer(x)
+    assert len(told) == 1
+    errors._told.clear()
+    importlib.reload(quantization)  # where layers keep weights in high precision, as TransformerEngine's
+    with warnings.catch_warnings(record=True) as told, qs.autocast(recipe="mxfp8"):
+        warnings.simplefilter("always")
+        layers[0](x)
+    assert not told

@@ -58,6 +58,7 @@ def test_a_weight_that_was_left_out_is_told_once() -> None:
     assert "so no step changes them; give the optimizer model.named_parameters(), or freeze" in said
 
 
+@pytest.mark.filterwarnings("ignore:Linear.weight was .* and is now a plain")
 def test_a_weight_that_was_replaced_is_told() -> None:
     model = built()
     optimizer = FusedAdam(model.parameters(), lr=1e-2)

@@ -449,7 +449,7 @@ def test_fused_is_refused(name, lr):
     before = everything(model)
     if name == "Adagrad" and isinstance(lr, torch.Tensor):
         pytest.skip("torch's own fused Adagrad takes no tensor here")
-    with raises(r"fused=True.*FusedAdam.*MasterWeights"):
+    with raises(r"fused=True.*FusedAdam \(for AdamW: weight_decay=0.01\).*MasterWeights"):
         run(model, getattr(torch.optim, name)(model.parameters(), lr=lr, fused=True))
     assert not differing(everything(model), before)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError, warn_once
 from quantshard.modules.base.state_dict import ComponentStateDict
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX
@@ -26,6 +26,9 @@ LOADED = "_is_hf_initialized"
 
 _NORMS = ("LayerNorm", "RMSNorm")
 """A class with one of these in its name transformers takes for a normalization, and sets its `weight` to ones."""
+
+_REPLACED = "replaced weight"
+"""Topic of a warning."""
 
 _FEW = 16
 """As many different numbers a weight may have that are all whole, from 0 to 255, before they are taken for codes."""
@@ -94,8 +97,16 @@ class PiecewiseAssignment(ComponentStateDict):
         return False
 
     def _check_values(self, weight: str, own: Tensor, value: Tensor) -> None:
-        """Codes that were cast to a weight's dtype on the way: it loses everything that tells of them."""
-        if getattr(value, LOADED, False) and components.quantized_local(own) is None and _look_like_codes(value):
+        """Reject codes that were cast to a weight's dtype, and warn if values replace a quantized weight."""
+        quantized, is_loaded = components.quantized_local(own), getattr(value, LOADED, False)
+        if quantized is not None and not is_loaded and components.quantized_local(value) is None:
+            was, name = quantized.quantized_storage.cell.tag, f"{type(self).__name__}.{weight}"
+            warn_once(
+                _REPLACED,
+                f"{name} was {was} and is now a plain {value.dtype} parameter, which is not stored quantized; to set "
+                f"its values, call {weight}.quantize_(values)",
+            )
+        if is_loaded and quantized is None and _look_like_codes(value):
             raise CheckpointError(
                 f"{type(self).__name__}.{weight}: the checkpoint has whole numbers from 0 to 255 for it, which are "
                 "codes of a quantized weight and not values, but this model's weight is in high precision; build the "

@@ -471,6 +471,8 @@ class QuantizedModule(RecipeModule):
                 f"{context_warnings.name_of(self)}.{name} is stored as {cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {wanted}; give it the one by which the weights were made"
             )
+        if stored is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
+            context_warnings.warn_of_plain_weight(self, name)
         if weight.is_meta:
             self._check_place(name, weight, device)
         if call.strict:

@@ -24,6 +24,7 @@ from quantshard import limits, private_torch
 from quantshard.errors import is_told, warn_once
 
 INIT, AUTOCAST, OUTSIDE, WIDE_INPUT = "quantized_model_init", "autocast", "outside autocast", "wide input"
+PLAIN_WEIGHT = "weight in high precision"
 """What is said once each."""
 
 _PACKAGE = __name__.split(".", 1)[0]
@@ -185,6 +186,13 @@ def warn_of_training_outside(module: Any, weight: str) -> None:
     if not is_told(OUTSIDE):
         text = f"{name_of(module)}.{weight}: in training, {limits.FALLBACKS['dequantized']}"
         warn_once(OUTSIDE, f"{text}; autocast(enabled=False) says that it is meant so")
+
+
+def warn_of_plain_weight(module: Any, weight: str) -> None:
+    """Warn that an autocast quantizes a weight in every training forward, which `quantized_model_init` would avoid."""
+    if not is_told(PLAIN_WEIGHT):
+        text = f"{name_of(module)}.{weight}: {limits.FALLBACKS['quantized each forward']}"
+        warn_once(PLAIN_WEIGHT, f"{text}; if intended: warnings.filterwarnings('ignore', '.*quantized anew')")
 
 
 def warn_of_wide_input(module: nn.Module | str, given: torch.dtype, own: torch.dtype) -> None:

@@ -285,4 +285,4 @@ def library(name: str, what: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise ConfigurationError(f"{what} needs {package}, which pip install 'quantshard[train]' installs") from None
+        raise ConfigurationError(f"{what} needs a missing package; run: pip install {package}") from None

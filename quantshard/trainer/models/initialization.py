@@ -55,14 +55,19 @@ def sizes(source: str) -> dict[str, Any]:
 def _recipe_of(source: str) -> dict[str, Any]:
     """The recipe of a checkpoint's formats, or of the layout of safetensors, if one has these."""
     if not _is_checkpoint(source):
-        config = Path(source) / CONFIGURATION
-        quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
-        layout = table.detect(quantized, SafetensorsFiles(Path(source)).names(), source)
-        name = None if layout is None else table.recipe_of(layout)
+        name = recipe_of_files(Path(source))
         return {} if name is None else {"recipe": name}
     tags = {weight.tag for weight in CheckpointModel(source).weights.values()} - {None}
     names = [name for name in recipe.NAMES if (cell := recipe.resolve(name).weight) and {cell.tag} == tags]
     return {"recipe": names[0]} if names else {}
+
+
+def recipe_of_files(folder: Path) -> str | None:
+    """Return the recipe whose weights are those of a folder of safetensors; None if none is, or in high precision."""
+    config = folder / CONFIGURATION
+    quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
+    layout = table.detect(quantized, SafetensorsFiles(folder).names(), str(folder))
+    return None if layout is None else table.recipe_of(layout)
 
 
 def check(settings: TrainSettings, model: nn.Module) -> None:

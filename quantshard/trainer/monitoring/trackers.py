@@ -56,8 +56,7 @@ def check_trackers(settings: TrainSettings) -> None:
     for name, wanted in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
         if wanted and not _is_installed(name):
             raise ConfigurationError(
-                f"{name} = {getattr(settings, name)!r} needs the package {name}, which is not installed: "
-                f"pip install 'quantshard[{name}]'"
+                f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
             )
     mode = os.environ.get("WANDB_MODE", "online")
     if settings.wandb and mode not in _WANDB_MODES:

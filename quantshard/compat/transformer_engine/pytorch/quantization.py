@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, silence
 from quantshard.gemm import backend
 from quantshard.modules import autocast, quantized_model_init
-from quantshard.modules.contexts import context
+from quantshard.modules.contexts import context, context_warnings
 from quantshard.recipe import Recipe, resolve
 
 __all__ = [
@@ -25,6 +25,9 @@ __all__ = [
     "is_nvfp4_available",
     "quantized_model_init",
 ]
+
+# TransformerEngine's layers usually keep their weights in high precision.
+silence(context_warnings.PLAIN_WEIGHT)
 
 fp8_model_init = quantized_model_init
 
