@@ -313,6 +313,14 @@ def test_a_small_file_does_not_unpack_to_much(tmp_path, end):
         list(texts.chunks(JSONL, piece, texts.TextOptions()))
 
 
+def test_a_long_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LINE_BYTES", 20)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text":"0"}\n{"text":"01234567890"}\n')
+    with pytest.raises(ConfigurationError, match="the line at byte 13 has more than 20 bytes"):
+        list(texts.chunks(JSONL, texts.Piece(str(path), 0, 100, 1), texts.TextOptions()))
+
+
 def test_a_line_of_many_values(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text":"a","ids":[' + b"[]," * 600_000 + b"0]}\n")
