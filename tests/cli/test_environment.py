@@ -83,10 +83,9 @@ def run_command(line, redirected="", **variables):
     return done.returncode, done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("line", ["--version", "plan --help"])
-def test_a_full_output_is_a_line(line):
+def test_a_full_output_is_a_line():
     full = "quantshard: cannot write to standard output: No space left on device"
-    assert run_command(line, ">/dev/full") == (1, [full])
+    assert run_command("plan --help", ">/dev/full") == (1, [full])
 
 
 def test_a_closed_output_is_nowhere():
