@@ -76,7 +76,8 @@ def test_differences_are_named():
 def run_command(line, redirected="", **variables):
     """The exit code, and the lines of standard error, of a command in a shell."""
     shell = f'exec "$0" -m quantshard {line} {redirected}'
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
+    # With an unbuffered standard output nothing is left to flush at exit.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | variables
     done = subprocess.run(
         ["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True, timeout=120
     )
