@@ -15,6 +15,7 @@ from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
 from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import CheckpointError
+from quantshard.read_limits import FILE_BYTES
 from tests.checkpoints.small import built
 
 CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "deep/er/__1_0.distcp": b""}
@@ -30,6 +31,15 @@ def written(folder: Path) -> Path:
     made = Manifest(files, 2, "2.13.0", "2026-01-02T03:04:05+00:00", 50, {"dp_shard": 2}, "mxfp8")
     (folder / MANIFEST).write_text(made.to_json(), encoding="utf-8")
     return folder
+
+
+def test_a_manifest_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    size = (written(tmp_path) / MANIFEST).stat().st_size
+    monkeypatch.setitem(FILE_BYTES, "manifest", size)
+    assert manifest.read_manifest(tmp_path)
+    monkeypatch.setitem(FILE_BYTES, "manifest", size - 1)
+    with pytest.raises(CheckpointError, match=f"{size - 1}"):
+        manifest.read_manifest(tmp_path)
 
 
 def test_a_digest_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

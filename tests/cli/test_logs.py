@@ -265,6 +265,10 @@ def test_weights_and_biases_asks_nothing(run: RunDir, monkeypatch: pytest.Monkey
     run.wandb.write_text('{"id": "../x"}')
     with pytest.raises(ConfigurationError, match=r"wandb.json: id is '../x', and must be 4 to 64 of a-z and 0-9"):
         open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
+    (run.path / "wandb").mkdir()
+    (run.path / "wandb" / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    with pytest.raises(ConfigurationError, match=r"wandb/settings sets 'base_url'; delete it"):
+        open_trackers(replace(SETTINGS, tensorboard=False), run, 0)
 
 
 @pytest.mark.parametrize(

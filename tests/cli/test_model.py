@@ -364,7 +364,7 @@ def bits_by_parts(name: str) -> None:
     assert all(torch.equal(value, by_part[key]) for key, value in by_layer.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", PARTS)
 def test_recipes_of_a_layers_parts_are_those_of_the_layer(name, ranks):
     """1 and 3 ranks."""

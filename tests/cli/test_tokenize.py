@@ -302,11 +302,19 @@ def test_a_row_without_text_is_named(folder, tmp_path, name):
 @pytest.mark.parametrize("end", ["gz", "zst"])
 def test_a_small_file_does_not_unpack_to_much(tmp_path, end):
     pyarrow = pytest.importorskip("pyarrow")
-    content, path = b"\n" * (17 << 20), tmp_path / f"x.jsonl.{end}"
+    content, path = (b" " * 1023 + b"\n") * (17 << 10), tmp_path / f"x.jsonl.{end}"
     path.write_bytes(gzip.compress(content) if end == "gz" else pyarrow.compress(content, "zstd", asbytes=True))
     piece = texts.Piece(str(path), 0, 1, 1)
     with pytest.raises(ConfigurationError, match=r"unpacks to more than 16777216 bytes.*; unpack it first"):
         list(texts.chunks(JSONL, piece, texts.TextOptions()))
+
+
+def test_a_long_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "LINE_BYTES", 20)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text":"0"}\n{"text":"01234567890"}\n')
+    with pytest.raises(ConfigurationError, match="the line at byte 13 has more than 20 bytes"):
+        list(texts.chunks(JSONL, texts.Piece(str(path), 0, 100, 1), texts.TextOptions()))
 
 
 def test_a_line_of_many_values(tmp_path):

@@ -98,7 +98,7 @@ def cells(backend: str) -> Cells:
     return {
         (first, 1): ["block"],
         ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
-        ("an MLP on kernels", 2): ["nvfp4"],
+        ("with an MLP", 2): ["nvfp4"],
     }
 
 
@@ -109,6 +109,7 @@ def rest() -> Cells:
     every = {(first, ranks): list(RECIPES) for ranks in (1, 2, 3)}
     labels = SETTINGS.keys() - {first, "a linear layer, gathered once", "an MLP on kernels"}
     every |= {(label, ranks): [*KEEPING, "mxfp8"] for label in sorted(labels) for ranks in (1, 2, 3)}
+    every["an MLP on kernels", 2] = ["nvfp4"]
     return {at: [name for name in recipes if name not in chosen.get(at, ())] for at, recipes in every.items()}
 
 

@@ -83,7 +83,10 @@ def loaded(family: str, recipe: str, folder: Path) -> dict[str, str]:
     return bits(model, optimizer)
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("llama", "mxfp8"), ("qwen3", "block"), ("gemma3", "nvfp4")])
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("llama", "mxfp8"), ("qwen3", "block"), pytest.param("gemma3", "nvfp4", marks=pytest.mark.exhaustive)],
+)
 def test_a_model_of_transformers_trains_under_fsdp2(family: str, recipe: str, tmp_path: Path) -> None:
     """1 and 3 ranks: equal bits after a step, all quantized weights change, losses fall, and 1 loads what 3 saved."""
     one, three = (run_ranks(n, trained, family, recipe, tmp_path / str(n)) for n in (1, 3))

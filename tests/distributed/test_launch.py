@@ -33,7 +33,7 @@ time.sleep(600)
     [
         ("heeds", signal.SIGINT, 130, ""),
         ("heeds", signal.SIGTERM, None, ""),
-        ("does not", signal.SIGINT, 130, "stopped before training began"),
+        pytest.param("does not", signal.SIGINT, 130, "stopped before training began", marks=pytest.mark.exhaustive),
         ("does not", signal.SIGTERM, 1, "stopped before training began"),
     ],
 )

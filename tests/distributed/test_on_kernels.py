@@ -89,8 +89,15 @@ def run(cases: list[tuple[type[FusedAdam | Lion], Case]], kernels: bool) -> list
     return found
 
 
-def test_the_bits_of_one_rank_without_kernels() -> None:
-    every = [*((FusedAdam, case) for case in CASES), *((Lion, case) for case in LION)]
+EVERY = [*((FusedAdam, case) for case in CASES), *((Lion, case) for case in LION)]
+
+
+@pytest.mark.parametrize(
+    "every",
+    [[*EVERY[:4], EVERY[8]], pytest.param([*EVERY[4:8], EVERY[9]], marks=pytest.mark.exhaustive)],
+    ids=["some", "rest"],
+)
+def test_the_bits_of_one_rank_without_kernels(every: list[tuple[type[FusedAdam | Lion], Case]]) -> None:
     [expected] = run_ranks(1, run, every, False)
     for ranks, cases in ((1, every[:2]), (3, every)):
         for found in run_ranks(ranks, run, cases, True):
@@ -112,12 +119,19 @@ def by_muon(axes: dict[str, int], kernels: bool, cases: list[str]) -> list[dict[
 
 
 @pytest.mark.parametrize(
-    "cases", [["FP8 momentum"], pytest.param(["block", "NVFP4, an average"], marks=pytest.mark.exhaustive)]
+    ("cases", "meshes"),
+    [
+        (["FP8 momentum"], [(2, {"tp": 2})]),
+        pytest.param(["FP8 momentum"], [(3, {"dp": 3})], marks=pytest.mark.exhaustive),
+        pytest.param(["block", "NVFP4, an average"], [(3, {"dp": 3}), (2, {"tp": 2})], marks=pytest.mark.exhaustive),
+    ],
 )
-def test_muon_has_the_bits_of_one_rank_without_kernels(cases: list[str]) -> None:
+def test_muon_has_the_bits_of_one_rank_without_kernels(
+    cases: list[str], meshes: list[tuple[int, dict[str, int]]]
+) -> None:
     """FSDP2 and tensor parallelism: a scale of a state is shared by ranks where they cut columns."""
     [expected] = run_ranks(1, by_muon, {"dp": 1}, False, cases)
-    for ranks, axes in ((3, {"dp": 3}), (2, {"tp": 2})):
+    for ranks, axes in meshes:
         assert run_ranks(ranks, by_muon, axes, True, cases) == [expected] * ranks
 
 

@@ -148,7 +148,7 @@ RECIPE_OF |= {
     for (i, optimizer), (j, wrap) in itertools.product(enumerate(OTHER_UPDATES), enumerate(WRAPS))
 }
 
-TURNS = ("x1", "x2", "x3", "2x2", "DDP", "mixed", "recompute")
+TURNS = ("resumed", "x1", "x2", "x3", "2x2", "offload", "DDP", "mixed", "recompute")
 """Wraps that `make test` tries with half of the optimizers each: with every recipe all the same."""
 
 

@@ -420,11 +420,14 @@ def test_masters_begin_with_the_values_of_the_file(folder):
     assert run_ranks(2, file_masters, str(folder / "llama"), str(folder / "text")) == [(14, [])] * 2
 
 
-def test_weights_begin_a_fine_tuning(folder):
+def test_weights_begin_a_fine_tuning(folder, tmp_path):
     model, defaults = str(folder / "llama"), model_choice.fine_tuning_defaults
     assert defaults({"model": model, "init_from": model}) == {"lr": 1e-5, "weight_decay": 0.01, "seq_length": 64}
     assert defaults({"init_from": model, "lr": 1.0, "seq_length": 8}) == {"weight_decay": 0.01}
     assert defaults({"model": model, "init_from": ""}) == {}
+    longer = tmp_path / "config.json"
+    longer.write_text(json.dumps({"max_position_embeddings": 131072}))
+    assert defaults({"model": str(longer), "init_from": model})["seq_length"] == 2048
 
 
 def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):

@@ -313,10 +313,13 @@ WIDE = {
 """By the columns of its tiles the shape of a part, and the matrix and place where it is cut from one."""
 
 
-@pytest.mark.parametrize("weight, moments, second, master", [
+WIDE_CASES = [
     ("delayed", "fp8", "fp8", "float32"), ("current", "fp8", "bfloat16", "fp16"), ("rowwise", "fp16", "fp16", None),
     ("bfloat16", "fp8", "fp8", "low"), ("newest", "fp8", "fp8", "bfloat16"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weight, moments, second, master", exhaustive(WIDE_CASES, [WIDE_CASES[1], WIDE_CASES[3]]))
 def test_wide_tiles_of_scaled_states(weight, moments, second, master):
     """As many columns as the part fills; and where tiles begin at columns of the whole matrix."""
     cases = [case(weight, moments, master, shape, second=second, cut=cut) for shape, cut in WIDE.values()]

@@ -7,6 +7,7 @@ layers on kernels have the bits of layers without.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ from quantshard.numerics import swizzling
 from quantshard.recipe import Cell, TensorRole, resolve
 from quantshard.tensor import observation
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
+from tests.covering import exhaustive
 from tests.gemm.test_backend import BLACKWELL, HOPPER, stand_in
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,7 +168,10 @@ def test_several_weights_are_read_at_once(
 
 @pytest.mark.parametrize(
     ("name", "kind", "apart", "most"),
-    [("mxfp8", "plain", 1, 2), ("nvfp4", "plain", 0, 2), ("nvfp4", "biased", 1, 2), ("nvfp4", "gated", 0, 4)],
+    exhaustive(
+        [("mxfp8", "plain", 1, 2), ("nvfp4", "plain", 0, 2), ("nvfp4", "biased", 1, 2), ("nvfp4", "gated", 0, 4)],
+        [("mxfp8", "plain", 1, 2), ("nvfp4", "biased", 1, 2)],
+    ),
 )
 def test_weights_are_laid_out_by_the_kernel_that_quantizes(
     name: str, kind: str, apart: int, most: int, products: dict[str, tuple[int, int]],
@@ -190,8 +195,13 @@ def test_weights_are_laid_out_by_the_kernel_that_quantizes(
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("frozen", ["fc1_gate_weight", "fc1_up_weight", "fc1_gate_bias"])
-@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    exhaustive(
+        itertools.product(["rowwise", "nvfp4"], ["fc1_gate_weight", "fc1_up_weight", "fc1_gate_bias"]),
+        [("rowwise", "fc1_gate_weight"), ("rowwise", "fc1_gate_bias"), ("nvfp4", "fc1_up_weight")],
+    ),
+)
 def test_a_frozen_weight_beside_another_changes_no_gradient(
     name: str, frozen: str, products: dict[str, tuple[int, int]]
 ) -> None:
@@ -216,8 +226,10 @@ def test_a_frozen_weight_beside_another_changes_no_gradient(
         assert grad is not None and torch.equal(grad, found[1][key]), key
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    exhaustive(itertools.product(["rowwise", "nvfp4"], [False, True]), [("rowwise", False), ("nvfp4", True)]),
+)
 def test_gradients_of_several_weights_are_those_of_each(
     name: str, bias: bool, products: dict[str, tuple[int, int]], launches: list[tuple[str, int]]
 ) -> None:

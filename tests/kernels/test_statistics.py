@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -102,9 +103,13 @@ def test_experts_at_once_tell_what_each_does(recipe, monkeypatch):
             assert (row.wgrad is None) == (exact.wgrad is None)
 
 
-@pytest.mark.parametrize("values", ["not finite", "zero", "far above the scales"])
-@pytest.mark.parametrize("scales", ["", "NaN", "tiny"])
-@pytest.mark.parametrize("is_turned", exhaustive([(False,), (True,), (None,)], [(None,)]))
+@pytest.mark.parametrize(
+    ("values", "scales", "is_turned"),
+    exhaustive(
+        product(["not finite", "zero", "far above the scales"], ["", "NaN", "tiny"], [False, True, None]),
+        [("not finite", "", None), ("zero", "NaN", None), ("far above the scales", "tiny", None)],
+    ),
+)
 def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, is_turned: bool | None) -> None:
     """And scales, in a matrix that no tile divides, whose rows or columns lie beside each other in memory; None: now
     these, now those."""

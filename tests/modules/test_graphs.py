@@ -104,7 +104,8 @@ def test_replays_have_the_bits_of_eager(rerun: None, name: str, recipe: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
 def test_replays_of_kernels(rerun: None, recipe: str) -> None:
     """Fused steps, which note amaxes and draw words by kernels of their own."""
     if not kernels.USABLE or torch.cuda.is_available():

@@ -208,7 +208,7 @@ def test_a_frozen_parameter_may_be_cast_before_it_is_trained(how):
 
 
 def normalization_after_a_cast(make, dtype, steps_before):
-    """Weight and optimizer of a norm that is cast from float32 and takes 400 steps of 1e-5, too small for 16
+    """Weight and optimizer of a norm that is cast from float32 and takes 40 steps of 1e-4, too small for 16
     bits."""
     torch.manual_seed(0)
     model = nn.LayerNorm(64, bias=False, device=DEVICE, dtype=torch.float32)
@@ -217,7 +217,7 @@ def normalization_after_a_cast(make, dtype, steps_before):
         model.weight.grad = torch.zeros_like(model.weight)
         optimizer.step()
     model.to(dtype)
-    for _ in range(400):
+    for _ in range(40):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
     return model.weight, optimizer
@@ -228,14 +228,14 @@ def normalization_after_a_cast(make, dtype, steps_before):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0),
-        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, ema_decay=0.5),
-        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, store_param_remainders=True),
-        lambda params: FusedAdam(params, lr=1e-5, weight_decay=0.0, master_weights=False),
-        lambda params: Lion(params, lr=1e-5, weight_decay=0.0),
-        lambda params: Muon([{"params": params, "algorithm": "adamw", "lr": 1e-5, "weight_decay": 0.0}]),
-        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-5, weight_decay=0.0),
-        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-5, weight_decay=0.0, ema_decay=0.5),
+        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0),
+        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, ema_decay=0.5),
+        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, store_param_remainders=True),
+        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, master_weights=False),
+        lambda params: Lion(params, lr=1e-4, weight_decay=0.0),
+        lambda params: Muon([{"params": params, "algorithm": "adamw", "lr": 1e-4, "weight_decay": 0.0}]),
+        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-4, weight_decay=0.0),
+        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-4, weight_decay=0.0, ema_decay=0.5),
     ],
     ids=["FusedAdam", "average", "remainders", "without masters", "Lion", "Muon", "MasterWeights", "average of any"],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from quantshard import checkpoints
 from quantshard.errors import NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from tests.covering import exhaustive
 from tests.interpreter import kernels_on, prepared_once
 from tests.late_flags import flags_come_late, read_flags
 from tests.optimizers import test_lion_and_muon_on_kernels as of_others
@@ -77,8 +79,13 @@ def test_a_step_waits_for_no_flag_of_its_own(name: str, options: dict[str, Any],
         assert (len(begun), len(read)) == (0, int(is_late))
 
 
-@pytest.mark.parametrize("name", ["adam", "lion", "muon"])
-@pytest.mark.parametrize("bad", [(1,), (0, 2), (1, 2), (3,)])
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    exhaustive(
+        product(("adam", "lion", "muon"), ((1,), (0, 2), (1, 2), (3,))),
+        [("adam", (1, 2)), ("adam", (3,)), ("lion", (0, 2)), ("muon", (1,))],
+    ),
+)
 def test_bits_and_counts_are_those_of_a_host_that_waits(name: str, bad: tuple[int, ...]) -> None:
     """Four steps, of which some are skipped; the last is read by the state dict."""
     found = []

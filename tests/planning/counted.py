@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import quantshard as qs
 from benchmarks import host
@@ -29,6 +29,23 @@ from quantshard.trainer.optimizer import make_optimizer
 from quantshard.trainer.settings.config import TrainSettings
 from quantshard.trainer.settings.mesh import MeshSpec
 
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+"""Operations that would take most of the time in bfloat16 on a CPU."""
+
+
+def zeros_like_result(function: Any, args: Any, kwargs: Any) -> Any:
+    """Zeros of the shapes and dtypes that a function returns, without the computation."""
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    return tree_map_only(
+        Tensor,
+        lambda tensor: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_(),
+        function(*on_meta[0], **on_meta[1]),
+    )
+
 
 class StorageCounter(TorchDispatchMode):
     """The most bytes of living storages in each phase, but for those that are `given`; `phase` says which it is."""
@@ -40,7 +57,8 @@ class StorageCounter(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = zeros_like_result(function, args, kwargs) if function in _PRODUCTS else function(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and not isinstance(tensor, (QuantizedTensor, DTensor)):
                 storage = tensor.untyped_storage()

@@ -32,7 +32,7 @@ NATIVE = {"mxfp8": BLACKWELL, "nvfp4": BLACKWELL}
 
 
 def case(ranks: int, recipe: str, *, recomputed: bool = False, **settings: Any) -> Case:
-    return Case(replace(SMALL, recipe=recipe, **settings), ranks, recomputed)
+    return Case(replace(SMALL, recipe=recipe, **{"layers": 2, **settings}), ranks, recomputed)
 
 
 CASES = [

@@ -133,6 +133,8 @@ def test_the_fewest_layers_with_a_share_of_the_squared_errors():
         ([[1e200], [1e150], [1e150]], [0]),
         ([[math.inf], [0.03], [0.03]], [0]),
         ([[0.03], [0.03, math.nan], [0.03]], [1]),
+        ([[math.inf], [math.nan], [0.03]], [0, 1]),
+        ([[0.03]] * 5 + [[0.07] + [0.0] * 9], [5]),
         ([], []),
     ],
 )

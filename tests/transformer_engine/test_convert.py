@@ -511,7 +511,8 @@ def test_earlier_releases_are_named(stored: Path, tmp_path: Path) -> None:
 
 
 def gated() -> tuple[nn.Sequential, FusedAdam]:
-    model = nn.Sequential(qs.LayerNormMLP(32, 48, activation="swiglu", params_dtype=torch.bfloat16))
+    options: dict[str, Any] = {"activation": "swiglu", "zero_centered_gamma": True, "params_dtype": torch.bfloat16}
+    model = nn.Sequential(qs.LayerNormMLP(32, 48, **options))
     return model, FusedAdam(model.named_parameters())
 
 
@@ -531,6 +532,8 @@ def test_a_gated_fc1(tmp_path: Path, named: bool) -> None:
     checkpoints.save(tmp_path / "new", *gated())
     done = transformer_engine.convert(tmp_path / "te", tmp_path / "new", tmp_path / "out")
     assert not done.inexact
+    described = manifest.read_manifest(tmp_path / "out")
+    assert described is not None and described.zero_centered == ["0.layer_norm_weight"]
     model, adam = gated()
     checkpoints.load(tmp_path / "out", model, adam)
     for name, param in model.named_parameters():
