@@ -33,10 +33,11 @@ WITHOUT_ALL = ("quantshard.errors", "quantshard.recipe")
 
 def public_modules() -> Iterator[Any]:
     yield quantshard
-    for info in pkgutil.walk_packages(quantshard.__path__, "quantshard."):
-        if not info.name.startswith(INTERNAL):
-            module = importlib.import_module(info.name)
-            if hasattr(module, "__all__") or info.name in WITHOUT_ALL:
+    paths = [info.name for info in pkgutil.walk_packages(quantshard.__path__, "quantshard.")]
+    for path in sorted(paths, key=lambda path: (path.startswith("quantshard.compat"), path)):
+        if not path.startswith(INTERNAL):
+            module = importlib.import_module(path)
+            if hasattr(module, "__all__") or path in WITHOUT_ALL:
                 yield module
 
 
