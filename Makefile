@@ -39,9 +39,9 @@ GPU_TESTS := $(addprefix tests/modules/test_,make_graphed.py reduce_overhead.py)
   $(addprefix tests/distributed/test_,gpu.py graphs_fsdp.py graphs.py no_sync.py) tests/optimizers/test_capturable.py tests/optimizers/test_late_flags.py \
   tests/kernels tests/gemm/test_backend.py tests/tensor/test_identity.py $(addprefix tests/optimizers/test_,on_kernels.py changed_parameters.py) \
   $(addprefix tests/distributed/test_,identity.py grad_scaler.py recompute.py sixteen_bits.py tensor_parallel.py torch_autocast.py) \
-  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) tests/compat/test_transformer_engine.py \
+  $(addprefix tests/modules/test_,torch_autocast.py attention_backends.py) tests/interop/compat/test_transformer_engine.py \
   tests/numerics/test_numerics.py tests/test_compute.py tests/collectives/test_amax.py tests/distributed/test_snippets.py \
-  tests/statistics/test_recorder.py
+  tests/tools/statistics/test_recorder.py
 
 # The journal has each failure as it comes, whenever the run is cut off; tests/journal.py says how to read it and to go on.
 test-gpu: $(STAMP)  ## Run the tests that use GPUs, with a journal in build/; ARGS="--minutes 8" stops, ARGS="--left" goes on, ARGS="--failed"

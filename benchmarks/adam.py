@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantshard.doctor.cases import Shape
-from quantshard.doctor.steps import step_case, stepped, weights, with_gradients
-from quantshard.doctor.timing import milliseconds
 from quantshard.presets import PRESETS
 from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tools.doctor.cases import Shape
+from quantshard.tools.doctor.steps import step_case, stepped, weights, with_gradients
+from quantshard.tools.doctor.timing import milliseconds
 
 try:
     from torchao.optim import AdamW8bit, AdamWFp8

@@ -40,13 +40,13 @@ from quantshard.optimizers import FusedAdam
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
-from quantshard.trainer import data
-from quantshard.trainer.loop import learning_rate
-from quantshard.trainer.models.losses import token_losses
-from quantshard.trainer.models.model import LanguageModel, recipes_of, trained_loss
-from quantshard.trainer.optimizer import make_optimizer
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.sizes import SIZES
+from quantshard.tools.trainer import data
+from quantshard.tools.trainer.loop import learning_rate
+from quantshard.tools.trainer.models.losses import token_losses
+from quantshard.tools.trainer.models.model import LanguageModel, recipes_of, trained_loss
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.sizes import SIZES
 
 SMALL = TrainSettings(
     architecture="gpt",

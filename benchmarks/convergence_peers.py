@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quantshard.trainer.models.model import LanguageModel
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.settings.config import TrainSettings
 
 PLAIN, TENSORWISE = "plain", "tensorwise"
 """As it is; by torchao with one scale for a tensor, its recipe of this name."""

@@ -36,8 +36,8 @@ from benchmarks.convergence import corpus_hash
 from benchmarks.convergence_corpus import END_OF_DOCUMENT
 from benchmarks.convergence_runs import record
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.cli.demo import facts, last_step, records, started
-from quantshard.trainer.run_dir import RunDir
+from quantshard.tools.cli.demo import facts, last_step, records, started
+from quantshard.tools.trainer.run_dir import RunDir
 
 _FP8_MOMENTS = ("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8")
 

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import quantshard as qs
-from quantshard.doctor.timing import milliseconds
 from quantshard.gemm import backend
+from quantshard.tools.doctor.timing import milliseconds
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current", "block", "mxfp8")

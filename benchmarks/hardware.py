@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantshard import recipe
-from quantshard.doctor.cases import recipe_names
-from quantshard.doctor.results import OK, WRONG
 from quantshard.gemm import scaled_products
+from quantshard.tools.doctor.cases import recipe_names
+from quantshard.tools.doctor.results import OK, WRONG
 
 ROOT = Path(__file__).parents[1]
 REPORTS, PAGE = ROOT / "benchmarks" / "doctor", ROOT / "docs" / "hardware.md"

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantshard.doctor import registry
-from quantshard.doctor.cases import KernelCase
-from quantshard.doctor.timing import bytes_of, milliseconds
+from quantshard.tools.doctor import registry
+from quantshard.tools.doctor.cases import KernelCase
+from quantshard.tools.doctor.timing import bytes_of, milliseconds
 
 DEVICE = "cuda"
 

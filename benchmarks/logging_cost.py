@@ -29,15 +29,15 @@ import torch.distributed as dist
 from rich.live import Live
 
 from quantshard.errors import ConfigurationError
-from quantshard.report.live import LiveView
-from quantshard.terminal.screen import Screen
-from quantshard.trainer import worker
-from quantshard.trainer.data import from_table
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.monitoring.statistics import RunStatistics
-from quantshard.trainer.monitoring.trackers import open_trackers
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.report.live import LiveView
+from quantshard.tools.terminal.screen import Screen
+from quantshard.tools.trainer import worker
+from quantshard.tools.trainer.data import from_table
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
+from quantshard.tools.trainer.monitoring.statistics import RunStatistics
+from quantshard.tools.trainer.monitoring.trackers import open_trackers
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
 
 WARM_UP = 20
 REFRESHES = 4

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.formats import E4M3, UE5M3
-from quantshard.layouts.source import CheckpointModel
+from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.numerics.adam import EXP_AVG_SQ
 
 BLOCK: Final = 128

@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from quantshard import recipe as recipes
-from quantshard.cli.demo import SETTINGS
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon
 from quantshard.presets import PRESETS
 from quantshard.tensor import components
-from quantshard.trainer.data import Corpus, Windows, collect
-from quantshard.trainer.loop import learning_rate
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.cli.demo import SETTINGS
+from quantshard.tools.trainer.data import Corpus, Windows, collect
+from quantshard.tools.trainer.loop import learning_rate
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.config import TrainSettings
 
 CHANGED = {"steps": 200, "global_batch": 4, "seq_length": 64, "lr": 1e-3, "eval_sequences": 256}
 DEMO = TrainSettings(**SETTINGS | CHANGED).resolved()

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from quantshard import DotProductAttention, kernel_dispatch
-from quantshard.doctor.products import CHECKED_ROWS, KINDS
-from quantshard.doctor.timing import milliseconds
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
 from quantshard.modules.attention_backends import BACKENDS
+from quantshard.tools.doctor.products import CHECKED_ROWS, KINDS
+from quantshard.tools.doctor.timing import milliseconds
 
 GATE = "gate"
 

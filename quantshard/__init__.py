@@ -10,9 +10,9 @@ if _os.path.basename("".join(_sys.argv[:1])) in ("quantshard", "-m"):  # the com
         _sys.exit("quantshard: the working directory was deleted; change to one that exists")
 
 from quantshard import checkpoints, errors, layouts, optimizers, recipe, statistics, transformer_engine
-from quantshard.conversion.convert import convert, revert
 from quantshard.determinism import deterministic
 from quantshard.distributed.replicas import broadcast_, check_replicas
+from quantshard.interop.conversion.convert import convert, revert
 from quantshard.modules import (
     Dispatch,
     DotProductAttention,
@@ -33,14 +33,14 @@ from quantshard.modules import (
     make_graphed_callables,
     quantized_model_init,
 )
-from quantshard.observe import explain
-from quantshard.planning import TrainingStep, plan
 from quantshard.private_torch import lookup as _lookup
-from quantshard.statistics import Statistics
 from quantshard.tensor import arithmetic as _arithmetic
 from quantshard.tensor import aten_rules as _ops
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import requantize_
+from quantshard.tools.observe import explain
+from quantshard.tools.planning import TrainingStep, plan
+from quantshard.tools.statistics import Statistics
 from quantshard.version import __version__
 
 __all__ = [

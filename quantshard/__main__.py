@@ -25,7 +25,7 @@ EXTRA = ("matplotlib", "tomli_w", "typer")
 if missing := [name for name in EXTRA if find_spec(name) is None]:
     sys.exit(f"quantshard: missing packages; run: pip install {' '.join(missing)}")
 
-from quantshard.cli import main  # noqa: E402 (imports the extra)
+from quantshard.tools.cli import main  # noqa: E402 (imports the extra)
 
 if __name__ == "__main__":
     main()

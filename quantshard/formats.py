@@ -1,7 +1,7 @@
 """Where the number formats are: a format is a row of data.
 
 A row lists the components that are stored for a 2-D tensor, and for each component how many logical elements of
-each dim one stored entry covers. Everything structural is arithmetic over `covers`: component shapes, how to cut a
+each dim one stored entry covers. Everything structural is arithmetic over `block_shape`: component shapes, how to cut a
 shard, what to gather, where amaxes are reduced, bytes per element, checkpoint keys. Nothing outside this file, the
 oracle (`numerics`), the recipe tables and a kernel that specialises on a row names a format; a new format is one
 more call of `_row` at the end of this file.
@@ -84,7 +84,7 @@ FP16: Final = Encoding("FP16", 16, 5, 10, 15, 65504.0, torch.float16, torch.floa
 FP32: Final = Encoding("FP32", 32, 8, 23, 127, torch.finfo(torch.float32).max, torch.float32, torch.float32)
 
 
-class Copy(str, Enum):
+class Orientation(str, Enum):
     """Which quantized copy of the tensor a component belongs to: quantized along its rows, or along its columns."""
 
     ROWWISE = "rowwise"
@@ -101,13 +101,13 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One stored tensor of a format: `covers` is how many logical elements of (dim 0, dim 1) one entry stands for."""
+    """One stored tensor of a format; one entry stands for `block_shape` logical elements of (dim 0, dim 1)."""
 
     name: str
-    copy: Copy
+    copy: Orientation
     role: Role
     encoding: Encoding
-    covers: tuple[int, int]
+    block_shape: tuple[int, int]
 
     @property
     def key_suffix(self) -> str:
@@ -116,7 +116,7 @@ class Component:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedCopy:
+class OrientedCodes:
     """The components of one copy of a format: codes, their scale, and the amax of a second scale if there is one."""
 
     codes: Component
@@ -125,12 +125,12 @@ class QuantizedCopy:
 
     def __hash__(self) -> int:
         """The hash of two facts that tell most copies apart: caches ask for it in each call, so it must be quick."""
-        return hash((self.codes.encoding.name, self.scale.covers))
+        return hash((self.codes.encoding.name, self.scale.block_shape))
 
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of one scale block."""
-        return self.scale.covers
+        return self.scale.block_shape
 
 
 @dataclass(frozen=True)
@@ -155,42 +155,42 @@ class Format:
         return {c.name: c for c in self.components}
 
     @cached_property
-    def copies(self) -> dict[Copy, QuantizedCopy]:
+    def copies(self) -> dict[Orientation, OrientedCodes]:
         """The copies that the format keeps; every format has a rowwise one."""
         amax = next((c for c in self.components if c.role is Role.AMAX), None)
         found = {}
-        for which in Copy:
+        for which in Orientation:
             parts = {c.role: c for c in self.components if c.copy is which and c.role is not Role.AMAX}
             if parts:
-                found[which] = QuantizedCopy(parts[Role.CODES], parts[Role.SCALE], amax)
+                found[which] = OrientedCodes(parts[Role.CODES], parts[Role.SCALE], amax)
         return found
 
     @cached_property
     def transposable(self) -> bool:
         """True if the transpose of one copy is what quantizing the transposed tensor gives: square blocks."""
-        rows, cols = self.copies[Copy.ROWWISE].block
+        rows, cols = self.copies[Orientation.ROWWISE].block
         return len(self.copies) == 1 and rows == cols
 
     @cached_property
     def serves_columns(self) -> bool:
         """True if products that sum along columns read its codes: of square blocks, or of a columnwise copy."""
-        return self.transposable or Copy.COLUMNWISE in self.copies
+        return self.transposable or Orientation.COLUMNWISE in self.copies
 
     @cached_property
     def is_narrow(self) -> bool:
         """True if it is one copy of codes of 8 bits or fewer: what activations are quantized into by kernels."""
-        return len(self.copies) == 1 and self.copies[Copy.ROWWISE].codes.encoding.bits <= 8
+        return len(self.copies) == 1 and self.copies[Orientation.ROWWISE].codes.encoding.bits <= 8
 
     @cached_property
     def is_local(self) -> bool:
         """True if the scales of a block of the rowwise copy follow from the values of a bounded block alone."""
-        copy = self.copies[Copy.ROWWISE]
+        copy = self.copies[Orientation.ROWWISE]
         return ALL not in copy.block and copy.amax is None
 
     @cached_property
     def bytes_per_element(self) -> float:
         """Stored bytes per logical element, scales included, of a large tensor."""
-        per_entry = (c.encoding.storage.itemsize / (c.covers[0] * c.covers[1]) for c in self.components)
+        per_entry = (c.encoding.storage.itemsize / (c.block_shape[0] * c.block_shape[1]) for c in self.components)
         return float(sum(per_entry))
 
 
@@ -202,10 +202,10 @@ FORMATS: Final[dict[str, Format]] = {}
 
 
 def _copy(
-    which: Copy, element: Encoding, scale: Encoding, block: tuple[int, int], scale_name: str
+    which: Orientation, element: Encoding, scale: Encoding, block: tuple[int, int], scale_name: str
 ) -> tuple[Component, Component]:
-    prefix = "" if which is Copy.ROWWISE else f"{which.value}_"
-    codes_name = "codes" if which is Copy.ROWWISE else which.value
+    prefix = "" if which is Orientation.ROWWISE else f"{which.value}_"
+    codes_name = "codes" if which is Orientation.ROWWISE else which.value
     packed = max(1, 8 // element.bits)  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
     return (
         Component(codes_name, which, Role.CODES, element, (1, packed)),
@@ -221,10 +221,10 @@ def _row(
     amax: bool = False,
     scale_name: str = _SCALE_NAME,
 ) -> Format:
-    copies = zip(Copy, blocks, strict=False)
+    copies = zip(Orientation, blocks, strict=False)
     parts = [part for which, block in copies for part in _copy(which, element, scale, block, scale_name)]
     if amax:
-        parts.append(Component("amax", Copy.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
+        parts.append(Component("amax", Orientation.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
     row = FORMATS[name] = Format(name, tuple(parts))
     return row
 

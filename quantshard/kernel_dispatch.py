@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantshard import kernels, numerics, private_torch
-from quantshard.formats import ALL, Encoding, Format, QuantizedCopy, Role, Scaling
+from quantshard.formats import ALL, Encoding, Format, OrientedCodes, Role, Scaling
 from quantshard.kernels.workspace import launch_queue as launch_queue
 from quantshard.numerics import Grids, Pair, RandomBits, cross_entropy, quantization_error, swizzling
 
@@ -93,20 +93,20 @@ def random_words(bits: RandomBits, device: torch.device) -> Tensor:
     return words_kernel.random_words(bits, device) if kernels_on(device) else bits.tensor(device)
 
 
-def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
+def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """`numerics.block_amax`."""
     if has_kernels(x) and x.dtype in KERNEL_DTYPES:
-        return amax_kernel.block_amax(x, covers, origin)
-    return numerics.block_amax(x, covers, origin)
+        return amax_kernel.block_amax(x, block_shape, origin)
+    return numerics.block_amax(x, block_shape, origin)
 
 
 def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
     """`numerics.amaxes`."""
-    return {c.name: block_amax(x, c.covers, origin) for c in fmt.components if c.role is not Role.CODES}
+    return {c.name: block_amax(x, c.block_shape, origin) for c in fmt.components if c.role is not Role.CODES}
 
 
 def quantize_codes(
-    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
+    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: RandomWords | None = None
 ) -> Tensor:
     """`numerics.quantize_codes`."""
     if not isinstance(words, Tensor) and _has_kernel(x, copy):
@@ -117,7 +117,7 @@ def quantize_codes(
     return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
 
 
-def _has_kernel(x: Tensor, copy: QuantizedCopy) -> bool:
+def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
     return x.dtype in KERNEL_DTYPES and copy.codes.encoding.bits <= 8 and has_kernels(x)
 
 
@@ -130,7 +130,7 @@ def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
 
 def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
     """`numerics.quantize` of a whole matrix [R, C] that was transformed already; see `sees_blocks`."""
-    parts = {c.name: block_amax(x, c.covers) for c in fmt.components if c.role is Role.AMAX}
+    parts = {c.name: block_amax(x, c.block_shape) for c in fmt.components if c.role is Role.AMAX}
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
@@ -142,24 +142,24 @@ def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None 
 
 
 def dequantize(
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     parts: Mapping[str, Tensor],
     shape: Pair,
     origin: Pair = (0, 0),
     dtype: torch.dtype = torch.float32,
-    poison: Tensor | None = None,
+    nan_flag: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.dequantize`, rounded once to `dtype`; all NaN if `poison` is, a float32 scalar that else is 0."""
+    """`numerics.dequantize`, rounded once to `dtype`; all NaN if `nan_flag` is, a float32 scalar that else is 0."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
-        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, poison)
+        return dequantize_kernel.dequantize(copy, parts, shape, origin, dtype, nan_flag)
     values = numerics.dequantize(copy, parts, shape, origin)
-    return (values if poison is None else values + poison).to(dtype)
+    return (values if nan_flag is None else values + nan_flag).to(dtype)
 
 
 def dequantize_together(
-    copy: QuantizedCopy, stored: Sequence[tuple[Mapping[str, Tensor], Pair, Pair]], dtype: torch.dtype
+    copy: OrientedCodes, stored: Sequence[tuple[Mapping[str, Tensor], Pair, Pair]], dtype: torch.dtype
 ) -> Sequence[Tensor]:
     """`dequantize` of several, each by its components, shape and origin."""
     given = [(as_stored(copy, parts, shape), shape, origin) for parts, shape, origin in stored]
@@ -168,7 +168,7 @@ def dequantize_together(
     return [numerics.dequantize(copy, *each).to(dtype) for each in given]
 
 
-def as_stored(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
+def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
     """Components of a whole matrix that a kernel made for a scaled product (`QuantizeSpec.ready`), as formats store
     them; others as they are."""
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
@@ -184,7 +184,7 @@ def add_quantization_error(
     sums: Tensor,
     extremes: Tensor,
     x: Tensor,
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     parts: Mapping[str, Tensor],
     origin: Pair = (0, 0),
     hadamard: bool = False,
@@ -239,10 +239,10 @@ def by_columns(
     if has_kernels(matrices[0][0]):
         return transpose_kernel.by_columns(matrices, dtype)
     found = []
-    for codes, scales, poison in matrices:
+    for codes, scales, nan_flag in matrices:
         laid = None
         if scales is not None:
-            turned = scales.t() if poison is None else scales.t() + poison
+            turned = scales.t() if nan_flag is None else scales.t() + nan_flag
             laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous().t()
         found.append((codes.t().contiguous().view(dtype).t(), laid))
     return found
@@ -256,7 +256,7 @@ SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
 dtypes."""
 
 
-def swizzle(copy: QuantizedCopy, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
+def swizzle(copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
     """Matrices, or their transposes, as scaled products read them: a scale of 8 bits for every row, `swizzled`."""
     if has_kernels(matrices[0][1]):
         return swizzle_kernel.SwizzleRequest(copy, matrices, turned).finish()
@@ -264,21 +264,21 @@ def swizzle(copy: QuantizedCopy, matrices: Sequence[StoredMatrix], turned: bool)
 
 
 def _swizzle(
-    copy: QuantizedCopy, shape: Pair, codes: Tensor, scales: Tensor, amax: Tensor | None, poison: Tensor | None,
+    copy: OrientedCodes, shape: Pair, codes: Tensor, scales: Tensor, amax: Tensor | None, nan_flag: Tensor | None,
     other: Tensor | None, turned: bool,
 ) -> SwizzledMatrix:  # fmt: skip
     high, encoding = copy.block[0], copy.codes.encoding
     made, second = None, None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))
-    if poison is not None and other is not None and poison.isnan():
+    if nan_flag is not None and other is not None and nan_flag.isnan():
         other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # the first block of each row
     if turned:
         made = transpose_codes(codes, encoding, shape[1]).view(encoding.multiplied)
         scales, shape, high = scales.t(), shape[::-1], copy.block[1]
     grid = scales.repeat_interleave(high, 0)[: shape[0]]
-    if poison is not None and second is not None:
-        second = second + poison
-    elif poison is not None:
-        grid = torch.where(poison.isnan(), 0xFF, grid)
+    if nan_flag is not None and second is not None:
+        second = second + nan_flag
+    elif nan_flag is not None:
+        grid = torch.where(nan_flag.isnan(), 0xFF, grid)
     return made, swizzling.swizzled(grid).view(copy.scale.encoding.multiplied), second
 
 

@@ -10,7 +10,7 @@ import torch
 
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy, Format
+from quantshard.formats import Format, Orientation
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
@@ -203,7 +203,7 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
 def is_split(weight: Format, master: torch.dtype) -> bool:
     """Whether a weight in this format keeps of a master of this dtype the low byte alone (`store_param_remainders`):
     beside codes of 8 bits, of float16."""
-    return weight.copies[Copy.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
+    return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 
 def _state_bytes(state: str, dtype: torch.dtype) -> float:

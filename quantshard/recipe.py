@@ -1,6 +1,6 @@
 """Recipes: which format each operand of a linear layer's three GEMMs is quantized into.
 
-A recipe is a table, (role, GEMM) -> `Cell` (a format row and how to scale), where a missing entry means high precision:
+A recipe is a table, (role, GEMM) -> `QuantSpec` (a format row and how to scale). A missing entry is high precision:
 
     fprop   y  = x  @ w^T      input       weight
     dgrad   dx = dy @ w        grad_output weight
@@ -29,9 +29,9 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
 from quantshard.recipe_arguments import check_fixed, check_scalings, fixed
 from quantshard.recipe_table import OPERANDS as OPERANDS
-from quantshard.recipe_table import Cell as Cell
 from quantshard.recipe_table import CellPair as CellPair
 from quantshard.recipe_table import Gemm as Gemm
+from quantshard.recipe_table import QuantSpec as QuantSpec
 from quantshard.recipe_table import Recipe as Recipe
 from quantshard.recipe_table import Table as Table
 from quantshard.recipe_table import TableRecipe as TableRecipe
@@ -83,7 +83,9 @@ def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
     return frozenset(gemm for gemm, how in zip(Gemm, params, strict=True) if not how.use_split_accumulator)
 
 
-def _table(weight: Cell, input_fprop: Cell, input_wgrad: Cell, grad_dgrad: Cell, grad_wgrad: Cell) -> Table:
+def _table(
+    weight: QuantSpec, input_fprop: QuantSpec, input_wgrad: QuantSpec, grad_dgrad: QuantSpec, grad_wgrad: QuantSpec
+) -> Table:
     return {
         (TensorRole.WEIGHT, Gemm.FPROP): weight,
         (TensorRole.WEIGHT, Gemm.DGRAD): weight,
@@ -248,7 +250,7 @@ class DelayedScaling(_NamedRecipe):
     def table(self) -> Table:
         most_recent = self.amax_compute_algo == "most_recent"
         scaling = Scaling(margin=self.margin, history=self.amax_history_len, most_recent=most_recent)
-        forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
+        forward, gradient = QuantSpec(formats.FP8_E4M3, scaling), QuantSpec(_gradient_row(self.fp8_format), scaling)
         return _table(forward, forward, forward, gradient, gradient)
 
     @cached_property
@@ -280,7 +282,7 @@ class Float8CurrentScaling(_NamedRecipe):
     @cached_property
     def table(self) -> Table:
         scaling = Scaling(power_of_two=self.use_power_2_scales)
-        forward, gradient = Cell(formats.FP8_E4M3, scaling), Cell(_gradient_row(self.fp8_format), scaling)
+        forward, gradient = QuantSpec(formats.FP8_E4M3, scaling), QuantSpec(_gradient_row(self.fp8_format), scaling)
         return _table(forward, forward, forward, gradient, gradient)
 
     @cached_property
@@ -307,8 +309,8 @@ class Float8BlockScaling(_NamedRecipe):
     @cached_property
     def table(self) -> Table:
         scaling = Scaling(power_of_two=not self.use_f32_scales)
-        vector = Cell(formats.FP8_1X128, scaling)
-        return _table(Cell(formats.FP8_128X128, scaling), vector, vector, vector, vector)
+        vector = QuantSpec(formats.FP8_1X128, scaling)
+        return _table(QuantSpec(formats.FP8_128X128, scaling), vector, vector, vector, vector)
 
 
 @suggests_fields
@@ -326,7 +328,7 @@ class Float8RowwiseScaling(Recipe):
 
     @cached_property
     def table(self) -> Table:
-        row = Cell(formats.FP8_1XROW, Scaling(power_of_two=self.use_power_2_scales))
+        row = QuantSpec(formats.FP8_1XROW, Scaling(power_of_two=self.use_power_2_scales))
         return _table(row, row, row, row, row)
 
 
@@ -349,8 +351,8 @@ class MXFP8BlockScaling(_NamedRecipe):
     @cached_property
     def table(self) -> Table:
         weight = formats.MXFP8_32X32 if self.enable_2d_quantization else formats.MXFP8_BOTH
-        vector = Cell(formats.MXFP8_1X32)
-        return _table(Cell(weight), vector, vector, vector, vector)
+        vector = QuantSpec(formats.MXFP8_1X32)
+        return _table(QuantSpec(weight), vector, vector, vector, vector)
 
 
 @suggests_fields
@@ -379,11 +381,11 @@ class NVFP4BlockScaling(_NamedRecipe):
         weight = formats.NVFP4_BOTH if self.disable_2d_quantization else formats.NVFP4_16X16
         row = formats.NVFP4_1X16
         return _table(
-            Cell(weight),
-            Cell(row),
-            Cell(row, Scaling(random_hadamard=rht)),
-            Cell(row, Scaling(stochastic_rounding=stochastic)),
-            Cell(row, Scaling(stochastic_rounding=stochastic, random_hadamard=rht)),
+            QuantSpec(weight),
+            QuantSpec(row),
+            QuantSpec(row, Scaling(random_hadamard=rht)),
+            QuantSpec(row, Scaling(stochastic_rounding=stochastic)),
+            QuantSpec(row, Scaling(stochastic_rounding=stochastic, random_hadamard=rht)),
         )
 
 

@@ -43,7 +43,7 @@ _HISTORY_MARK = "+hist"
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class QuantSpec:
     """One entry of a recipe's table: the format row, and how scales are chosen and values rounded."""
 
     format: formats.Format
@@ -64,19 +64,19 @@ class Cell:
         return self.tag + (f" ({', '.join(options)})" if options else "")
 
 
-class CellPair(tuple[Cell | None, Cell | None]):
+class CellPair(tuple[QuantSpec | None, QuantSpec | None]):
     """The cells of an input's or gradient's two GEMMs; hashed by identity: each call asks caches for it."""
 
     __hash__ = object.__hash__
 
 
 def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
-    """The format that a `Cell.tag` names, None if it names none; and whether past amaxes are kept with it."""
+    """The format that a `QuantSpec.tag` names, None if it names none; and whether past amaxes are kept with it."""
     name = tag.removesuffix(_HISTORY_MARK)
     return formats.FORMATS.get(name), name != tag
 
 
-Table = Mapping[tuple[TensorRole, Gemm], Cell]
+Table = Mapping[tuple[TensorRole, Gemm], QuantSpec]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Recipe(RecipePredicates):
         return frozenset()
 
     @cached_property
-    def weight(self) -> Cell | None:
+    def weight(self) -> QuantSpec | None:
         """How weights are stored, or None if they stay in high precision."""
         cells = {self.table.get((TensorRole.WEIGHT, gemm)) for gemm in (Gemm.FPROP, Gemm.DGRAD)}
         if len(cells) != 1:
@@ -112,7 +112,7 @@ class Recipe(RecipePredicates):
             self._check_weight(cell)
         return cell
 
-    def _check_weight(self, cell: Cell) -> None:
+    def _check_weight(self, cell: QuantSpec) -> None:
         scaling = cell.scaling
         if scaling.stochastic_rounding or scaling.random_hadamard:
             raise ConfigurationError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from quantshard.errors import ConfigurationError
-from quantshard.formats import ALL, Component, Copy, Format
+from quantshard.formats import ALL, Component, Format, Orientation
 
 Extent = tuple[int, int]
 """First and one past the last index along one dim."""
@@ -51,7 +51,7 @@ class Cut:
 
     def is_clean(self, component: Component) -> bool:
         """True if no boundary of this cut falls inside a block of the component."""
-        cover = component.covers[self.dim]
+        cover = component.block_shape[self.dim]
         start, stop = self.parent.extents[self.dim]
         if cover == ALL:
             return False
@@ -114,7 +114,7 @@ class Shard:
         """Where, within the resident entries, lie those that the rectangle itself touches."""
         slices = []
         for dim, (first, _) in enumerate(self.resident(component)):
-            start, stop = grid_extent(self.extents[dim], component.covers[dim])
+            start, stop = grid_extent(self.extents[dim], component.block_shape[dim])
             slices.append(slice(start - first, stop - first))
         return (slices[0], slices[1])
 
@@ -126,7 +126,7 @@ class Shard:
     def straddling(self, component: Component) -> int:
         """How many of the blocks that the rectangle touches reach beyond it, into other pieces."""
         touched = inside = 1
-        for (start, stop), cover, size in zip(self.extents, component.covers, self.global_shape, strict=True):
+        for (start, stop), cover, size in zip(self.extents, component.block_shape, self.global_shape, strict=True):
             first, last = grid_extent((start, stop), cover)
             touched *= last - first
             complete = ceil_div(stop, cover) if stop == size else stop // cover  # the tensor ends its last block
@@ -142,18 +142,18 @@ class Shard:
         """Rows of the component in the largest piece of the last cut: what every rank sends to an all-gather."""
         assert self.cut is not None
         assert self.cut.dim == 0  # FSDP2 gathers tensor subclasses along dim 0 alone (`limits.REFUSALS`)
-        return ceil_div(self.cut.chunk, component.covers[0])
+        return ceil_div(self.cut.chunk, component.block_shape[0])
 
 
 @lru_cache(maxsize=65536)  # each GEMM asks for every component of its operands
 def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
     if shard.cut is None:
-        whole = [grid_extent(shard.extents[d], component.covers[d]) for d in (0, 1)]
+        whole = [grid_extent(shard.extents[d], component.block_shape[d]) for d in (0, 1)]
         return (whole[0], whole[1])
     held = list(_resident(shard.cut.parent, component))
     dim = shard.cut.dim
     if not shard.replicates(component, dim):
-        held[dim] = grid_extent(shard.extents[dim], component.covers[dim])
+        held[dim] = grid_extent(shard.extents[dim], component.block_shape[dim])
     return (held[0], held[1])
 
 
@@ -224,7 +224,7 @@ class GatherSlot:
 
 
 def gather_slots(
-    fmt: Format, shard: Shard, this_pass: tuple[Copy, ...], passes: tuple[tuple[Copy, ...], ...]
+    fmt: Format, shard: Shard, this_pass: tuple[Orientation, ...], passes: tuple[tuple[Orientation, ...], ...]
 ) -> list[GatherSlot]:
     """What one rank sends to the all-gather of a pass that needs the copies `this_pass`.
 
@@ -232,7 +232,7 @@ def gather_slots(
     lists what each may need) a slot is as large as the largest of them.
     """
 
-    def wanted(copies: tuple[Copy, ...]) -> list[tuple[str, int, int]]:
+    def wanted(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:
         # no amax: it is of the whole tensor, so every rank has it (`shard.gathers` would say the same)
         parts = [p for which in copies for p in (fmt.copies[which].codes, fmt.copies[which].scale)]
         return [(p.name, shard.padded_rows(p), shard.component_shape(p)[1]) for p in parts if shard.gathers(p)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import quantshard as qs
 from quantshard import formats
-from quantshard.recipe import Cell, TableRecipe, TensorRole
+from quantshard.recipe import QuantSpec, TableRecipe, TensorRole
 
 VECTORS, SQUARES = "mx_e5m2_1x32", "mx_e5m2_32x32"
 
@@ -26,7 +26,7 @@ def added() -> Iterator[TableRecipe]:
     """With the rows in the table, a recipe of them."""
     add()
     name = {role: SQUARES if role is TensorRole.WEIGHT else VECTORS for role in TensorRole}
-    table = {(role, gemm): Cell(formats.FORMATS[name[role]]) for role, gemm in qs.recipe.resolve("mxfp8").table}
+    table = {(role, gemm): QuantSpec(formats.FORMATS[name[role]]) for role, gemm in qs.recipe.resolve("mxfp8").table}
     try:
         yield TableRecipe("new", table)
     finally:

@@ -107,7 +107,7 @@ def test_files_and_names_exist():
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("`formats.py` `Format.by_name`, `tests/test_house.py`, `cli/`, `torch.optim`, `strict=True`", 0),
+        ("`formats.py` `Format.by_name`, `tests/test_house.py`, `tools/cli/`, `torch.optim`, `strict=True`", 0),
         ("See `limits.py`\nand there `refusal`.", 0),
         ("`format.py` and `tests/test_nothing.py`", 2),
         ("`formats.py` `quantize_codes`", 1),

@@ -19,7 +19,7 @@ from benchmarks.optimizers import Compared, Run
 from quantshard import checkpoints
 from quantshard.kernels import workspace
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer.data import collect
+from quantshard.tools.trainer.data import collect
 from tests.modules.graphed import rerun
 
 __all__ = ["rerun"]

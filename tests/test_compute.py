@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard import kernel_dispatch, kernels, numerics
-from quantshard.formats import FORMATS, Copy, Scaling
+from quantshard.formats import FORMATS, Orientation, Scaling
 from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
@@ -96,7 +96,11 @@ def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[
 
 def test_what_has_no_kernel_goes_to_the_oracle(on_kernels: Callable[[], list[str]]) -> None:
     """16-bit codes, float64, words as a tensor, and tensors of other devices."""
-    x, row, wide = torch.randn(5, 7).to(DEVICE), FORMATS["mxfp8_1x32"].copies[Copy.ROWWISE], FORMATS["fp16_1x128"]
+    x, row, wide = (
+        torch.randn(5, 7).to(DEVICE),
+        FORMATS["mxfp8_1x32"].copies[Orientation.ROWWISE],
+        FORMATS["fp16_1x128"],
+    )
     words = RandomBits(5, 1, 2, (5, 7))
     grids = numerics.encode_scales(numerics.amaxes(x, FORMATS["mxfp8_1x32"]), FORMATS["mxfp8_1x32"], Scaling())
     expected = numerics.quantize_codes(x, row, grids, (0, 0), words.tensor(DEVICE))

@@ -19,11 +19,11 @@ from benchmarks.convergence_corpus import Document, check_alike, is_held_out
 from benchmarks.convergence_peers import PLAIN, PlainModel
 from benchmarks.convergence_table import RESULTS, TrainedOn
 from quantshard import recipe
-from quantshard.trainer import worker
-from quantshard.trainer.models.model import LanguageModel
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TrainSettings
-from tests.report.runs import entry, write
+from quantshard.tools.trainer import worker
+from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+from tests.tools.report.runs import entry, write
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
 TINY = replace(convergence.SMALL, **SIZES, steps=6, warmup=2, global_batch=4, eval_sequences=32)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import quantshard as qs
-from quantshard.cli import app
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
+from quantshard.tools.cli import app
 from tests.distributed.models import RECIPES, bits, sha
 
 CPU: dict[str, Any] = {"device": "cpu"}

@@ -19,8 +19,8 @@ from quantshard.optimizers import FusedAdam, MasterWeights
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import DRAWS, KEY
-from tests.observe.fake import fake_rank
 from tests.tensor.test_tensor import CELLS, NVFP4, RECIPES, differing, every_cell, random
+from tests.tools.observe.fake import fake_rank
 from tests.turns import by_turns
 
 SHAPE = (140, 152)

@@ -13,8 +13,8 @@ import pytest
 
 import quantshard
 from quantshard import limits, modules, recipe
-from quantshard.layouts.conversion import shapes
-from quantshard.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
+from quantshard.interop.layouts.conversion import shapes
+from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules.contexts import unsupported
 from quantshard.presets import PRESETS, StateOptions
 from quantshard.private_torch import lookup
@@ -156,7 +156,7 @@ def limits_page() -> str:
 
 LAYOUTS_HEAD = """# Layouts: weights to and from other programs
 
-Made from the table in `quantshard/layouts/table.py`, by which exports and imports are done.
+Made from the table in `quantshard/interop/layouts/table.py`, by which exports and imports are done.
 
 `quantshard export` writes a checkpoint's model as safetensors in the layout of another program: files of at most 5 GB
 with an index, `config.json` with its `quantization_config` (ModelOpt: `hf_quant_config.json` too). Any number of
@@ -195,9 +195,9 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
 
 - A model with names of its own, such as one of transformers after `quantshard.convert`, keeps them, and the report says
   so. From models of `TransformerLayer` with RMSNorm, swiglu and parameters named as in
-  `quantshard/trainer/models/model.py`, names are those of Llama and Qwen3 in transformers. `--names MAP` (TOML, see
-  `quantshard/layouts/names.py`) gives others. A fused qkv weight is cut into `q_proj`, `k_proj` and `v_proj`, whichever
-  the order of its rows; where the cut would cut a 128x128 block, it is refused.
+  `quantshard/tools/trainer/models/model.py`, names are those of Llama and Qwen3 in transformers. `--names MAP` (TOML,
+  see `quantshard/interop/layouts/names.py`) gives others. A fused qkv weight is cut into `q_proj`, `k_proj` and
+  `v_proj`, whichever the order of its rows; where the cut would cut a 128x128 block, it is refused.
 - Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
   that is the embedding is written once.
 - Masters are found by the names of parameters: `FusedAdam(model.named_parameters(), ...)`. `plain` has them;
@@ -213,14 +213,14 @@ optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_de
 - `hf-fp8` is transformers' form of one scale for a tensor (`weight_scale_inv`), `vllm-fp8` vLLM's and SGLang's
   (`weight_scale`).
 - Nothing is unpickled (`docs/security.md`). Safetensors are checked: headers and ranges by the library
-  (`tests/layouts/test_files.py` holds it to that), names of files in an index by us.
+  (`tests/interop/layouts/test_files.py` holds it to that), names of files in an index by us.
 - A norm with `zero_centered_gamma` stores gamma - 1, and Llama's stores gamma: an export adds 1 and an import subtracts
   it, except for files of Gemma, Nemotron and Qwen3-Next, which store gamma - 1 too. Both report which sums had to be
   rounded. Checkpoints of `quantshard.checkpoints` record such norms; for others pass `--zero-centered` or
   `--no-zero-centered`.
 
-Checked by their readers on the CPU (`tests/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`, `hf-fp8`,
-compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's
+Checked by their readers on the CPU (`tests/interop/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`,
+`hf-fp8`, compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's
 `QuantizedHuggingFaceStorageReader` (`hf-fp8-block`). Not run, since they need a GPU: vLLM, SGLang, TensorRT-LLM.
 
 ## Export
@@ -247,7 +247,7 @@ VARIANTS = {
 }
 
 
-def matrix(judge: Callable[[recipe.Cell | None, Layout], Verdict]) -> list[str]:
+def matrix(judge: Callable[[recipe.QuantSpec | None, Layout], Verdict]) -> list[str]:
     """A row a layout, a column a recipe; what there is to say of a cell stands below, by number."""
     notes: dict[str, int] = {}
     lines = ["| layout | " + " | ".join(VARIANTS) + " |", "|---" * (len(VARIANTS) + 1) + "|"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantshard import formats, numerics
-from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP16, FP32, Component, Copy, Format, Role
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FORMATS, FP16, FP32, Component, Format, Orientation, Role
 from quantshard.sharding import ceil_div
 
 ENCODINGS = [E4M3, E5M2, E2M1, E8M0, FP16, FP32]
@@ -75,15 +75,15 @@ def test_keys_are_those_of_the_design():
 @every_format
 def test_copies(fmt):
     """Every format has a rowwise copy; codes are packed along dim 1; the second scale is shared by the copies."""
-    assert Copy.ROWWISE in fmt.copies
+    assert Orientation.ROWWISE in fmt.copies
     seen = set()
     for which, copy in fmt.copies.items():
         assert copy.codes.copy is copy.scale.copy is which
-        assert copy.codes.covers == (1, max(1, 8 // copy.codes.encoding.bits))
-        assert copy.block == copy.scale.covers
+        assert copy.codes.block_shape == (1, max(1, 8 // copy.codes.encoding.bits))
+        assert copy.block == copy.scale.block_shape
         seen |= {copy.codes, copy.scale} | ({copy.amax} if copy.amax else set())
     assert seen == set(fmt.components)
-    assert all(copy.amax == fmt.copies[Copy.ROWWISE].amax for copy in fmt.copies.values())
+    assert all(copy.amax == fmt.copies[Orientation.ROWWISE].amax for copy in fmt.copies.values())
 
 
 @every_format
@@ -94,12 +94,12 @@ def test_bytes_per_element_are_what_is_stored(fmt):
     parts = numerics.quantize(x, fmt)
     assert parts.keys() == fmt.by_name.keys()
     stored = sum(part.numel() * part.element_size() for part in parts.values())
-    few = [c.covers[0] for c in fmt.components if ALL in c.covers]  # a float32 for the tensor or for each row
+    few = [c.block_shape[0] for c in fmt.components if ALL in c.block_shape]  # a float32 for the tensor or for each row
     assert stored == BYTES[fmt.name] * x.numel() + sum(4 * ceil_div(256, rows) for rows in few)
     for name, part in parts.items():
         component = fmt.by_name[name]
         assert part.dtype == component.encoding.storage
-        assert part.shape == tuple(math.ceil(n / c) for n, c in zip(x.shape, component.covers, strict=True))
+        assert part.shape == tuple(math.ceil(n / c) for n, c in zip(x.shape, component.block_shape, strict=True))
 
 
 @every_format
@@ -166,11 +166,11 @@ def test_rows_are_frozen():
 
 def test_a_new_row_needs_no_code():
     """Idea 2: a row that nobody thought of, E5M2 in 4x8 blocks with E8M0 scales, quantizes like any other."""
-    codes = Component("codes", Copy.ROWWISE, Role.CODES, E5M2, (1, 1))
-    scale = Component("scale_inv", Copy.ROWWISE, Role.SCALE, E8M0, (4, 8))
+    codes = Component("codes", Orientation.ROWWISE, Role.CODES, E5M2, (1, 1))
+    scale = Component("scale_inv", Orientation.ROWWISE, Role.SCALE, E8M0, (4, 8))
     fmt = Format("e5m2_4x8", (codes, scale))
     x = torch.randn(10, 20, generator=torch.Generator().manual_seed(0))
     parts = numerics.quantize(x, fmt)
     assert parts["scale_inv"].shape == (3, 3)
-    error = (numerics.dequantize(fmt.copies[Copy.ROWWISE], parts, (10, 20)) - x).abs()
+    error = (numerics.dequantize(fmt.copies[Orientation.ROWWISE], parts, (10, 20)) - x).abs()
     assert (error <= x.abs() * 2**-3).all()  # half of E5M2's ulp; no element is near the subnormals

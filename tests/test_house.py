@@ -28,7 +28,7 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "argument_kinds formats read_limits",
+    "argument_kinds formats read_limits readable",
     "limits foreign numerics sharding recipe_arguments private_torch determinism",
     "recipe_table",
     "recipe kernels state_cells",
@@ -37,11 +37,13 @@ FLOORS = (
     "tensor",
     "gemm",
     "distributed",
-    "modules optimizers checkpoints observe",
+    "modules optimizers checkpoints",
+    "observe",
     "layouts doctor terminal conversion statistics planning",
     "transformer_engine report",
     "__init__",
-    "trainer compat integrations",
+    "trainer compat frameworks",
+    "integrations",
     "cli",
     "__main__",
 )
@@ -56,6 +58,12 @@ NO_NOUNS = set(
     "Where Words Work Written Wrong Group Kind Place Plan Rows Rule Side Slot Source Target Tile".split()
 )
 """Words that stood for classes whose subject nobody could guess; with a noun in front or behind they may stand."""
+
+AROUND = ("interop", "tools")
+"""Folders around the core, which imports nothing of them; interop imports nothing of tools."""
+
+PUBLIC = ("__init__.py", "__main__.py", "layouts.py", "statistics.py", "transformer_engine.py", "integrations")
+"""Import paths of what is in the folders around the core."""
 
 PROGRAMS = ("cli/", "trainer/", "terminal/", "report/")
 
@@ -93,8 +101,9 @@ def package() -> Tree:
 
 
 def unit(path: str) -> str:
-    """The file or folder of the layer table that `path` belongs to."""
-    return path.split("/")[0].removesuffix(".py")
+    """The file or folder of the layer table that `path` belongs to; those in tools/ and interop/ have floors too."""
+    parts = path.removesuffix(".py").split("/")
+    return parts[1] if parts[0] in AROUND and len(parts) > 1 else parts[0]
 
 
 def module(path: str) -> str:
@@ -103,7 +112,7 @@ def module(path: str) -> str:
 
 @cache
 def modules(paths: tuple[str, ...]) -> set[str]:
-    return {module(path) for path in paths} | {f"{PACKAGE}.{unit}" for unit in HEIGHT}
+    return {module(path) for path in paths} | {f"{PACKAGE}.{unit}" for unit in [*HEIGHT, *AROUND]}
 
 
 def at(path: str, node: ast.AST) -> str:
@@ -180,9 +189,23 @@ def imports_go_down(tree: Tree) -> list[str]:
     ]
     for path, node in nodes(tree):
         for target in own_imports(tree, path, node):
-            here, there = unit(path), [*target.split("."), "__init__"][1]
+            here, there = unit(path), unit("/".join(target.split(".")[1:]) or "__init__")
             if here != there and {here, there} <= HEIGHT.keys() and HEIGHT[there] >= HEIGHT[here]:
                 found.append(f"{at(path, node)}: {here} imports {there}, which stands on no lower floor")
+    return found
+
+
+def the_core_stands_alone(tree: Tree) -> list[str]:
+    """The core imports nothing of interop and tools, and interop nothing of tools."""
+    found = []
+    for path, node in nodes(tree):
+        here = path.split("/")[0]
+        if here == "tools" or path in PUBLIC or here in PUBLIC:
+            continue
+        for target in own_imports(tree, path, node):
+            there = target.split(".")[1:2]
+            if there and there[0] in AROUND and there[0] != here:
+                found.append(f"{at(path, node)}: {here} imports {target}")
     return found
 
 
@@ -427,7 +450,12 @@ def commands_write_in_one_file(tree: Tree) -> list[str]:
     in a folder that somebody else prepared."""
     found = []
     for path, node in nodes(tree):
-        if path.startswith(PROGRAMS) and path != "terminal/outputs.py" and isinstance(node, ast.Call) and writes(node):
+        if (
+            path.removeprefix("tools/").startswith(PROGRAMS)
+            and not path.endswith("terminal/outputs.py")
+            and isinstance(node, ast.Call)
+            and writes(node)
+        ):
             found.append(f"{at(path, node)}: {ast.unparse(node.func)}() writes; use terminal/outputs.py")
     return found
 
@@ -437,7 +465,9 @@ def commands_print_in_one_file(tree: Tree) -> list[str]:
     return [
         f"{at(path, node)}: {ast.unparse(node.func)}() shows what is not escaped; use terminal/screen.py"
         for path, node in nodes(tree)
-        if path.startswith(PROGRAMS) and path != "terminal/screen.py" and isinstance(node, ast.Call)
+        if path.removeprefix("tools/").startswith(PROGRAMS)
+        and not path.endswith("terminal/screen.py")
+        and isinstance(node, ast.Call)
         if re.fullmatch(r"print|(\w+\.)*(Console|echo|secho|pprint)|sys\.std(out|err)\.write", ast.unparse(node.func))
     ]
 
@@ -497,6 +527,17 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         ({"modules/linear.py": "from ..optimizers import FusedAdam"}, 1),
         ({"checkpoints/save.py": "if TYPE_CHECKING:\n    from quantshard.modules.linear import Linear"}, 1),
         ({"surprise.py": ""}, 1),
+    ],
+    the_core_stands_alone: [
+        ({"modules/a.py": "import torch", "tools/cli/a.py": "from quantshard.interop import layouts"}, 0),
+        (
+            {
+                "__init__.py": "from quantshard.tools import planning",
+                "interop/a.py": "from quantshard.interop import b",
+            },
+            0,
+        ),
+        ({"modules/a.py": "from quantshard.interop import layouts", "interop/a.py": "import quantshard.tools.cli"}, 2),
     ],
     imports_have_no_cycle: [
         ({"tensor.py": "from quantshard import ops", "ops.py": ""}, 0),

@@ -13,9 +13,9 @@ from torch import nn
 import quantshard as qs
 from quantshard import kernels, limits
 from quantshard.errors import FallbackError
-from quantshard.formats import FORMATS, Copy
+from quantshard.formats import FORMATS, Orientation
 from quantshard.gemm import backend, operands
-from quantshard.recipe import Cell, Recipe, resolve
+from quantshard.recipe import QuantSpec, Recipe, resolve
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def fetched() -> None:
     layer = linear(qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
     storage = layer.weight.quantized_storage
     storage.gathered = True
-    for part in [name for name, c in storage.cell.format.by_name.items() if c.copy is Copy.ROWWISE]:
+    for part in [name for name, c in storage.cell.format.by_name.items() if c.copy is Orientation.ROWWISE]:
         del storage.components[part]
     forward(layer, qs.recipe.MXFP8BlockScaling(enable_2d_quantization=False))
 
@@ -99,7 +99,7 @@ def test_recomputation_stays_strict() -> None:
 
 
 def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
-    cells = [Cell(fmt) for fmt in FORMATS.values() if not fmt.transposable and len(fmt.copies) == 1]
+    cells = [QuantSpec(fmt) for fmt in FORMATS.values() if not fmt.transposable and len(fmt.copies) == 1]
     assert cells
     for cell in cells:
         storage = operands.quantize_operand(torch.ones(32, 96), cell)

@@ -11,12 +11,12 @@ from torch import Tensor
 from quantshard import Linear, autocast, convert, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import (
-    Cell,
     DelayedScaling,
     Float8CurrentScaling,
     Gemm,
     MixedRecipe,
     MMParams,
+    QuantSpec,
     Recipe,
     Table,
     TableRecipe,
@@ -29,7 +29,7 @@ DELAYED, CURRENT = DelayedScaling().table, Float8CurrentScaling().table
 INPUT, GRADIENT = TensorRole.INPUT, TensorRole.GRAD_OUTPUT
 
 
-def transformed(cell: Cell) -> Cell:
+def transformed(cell: QuantSpec) -> QuantSpec:
     return replace(cell, scaling=replace(cell.scaling, random_hadamard=True))
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quantshard import sharding
 from quantshard.errors import ConfigurationError
-from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Copy, Role
-from quantshard.recipe import Cell
+from quantshard.formats import ALL, FORMATS, MXFP8_32X32, MXFP8_BOTH, NVFP4_16X16, Orientation, Role
+from quantshard.recipe import QuantSpec
 from quantshard.sharding import ceil_div, whole
 from quantshard.tensor import storage as storages
 
@@ -60,7 +60,7 @@ def covered(extents, inside):
 
 def touched_entries(shard, component):
     """Extents of the entries that a shard's elements lie in."""
-    return [sharding.grid_extent(e, cover) for e, cover in zip(shard.extents, component.covers, strict=True)]
+    return [sharding.grid_extent(e, cover) for e, cover in zip(shard.extents, component.block_shape, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------------------- grids
@@ -114,7 +114,7 @@ def test_clean_means_that_no_block_straddles(fmt, shape, world, dim):
     """By definition, element by element: no grid entry is touched by two pieces, unless it covers the whole dim."""
     pieces = pieces_of(whole(shape), dim, world)
     for component in fmt.components:
-        cover = component.covers[dim]
+        cover = component.block_shape[dim]
         touched = [{i // cover for i in range(*piece.extents[dim])} for piece in pieces]
         straddles = sum(map(len, touched)) > len(set().union(*touched))
         assert pieces[0].cut.is_clean(component) == (cover != ALL and not straddles)
@@ -208,7 +208,7 @@ def test_one_row_on_three_ranks(fmt):
     """The cut of one row is clean for every block: the first rank has it all, the others an empty piece."""
     first, *others = pieces_of(whole((1, 40)), 0, 3)
     for component in fmt.components:
-        if component.covers[0] == ALL:
+        if component.block_shape[0] == ALL:
             assert all(piece.shares_blocks(component) and not piece.gathers(component) for piece in (first, *others))
             assert {piece.component_shape(component) for piece in (first, *others)} == {(1, 1)}
         else:
@@ -248,7 +248,7 @@ def test_an_unclean_cut_stays_so_below():
 @given(shape=shapes, axes=cuts)
 def test_storages_have_the_shapes_and_bytes_that_are_promised(fmt, shape, axes):
     for shard in all_pieces(shape, axes):
-        made = storages.empty(Cell(fmt), shard, "meta").components
+        made = storages.empty(QuantSpec(fmt), shard, "meta").components
         assert {n: tuple(t.shape) for n, t in made.items()} == {
             c.name: shard.component_shape(c) for c in fmt.components
         }
@@ -261,9 +261,9 @@ def test_storages_have_the_shapes_and_bytes_that_are_promised(fmt, shape, axes):
 def test_a_split_is_the_pieces_of_a_storage(fmt, shape, axes, world, dim, data):
     """Also of one that was cut before: the same entries, as views, and the same part of the kept values."""
     shard = data.draw(st.sampled_from(all_pieces(shape, axes)))
-    codes = {which: copy.codes.covers[dim] for which, copy in fmt.copies.items()}
+    codes = {which: copy.codes.block_shape[dim] for which, copy in fmt.copies.items()}
     chunk = ceil_div(shard.shape[dim], world * max(codes.values())) * max(codes.values())
-    storage = storages.empty(Cell(fmt), shard, "cpu")
+    storage = storages.empty(QuantSpec(fmt), shard, "cpu")
     for index, part in enumerate(storage.components.values()):
         part.copy_(torch.arange(part.numel()).view(part.shape) + index)
     storage.high_precision = torch.arange(shard.shape[0] * shard.shape[1]).view(shard.shape)
@@ -365,7 +365,7 @@ def test_a_pass_gets_all_it_needs_and_no_more(fmt, shape, axes):
 def test_slots_of_two_passes_share_their_sizes_by_hand():
     """Rows of 32x1 scales are shared when 48 rows are cut in two, so the columnwise pass has one slot less to fill."""
     fmt, shard = MXFP8_BOTH, pieces_of(whole((48, 64)), 0, 2)[1]
-    passes = ((Copy.ROWWISE,), (Copy.COLUMNWISE,))
+    passes = ((Orientation.ROWWISE,), (Orientation.COLUMNWISE,))
     forward, backward = (sharding.gather_slots(fmt, shard, p, passes) for p in passes)
     assert [(s.name, s.numel) for s in forward] == [("codes", 24 * 64), ("scale_inv", 24 * 2)]
     assert [(s.name, s.numel) for s in backward] == [("columnwise", 24 * 64), (None, 24 * 2)]

@@ -67,7 +67,7 @@ def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
 
 def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
     """The keys of a checkpoint that belong to experts which other ranks hold."""
-    if numbers is None and not any(process_groups.spread_axis(module) for module in model.modules()):
+    if numbers is None and not any(process_groups.expert_axis(module) for module in model.modules()):
         return set()
     own = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
     found = {_MODEL + key for key in state_keys.held_elsewhere(model, own)}

@@ -60,7 +60,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             if param.requires_grad:
                 kept[name] = parts[name].cpu().clone()
             quantized.append((param, parts[name].to(local.device)))
-        requantize.requantize_(quantized, judged=True)
+        requantize.requantize_(quantized, assume_finite=True)
         for name, values in kept.items():
             components.storage_of(params[name]).keep_initial_values(values)
         load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())

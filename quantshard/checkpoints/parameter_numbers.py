@@ -120,7 +120,7 @@ def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers whose experts are spread, by their names with a dot; `GroupedLinear` stands on a higher floor."""
     for name, module in model.named_modules():
-        if process_groups.spread_axis(module) is not None:
+        if process_groups.expert_axis(module) is not None:
             yield f"{components.canonical_name(name)}." if name else "", module
 
 

@@ -24,10 +24,10 @@ from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS, Copy
+from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
-from quantshard.recipe import Cell, format_of_tag
+from quantshard.recipe import QuantSpec, format_of_tag
 from quantshard.state_cells import STATE_CELLS
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
@@ -218,7 +218,7 @@ def write_weights(
                 private_torch.local_tensor(change.param).copy_(value)
                 continue
             quantized.append((change.param, value))
-        requantize.requantize_(quantized, judged=True)
+        requantize.requantize_(quantized, assume_finite=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
 
 
@@ -260,9 +260,9 @@ def _reading(
     if change.source == "split master" and change.saved != HIGH_PRECISION:
         fmt, _ = format_of_tag(change.saved)
         assert fmt is not None, change.saved
-        storage = _codes_of(change.param, weight, Cell(fmt), tensors)
+        storage = _codes_of(change.param, weight, QuantSpec(fmt), tensors)
         rest = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
-        copy, origin = fmt.copies[Copy.ROWWISE], storage.shard.origin
+        copy, origin = fmt.copies[Orientation.ROWWISE], storage.shard.origin
         return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(rest), origin)
     if change.source == "split master":
         high = tensors[weight] = components.zeros_like(change.param, torch.bfloat16)
@@ -271,18 +271,18 @@ def _reading(
         return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
     key = state + MASTER if change.source == "master" else weight
     dtype = _dtype(stored[key])
-    cell: Cell | None = None
+    cell: QuantSpec | None = None
     if change.source == "master" and key + _SCALE in stored and dtype is not None:
         cell = STATE_CELLS[dtype]
     elif change.source == "codes" and change.saved != HIGH_PRECISION:
         fmt, _ = format_of_tag(change.saved)
         assert fmt is not None, change.saved
-        cell = Cell(fmt)
+        cell = QuantSpec(fmt)
     return stored_values(change.param, key, dtype or torch.float32, cell, tensors)
 
 
 def stored_values(
-    param: Tensor, key: str, dtype: torch.dtype, cell: Cell | None, tensors: dict[str, Tensor]
+    param: Tensor, key: str, dtype: torch.dtype, cell: QuantSpec | None, tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
     """Add to `tensors` what is read of a tensor of a parameter's shape, which is stored under a key as plain numbers of
     a dtype or by a cell; the function then gives this rank's values, float32."""
@@ -292,7 +292,7 @@ def stored_values(
     return lambda: private_torch.local_tensor(plain).float()
 
 
-def _codes_of(param: Tensor, key: str, cell: Cell, tensors: dict[str, Tensor]) -> QuantizedStorage:
+def _codes_of(param: Tensor, key: str, cell: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:
     """What components under a key are read into; they are added to `tensors`."""
     device = private_torch.local_tensor(param).device
     storage = storages.empty(cell, components.shard_of(param), device)

@@ -24,7 +24,7 @@ from quantshard.checkpoints.requantize import batches, stored_values
 from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.state_cells import (
     FP8_NONNEGATIVE_STATE,
     FP8_STATE,
@@ -42,8 +42,8 @@ class StateConversion:
     param: Tensor
     role: str
     key: str
-    saved: tuple[torch.dtype, Cell | None]
-    own: tuple[torch.dtype, Cell | None]
+    saved: tuple[torch.dtype, QuantSpec | None]
+    own: tuple[torch.dtype, QuantSpec | None]
 
     @property
     def is_earlier(self) -> bool:
@@ -85,7 +85,7 @@ def _roles(live: Mapping[str, Any]) -> Iterator[str]:
             yield key
 
 
-def _is_known(saved: tuple[torch.dtype, Cell | None]) -> bool:
+def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
     dtype, cell = saved
     return cell is not None or dtype in (torch.float32, torch.bfloat16)
 
@@ -138,6 +138,6 @@ def told_of_earlier(rounded: list[str]) -> str:
     )
 
 
-def _named(kind: tuple[torch.dtype, Cell | None]) -> str:
+def _named(kind: tuple[torch.dtype, QuantSpec | None]) -> str:
     dtype, cell = kind
     return str(dtype).removeprefix("torch.") if cell is None else cell.tag

@@ -91,7 +91,7 @@ def _checked(
             "model.state_dict()"
         )
     for name, module in model.named_modules():
-        if full and process_groups.spread_axis(module) is not None:
+        if full and process_groups.expert_axis(module) is not None:
             raise ConfigurationError(
                 f"high_precision_state_dict(full=True): the experts of {name or type(module).__name__} are spread over "
                 "ranks, of which none has all names; take full=False, which gives each rank its own"

@@ -50,12 +50,12 @@ def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
     setattr(param, _OTHERS, _SpreadGroup(group))
 
 
-def is_spread(param: Tensor) -> bool:
+def is_expert_parallel(param: Tensor) -> bool:
     """Whether other ranks hold other parameters in its place."""
     return _others(param) is not None
 
 
-def spread_axis(module: nn.Module) -> DeviceMesh | None:
+def expert_axis(module: nn.Module) -> DeviceMesh | None:
     """The axis whose ranks hold other parameters of a module in the place of these; None of most modules.
 
     The module says so itself: `fully_shard` puts other tensors in its parameters' place, and a note on those is lost.

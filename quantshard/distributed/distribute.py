@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from quantshard import limits, private_torch, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.tensor import components
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -64,7 +64,7 @@ def empty_parameter(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    cell: Cell | None = None,
+    cell: QuantSpec | None = None,
     state: dict[str, Tensor] | None = None,
 ) -> nn.Parameter:
     """What `shard_parameter` makes of a parameter of this global shape, without its values and without the whole.
@@ -128,12 +128,12 @@ def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: s
     return coordinate[0] * chunk, chunk
 
 
-def _check_codes(cell: Cell, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
+def _check_codes(cell: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> None:
     cut = sharding.whole((shape[0], shape[1])).piece(dim, 0, shape[dim] // mesh.size()).cut
     assert cut is not None
     codes = [part for part in cell.format.components if part.role is Role.CODES]
     if not all(cut.is_clean(part) for part in codes):
-        packed = max(part.covers[dim] for part in codes)
+        packed = max(part.block_shape[dim] for part in codes)
         raise ConfigurationError(
             limits.refusal(
                 "cut in a byte",

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, private_torch
-from quantshard.formats import ALL, E4M3, E5M2, Copy
+from quantshard.formats import ALL, E4M3, E5M2, Orientation
 from quantshard.gemm import scaled_products
 from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
 from quantshard.gemm.operands import Operand, is_large
 from quantshard.gemm.scaled_products import Capability, ScaledProduct
-from quantshard.recipe import OPERANDS, Cell, Gemm, Recipe, TensorRole
-from quantshard.tensor.storage import OperandLayout, QuantizedStorage
+from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe, TensorRole
+from quantshard.tensor.storage import GemmKey, QuantizedStorage
 
 
 def matmul(
@@ -37,7 +37,7 @@ def matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: Tensor | None = None,
-    poison: Tensor | None = None,
+    nan_flag: Tensor | None = None,
     precision: torch.dtype | None = None,
     fast: bool = False,
     read: ReadOperand | None = None,
@@ -51,29 +51,29 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, what is emulated for layers of 16 bits
             reads operands rounded to bfloat16, which MXFP8 is exactly.
         fast: sums need not be in float32; see `recipe.MMParams`. For a float32 result they are.
-        read: what `right_operands.RightOperands` has given for b.
+        read: what `weight_operands.WeightOperands` has given for b.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
         plan = product_plan(
-            a.layout or a.laid_out(), not transpose_a, b.layout or b.laid_out(), transpose_b,
+            a.layout or a.gemm_key(), not transpose_a, b.layout or b.gemm_key(), transpose_b,
             scaled_products.capability_of(next(iter(a.components.values())).device),
             out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
         if isinstance(plan, ProductPlan):
-            return plan.run(a, b, bias, poison, read)
-    return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, poison, precision or out_dtype)
+            return plan.run(a, b, bias, nan_flag, read)
+    return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
 
 
-def values_together(a: Tensor, rights: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
+def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
     """The right operands of several emulated products a @ b as values, by one kernel; as they are if one cannot make
     them all, and if they are large: then each is there only while it is multiplied."""
-    stored = [each for each in rights if isinstance(each, QuantizedStorage)]
-    if len(stored) < max(len(rights), 2) or len({each.cell.format for each in stored}) > 1:
-        return rights
+    stored = [each for each in weight_operands if isinstance(each, QuantizedStorage)]
+    if len(stored) < max(len(weight_operands), 2) or len({each.cell.format for each in stored}) > 1:
+        return weight_operands
     copies = stored[0].cell.format.copies
-    which = Copy.COLUMNWISE if Copy.COLUMNWISE in copies else Copy.ROWWISE
+    which = Orientation.COLUMNWISE if Orientation.COLUMNWISE in copies else Orientation.ROWWISE
     if any(not each.has(which) or is_large(each.components[copies[which].codes.name]) for each in stored):
-        return rights
+        return weight_operands
     dtype = _read_dtype(a, stored[0], precision)
     parts = [(each.touched(), each.shard.shape, each.shard.origin) for each in stored]
     return kernel_dispatch.dequantize_together(copies[which], parts, dtype)
@@ -107,7 +107,7 @@ class ProductPlan:
         a: QuantizedStorage,
         b: QuantizedStorage,
         bias: Tensor | None,
-        poison: Tensor | None,
+        nan_flag: Tensor | None,
         read: ReadOperand | None,
     ) -> Tensor:
         """The product, as `matmul` gives it."""
@@ -116,7 +116,7 @@ class ProductPlan:
             fused, bias = F.pad(bias, (0, self.more_cols)) if self.more_cols else bias, None
         takes_poison = right.takes_poison and (read is not None or not (right.is_swizzled and right.is_ready(b)))
         a_codes, a_scales = left.read(a, None)
-        b_codes, b_scales = read or right.read(b, poison if takes_poison else None)
+        b_codes, b_scales = read or right.read(b, nan_flag if takes_poison else None)
         out: Tensor = private_torch.scaled_mm(
             a_codes, b_codes, a_scales, left.scales.recipes, left.scales.swizzle,
             b_scales, right.scales.recipes, right.scales.swizzle, fused, self.sums, (), self.fast,
@@ -125,14 +125,14 @@ class ProductPlan:
             out = out[: self.rows, : self.cols]
         if bias is not None:
             out = (out + bias.float()).to(self.out_dtype)
-        return out if poison is None or takes_poison else out + poison.to(self.out_dtype)
+        return out if nan_flag is None or takes_poison else out + nan_flag.to(self.out_dtype)
 
 
 @lru_cache(maxsize=1024)
 def product_plan(
-    left: OperandLayout,
+    left: GemmKey,
     left_as_stored: bool,
-    right: OperandLayout,
+    right: GemmKey,
     right_as_stored: bool,
     capability: Capability | None,
     out_dtype: torch.dtype,
@@ -167,16 +167,16 @@ def _emulated(
     transpose_a: bool,
     transpose_b: bool,
     bias: Tensor | None,
-    poison: Tensor | None,
+    nan_flag: Tensor | None,
     precision: torch.dtype,
 ) -> Tensor:
     dtype = _read_dtype(a, b, precision)
-    if poison is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
-        a = a + poison.to(a.dtype)
+    if nan_flag is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
+        a = a + nan_flag.to(a.dtype)
     # where codes are read it is taken in by the way
-    of_a, of_b = (poison, None) if isinstance(a, QuantizedStorage) else (None, poison)
-    left = _values(a, Copy.COLUMNWISE if transpose_a else Copy.ROWWISE, dtype, of_a)
-    right = _values(b, Copy.ROWWISE if transpose_b else Copy.COLUMNWISE, dtype, of_b)
+    of_a, of_b = (nan_flag, None) if isinstance(a, QuantizedStorage) else (None, nan_flag)
+    left = _values(a, Orientation.COLUMNWISE if transpose_a else Orientation.ROWWISE, dtype, of_a)
+    right = _values(b, Orientation.ROWWISE if transpose_b else Orientation.COLUMNWISE, dtype, of_b)
     left, right = left.t() if transpose_a else left, right.t() if transpose_b else right
     # `torch.mm` rounds its sums to bf16 itself; where more follows it is asked for them, which works on GPUs alone
     sums = dtype if bias is None and out_dtype is dtype else torch.float32
@@ -202,11 +202,11 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
-def _values(operand: Operand, wanted: Copy, dtype: torch.dtype, poison: Tensor | None = None) -> Tensor:
+def _values(operand: Operand, wanted: Orientation, dtype: torch.dtype, nan_flag: Tensor | None = None) -> Tensor:
     if isinstance(operand, Tensor):
         return operand.to(dtype)
-    which = wanted if wanted in operand.cell.format.copies else Copy.ROWWISE
-    return operand.dequantize(which, dtype, poison)
+    which = wanted if wanted in operand.cell.format.copies else Orientation.ROWWISE
+    return operand.dequantize(which, dtype, nan_flag)
 
 
 # Many experts at once ------------------------------------------------------------------------------------------------
@@ -229,7 +229,9 @@ def block_together(recipe: Recipe) -> int | None:
     cells = [{cell for (role, _), cell in recipe.table.items() if role is of} for of in TensorRole]
     if any(len(found) != 1 or not _is_plain(*found) for found in cells):
         return None
-    weight, *others = ((*cell.format.copies[Copy.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in cells)
+    weight, *others = (
+        (*cell.format.copies[Orientation.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in cells
+    )
     if {weight[:2], *(other[:2] for other in others)} == {(ALL, ALL)}:
         return 0
     block = weight[0]
@@ -237,10 +239,10 @@ def block_together(recipe: Recipe) -> int | None:
     return block if fits else None
 
 
-def _is_plain(cell: Cell) -> bool:
+def _is_plain(cell: QuantSpec) -> bool:
     scaling, copies = cell.scaling, cell.format.copies
     nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
-    return nearest and len(copies) == 1 and copies[Copy.ROWWISE].codes.encoding in (E4M3, E5M2)
+    return nearest and len(copies) == 1 and copies[Orientation.ROWWISE].codes.encoding in (E4M3, E5M2)
 
 
 def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
@@ -269,7 +271,7 @@ def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: to
     fmt = stored.cell.format
     if not fmt.serves_columns:
         taken.append("turned")
-    if stored.gathered and not stored.has(Copy.ROWWISE):
+    if stored.gathered and not stored.has(Orientation.ROWWISE):
         taken.append("fetched")
     return tuple(taken)
 
@@ -289,12 +291,12 @@ def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
     return tuple(found)
 
 
-def gemm_path(cell: Cell | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
+def gemm_path(cell: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
     """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason). By a recipe,
     if it is known and stores such weights: native are those all of whose products are."""
     if cell is None:
         return "native", "high precision"
-    name = cell.format.copies[Copy.ROWWISE].codes.encoding.name
+    name = cell.format.copies[Orientation.ROWWISE].codes.encoding.name
     capability = scaled_products.capability_of(device)
     if capability is None:
         where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"

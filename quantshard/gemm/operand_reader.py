@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch
-from quantshard.formats import ALL, FP32, Component, Copy, Format, QuantizedCopy
+from quantshard.formats import ALL, FP32, Component, Format, Orientation, OrientedCodes
 from quantshard.gemm import scaled_products
 from quantshard.gemm.scaled_products import Kind, ScaleLayout
 from quantshard.sharding import Shard, ceil_div
@@ -30,8 +30,8 @@ class OperandSpec(NamedTuple):
     all. `transposed`: as against what is stored.
     """
 
-    which: Copy
-    copy: QuantizedCopy
+    which: Orientation
+    copy: OrientedCodes
     shape: tuple[int, int]
     block: tuple[int, int]
     origin: tuple[int, int]
@@ -42,8 +42,8 @@ class OperandSpec(NamedTuple):
     def of(fmt: Format, shard: Shard, as_stored: bool) -> OperandSpec | None:
         """That of an operand whose summed dim is its last (`as_stored`) or its first; None if no codes can be read
         so."""
-        which = Copy.ROWWISE if as_stored or Copy.COLUMNWISE not in fmt.copies else Copy.COLUMNWISE
-        if not (as_stored or fmt.transposable or which is Copy.COLUMNWISE):
+        which = Orientation.ROWWISE if as_stored or Orientation.COLUMNWISE not in fmt.copies else Orientation.COLUMNWISE
+        if not (as_stored or fmt.transposable or which is Orientation.COLUMNWISE):
             return None
         copy = fmt.copies[which]
         cuts = (_touched(shard, copy.codes), _touched(shard, copy.scale))
@@ -127,51 +127,51 @@ class OperandReader:
         """True if a kernel has made the operand with scales that are swizzled already."""
         return self.scale in storage.components and storage.components[self.scale].ndim == 1
 
-    def read(self, storage: QuantizedStorage, poison: Tensor | None) -> ReadOperand:
+    def read(self, storage: QuantizedStorage, nan_flag: Tensor | None) -> ReadOperand:
         """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
-        scales, to which `poison` is added."""
+        scales, to which `nan_flag` is added."""
         if self.is_swizzled:
             if not self.is_ready(storage):
-                return OperandReader.swizzled([self], [storage], [poison], [None])[0]
+                return OperandReader.swizzled([self], [storage], [nan_flag], [None])[0]
             parts = storage.components
             codes = parts[self.codes]
             scales = (parts[self.scale],) if self.amax is None else (parts[self.scale], parts[SECOND_SCALE])
             return codes.t() if self.right else codes, scales
         if self.is_transposed:
-            return OperandReader.transposed([self], [storage], [poison])[0]
+            return OperandReader.transposed([self], [storage], [nan_flag])[0]
         if self.codes not in storage.components:
             storage = storage.with_copy(self.spec.which)
         if self.is_viewed:
             codes, grid = storage.components[self.codes], storage.components[self.scale]
             if self.right or codes.dtype is not self.native:
                 codes = storage.view(self.codes, self.native_codes)
-            if poison is not None:
-                grid = self.scales.layout(grid + poison)
+            if nan_flag is not None:
+                grid = self.scales.layout(grid + nan_flag)
             elif self.right and self.turns_scales:
                 grid = storage.view(self.scale, self.scales.layout)
             elif self.turns_scales and grid.stride() != self.strides:  # no weight's: kernels store it as it is read
                 grid = self.scales.layout(grid)
         else:
-            codes, grid = self._made(*self._touched(storage), poison)
+            codes, grid = self._made(*self._touched(storage), nan_flag)
         return codes, (grid,) if self.amax is None else (grid, self._second(storage.components[self.amax]))
 
     @staticmethod
     def transposed(
-        readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], poisons: Sequence[Tensor | None]
+        readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], nan_flags: Sequence[Tensor | None]
     ) -> list[ReadOperand]:
         """The same of several that are transposed (`is_transposed`) alike, by one kernel."""
         parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
         lays = readers[0].lays_blocks
         found = kernel_dispatch.by_columns(
-            [(codes, grid if lays else None, poison if lays else None)
-             for (codes, grid), poison in zip(parts, poisons, strict=True)],
+            [(codes, grid if lays else None, nan_flag if lays else None)
+             for (codes, grid), nan_flag in zip(parts, nan_flags, strict=True)],
             readers[0].native,
         )  # fmt: skip
         results: list[ReadOperand] = []
-        for each, (codes, laid), (_, grid), poison in zip(readers, found, parts, poisons, strict=True):
+        for each, (codes, laid), (_, grid), nan_flag in zip(readers, found, parts, nan_flags, strict=True):
             if laid is None:
                 grid = grid.t() if each.turns_scales else grid
-                laid = each.scales.layout(grid if poison is None else grid + poison)
+                laid = each.scales.layout(grid if nan_flag is None else grid + nan_flag)
             else:
                 laid = scaled_products.strided(laid, (1, laid.shape[0]))
             results.append((codes if each.right else codes.t(), (laid,)))
@@ -181,12 +181,12 @@ class OperandReader:
     def swizzled(
         readers: Sequence[OperandReader],
         storages: Sequence[QuantizedStorage],
-        poisons: Sequence[Tensor | None],
+        nan_flags: Sequence[Tensor | None],
         others: Sequence[Tensor | None],
     ) -> list[ReadOperand]:
         """The same of several of one copy whose scales are swizzled (`is_swizzled`), which are not so yet, by one
         kernel; `others`: scales E8M0 that are poisoned too."""
-        operands = SwizzledOperands(readers, storages, poisons, others)
+        operands = SwizzledOperands(readers, storages, nan_flags, others)
         return operands.read(kernel_dispatch.swizzle(operands.copy, operands.matrices, operands.turned))
 
     def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
@@ -197,15 +197,15 @@ class OperandReader:
         of_codes, of_scales = self.spec.cuts
         return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
 
-    def _made(self, codes: Tensor, grid: Tensor, poison: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _made(self, codes: Tensor, grid: Tensor, nan_flag: Tensor | None) -> tuple[Tensor, Tensor]:
         """New codes and scales."""
         spec = self.spec
         if spec.transposed:
             codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0]), grid.t()
         if self.repeats:
             grid = grid.repeat_interleave(self.repeats, 0)[: spec.shape[0]]
-        if poison is not None:
-            grid = grid + poison
+        if nan_flag is not None:
+            grid = grid + nan_flag
         if self.is_padded:
             codes, grid = F.pad(codes, self.more_codes), F.pad(grid, self.more_scales)
         if self.size == 1:  # a transposed column may have any stride here
@@ -224,18 +224,20 @@ class SwizzledOperands:
         self,
         readers: Sequence[OperandReader],
         storages: Sequence[QuantizedStorage],
-        poisons: Sequence[Tensor | None] | None = None,
+        nan_flags: Sequence[Tensor | None] | None = None,
         others: Sequence[Tensor | None] | None = None,
     ) -> None:
         nothing = [None] * len(storages)
         self.readers, self.copy, self.turned = readers, readers[0].spec.copy, readers[0].spec.transposed
         self.matrices = list[kernel_dispatch.StoredMatrix]()
         self._held = list[QuantizedStorage]()
-        for each, storage, poison, other in zip(readers, storages, poisons or nothing, others or nothing, strict=True):
+        for each, storage, nan_flag, other in zip(
+            readers, storages, nan_flags or nothing, others or nothing, strict=True
+        ):
             stored = storage if each.codes in storage.components else storage.with_copy(each.spec.which)
             parts = stored.components
             amax = None if each.amax is None else parts[each.amax]
-            self.matrices.append((stored.shard.shape, parts[each.codes], parts[each.scale], amax, poison, other))
+            self.matrices.append((stored.shard.shape, parts[each.codes], parts[each.scale], amax, nan_flag, other))
             self._held.append(stored)
 
     def read(self, made: Sequence[kernel_dispatch.SwizzledMatrix]) -> list[ReadOperand]:

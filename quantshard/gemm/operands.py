@@ -20,11 +20,11 @@ from quantshard import kernel_dispatch, numerics, private_torch, sharding
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Group
 from quantshard.errors import ConfigurationError
-from quantshard.formats import ALL, Copy
+from quantshard.formats import ALL, Orientation
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.numerics.hadamard import HADAMARD_SIGNS
-from quantshard.recipe import Cell, CellPair
+from quantshard.recipe import CellPair, QuantSpec
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage, scale_names
@@ -32,7 +32,7 @@ from quantshard.tensor.storage import QuantizedStorage, scale_names
 Operand = Tensor | QuantizedStorage
 """A matrix of a GEMM: in high precision, or quantized."""
 
-WordsOf = Callable[[Shard], RandomBits]
+RandomBitsFn = Callable[[Shard], RandomBits]
 """Gives the random words of a rectangle, by its global shape and origin."""
 
 
@@ -47,7 +47,7 @@ class OperandUsage(NamedTuple):
     first: bool
     second: bool
     sums: bool = False
-    poison: bool = False
+    nan_flag: bool = False
     passing: int = 0
 
 
@@ -56,8 +56,8 @@ operand_usage = lru_cache(OperandUsage)
 
 
 def quantized_cells(
-    first: Cell | None, second: Cell | None, wanted: OperandUsage
-) -> tuple[Cell | None, Cell | None, bool]:
+    first: QuantSpec | None, second: QuantSpec | None, wanted: OperandUsage
+) -> tuple[QuantSpec | None, QuantSpec | None, bool]:
     """By which cells a matrix is quantized, and its transpose, for two GEMMs, of `first` and `second`; and whether both
     read the first quantization."""
     shared = wanted.second and serves_both(first, second)
@@ -77,12 +77,14 @@ def is_large(x: Tensor) -> bool:
 @lru_cache
 def scales_by_one_amax(cells: CellPair) -> bool:
     """True if nothing but the amax of a whole matrix need be known of it before it is quantized by these cells."""
-    blocks = [cell.format.copies[Copy.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local]
+    blocks = [
+        cell.format.copies[Orientation.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local
+    ]
     plain = not any(cell is not None and cell.scaling.random_hadamard for cell in cells)
     return plain and all(block == (ALL, ALL) for block in blocks)
 
 
-def needs_amax(*cells: Cell | None) -> bool:
+def needs_amax(*cells: QuantSpec | None) -> bool:
     """True if an amax must be known before values are quantized by these cells: theirs, or under delayed scaling one of
     the past."""
     return any(cell is not None and not cell.format.is_local for cell in cells)
@@ -98,7 +100,7 @@ def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
     return found.view(())
 
 
-def serves_both(first: Cell | None, second: Cell | None) -> bool:
+def serves_both(first: QuantSpec | None, second: QuantSpec | None) -> bool:
     """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
     return first == second and first is not None and first.format.transposable
 
@@ -142,7 +144,7 @@ _MIXED = len(HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mi
 
 def quantize_operand(
     values: Tensor,
-    cell: Cell,
+    cell: QuantSpec,
     *,
     amax: Tensor | None = None,
     words: RandomWords | None = None,
@@ -196,14 +198,14 @@ def _amaxes(
     return amaxes
 
 
-def operand_shard(shape: tuple[int, int], cell: Cell, split: OperandSplit | None = None) -> Shard:
+def operand_shard(shape: tuple[int, int], cell: QuantSpec, split: OperandSplit | None = None) -> Shard:
     """The rectangle that `quantize_operand` writes for values of `shape` [R, C]: C is padded where the cell transforms
     it."""
     padded = (shape[0], shape[1] + (-shape[1] % _MIXED if cell.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
 
-def gathers_codes(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> bool:
+def gathers_codes(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
     """True if pieces of `shape` [R, C] can be quantized apart, and gathering their codes gives the quantized whole.
 
     They cannot where the cut crosses something finer than a scale block: 16 elements that a Hadamard transform mixes,
@@ -216,7 +218,7 @@ def gathers_codes(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> bo
     return not mixes and all(shard.gathers(copy.codes) for copy in cell.format.copies.values())
 
 
-def _inseparable(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> str:
+def _inseparable(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> str:
     together = _MIXED if cell.scaling.random_hadamard else 2
     why = "are transformed together" if cell.scaling.random_hadamard else "share a byte"
     return (
@@ -227,7 +229,12 @@ def _inseparable(cell: Cell, shape: tuple[int, int], split: OperandSplit) -> str
 
 
 def quantize_and_gather(
-    values: Tensor, cell: Cell, split: OperandSplit, *, amax: Tensor | None = None, words: WordsOf | None = None
+    values: Tensor,
+    cell: QuantSpec,
+    split: OperandSplit,
+    *,
+    amax: Tensor | None = None,
+    words: RandomBitsFn | None = None,
 ) -> QuantizedStorage:
     """Quantize a matrix of which this rank has the piece `values` [R, C], and return the whole. A collective call.
 

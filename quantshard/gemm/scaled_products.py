@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Copy, Format, QuantizedCopy
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Format, Orientation, OrientedCodes
 from quantshard.numerics import swizzling
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 
 Capability = tuple[int, int]
 NEVER: Capability = (99, 0)
@@ -161,7 +161,7 @@ NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
 """The scaled products that there are, by the kinds of the left and the right operand."""
 
 
-def kind_of(copy: QuantizedCopy, block: tuple[int, int]) -> Kind:
+def kind_of(copy: OrientedCodes, block: tuple[int, int]) -> Kind:
     """By which `NATIVE` finds an operand that is read from this copy, in blocks of this shape."""
     return (copy.codes.encoding.name, copy.scale.encoding.name, *block)
 
@@ -178,7 +178,7 @@ def flat(kind: Kind) -> Kind:
 
 def stored_kind(fmt: Format) -> Kind:
     """The kind of an operand that was quantized along its rows."""
-    copy = fmt.copies[Copy.ROWWISE]
+    copy = fmt.copies[Orientation.ROWWISE]
     return kind_of(copy, copy.block)
 
 
@@ -187,7 +187,7 @@ def product_of_formats(left: Format, right: Format) -> ScaledProduct | None:
     return product_of_kinds(stored_kind(left), stored_kind(right))
 
 
-def products_of(cell: Cell) -> list[ScaledProduct]:
+def products_of(cell: QuantSpec) -> list[ScaledProduct]:
     """The scaled products that a weight can be the right operand of, on any hardware."""
     kind = stored_kind(cell.format)
     found = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]

@@ -1,1 +1,1 @@
-"""Frameworks that train models of others: one file each, imported by the user."""
+"""Public import paths of the framework integrations; the code is in `quantshard.interop.frameworks`."""

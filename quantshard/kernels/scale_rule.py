@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quantshard.formats import ALL, E8M0, FP32, QuantizedCopy, Scaling
+from quantshard.formats import ALL, E8M0, FP32, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 
 FLOAT32_MAX: Final = torch.finfo(torch.float32).max
@@ -51,7 +51,7 @@ class ScaleRule(NamedTuple):
     epsilon: float
 
 
-def scale_rule(copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
+def scale_rule(copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
     """The rule of one copy of a format, for values of `dtype`."""
     kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
     return ScaleRule(

@@ -26,18 +26,18 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch, sharding
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
 from quantshard.kernels import workspace
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.state_cells import ACTIVATION_CELLS
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
-    from quantshard.gemm.producers import TensorProducer
-    from quantshard.kernels.quantize.targets import EpilogueRequest, QuantizeRequest, QuantizeSpec
+    from quantshard.gemm.producers import TensorSource
+    from quantshard.kernels.quantize.targets import KernelOutputs, QuantizeRequest, QuantizeSpec
 
 HIGH_PRECISION: Final = "high_precision"
 _PARTS = 3  # codes, scales and poison of an input
@@ -58,7 +58,7 @@ class ActivationStorage(NamedTuple):
     cut over ranks, if they are."""
 
     name: str
-    cell: Cell | None
+    cell: QuantSpec | None
     split: OperandSplit | None = None
 
     def for_backward(self, *tensors: Any) -> ActivationStorage:
@@ -98,7 +98,7 @@ class ActivationStorage(NamedTuple):
         """Tensors as `keep` gives of one input [tokens, features], which is like `like`."""
         if self.cell is None:
             return [like]
-        copy, (tokens, features) = self.cell.format.copies[Copy.ROWWISE], like.shape
+        copy, (tokens, features) = self.cell.format.copies[Orientation.ROWWISE], like.shape
         blocks = sharding.ceil_div(features, copy.block[1])
         return [
             like.new_empty((tokens, features), dtype=copy.codes.encoding.storage),
@@ -106,7 +106,7 @@ class ActivationStorage(NamedTuple):
             like.new_empty((1, 1), dtype=torch.float32),
         ]
 
-    def _quantized(self, cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
+    def _quantized(self, cell: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
         split = self._across(cell, rows[0].shape[1])
         if split is None and kernel_dispatch.has_float_kernels(*rows):
             return _by_kernels(cell, rows)
@@ -114,27 +114,27 @@ class ActivationStorage(NamedTuple):
         for x in rows:
             storage = operands.quantize_operand(x, cell, split=split)
             zero = torch.zeros((1, 1), dtype=torch.float32, device=x.device)
-            poison = torch.where(torch.isfinite(x).all(), zero, torch.nan)
-            found += [*(storage.components[part.name] for part in cell.format.components), poison]
+            nan_flag = torch.where(torch.isfinite(x).all(), zero, torch.nan)
+            found += [*(storage.components[part.name] for part in cell.format.components), nan_flag]
         return found
 
-    def _dequantized(self, cell: Cell, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def _dequantized(self, cell: QuantSpec, kept: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         found = []
         while kept:
-            *parts, poison = kept[:_PARTS]
+            *parts, nan_flag = kept[:_PARTS]
             del kept[:_PARTS]
             components = dict(zip((part.name for part in cell.format.components), parts, strict=True))
             storage = QuantizedStorage(cell, self._shard(cell, parts[0]), components)
-            found.append(storage.dequantize(Copy.ROWWISE, dtype, poison))
+            found.append(storage.dequantize(Orientation.ROWWISE, dtype, nan_flag))
             del parts, components, storage  # the codes of one go before the values of the next are made
         return found
 
-    def _across(self, cell: Cell, features: int) -> OperandSplit | None:
+    def _across(self, cell: QuantSpec, features: int) -> OperandSplit | None:
         """The split, if a block has pieces on several ranks."""
-        covered = cell.format.copies[Copy.ROWWISE].block[1]
+        covered = cell.format.copies[Orientation.ROWWISE].block[1]
         return None if self.split is None or features % covered == 0 else self.split
 
-    def _shard(self, cell: Cell, codes: Tensor) -> Shard:
+    def _shard(self, cell: QuantSpec, codes: Tensor) -> Shard:
         shape = (codes.shape[0], codes.shape[1])
         return operands.operand_shard(shape, cell, self._across(cell, shape[1]))
 
@@ -144,16 +144,16 @@ STORAGES: Final = {name: ActivationStorage(name, cell) for name, cell in ACTIVAT
 AS_IS: Final = STORAGES[HIGH_PRECISION]
 
 
-def _by_kernels(cell: Cell, rows: Sequence[Tensor]) -> list[Tensor]:
+def _by_kernels(cell: QuantSpec, rows: Sequence[Tensor]) -> list[Tensor]:
     """By one kernel for all that lie alike in memory."""
     if any(x.stride() != rows[0].stride() for x in rows):
         return [part for x in rows for part in _by_kernels(cell, [x])]
-    spec = QuantizeSpec(cell.format.copies[Copy.ROWWISE], cell.scaling)
-    asked = [EpilogueRequest(QuantizeRequest(spec), poison=workspace.zero(x.device)) for x in rows]
+    spec = QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling)
+    asked = [KernelOutputs(QuantizeRequest(spec), nan_flag=workspace.zero(x.device)) for x in rows]
     found: list[Tensor] = []
-    for (output, _), each in zip(TensorProducer.emit_all(list(map(TensorProducer, rows)), asked), asked, strict=True):
-        assert output is not None and each.poison is not None
-        found += [output.codes, output.scale, each.poison]
+    for (output, _), each in zip(TensorSource.emit_all(list(map(TensorSource, rows)), asked), asked, strict=True):
+        assert output is not None and each.nan_flag is not None
+        found += [output.codes, output.scale, each.nan_flag]
     return found
 
 

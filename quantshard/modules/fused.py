@@ -71,7 +71,7 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
-    return bool(recipe.table) and all([producers.covers(dtype, pair) for pair in recipe.activations.values()])
+    return bool(recipe.table) and all([producers.block_shape(dtype, pair) for pair in recipe.activations.values()])
 
 
 @private_torch.constant_in_graphs
@@ -271,14 +271,16 @@ def _mlp_gradients(
     dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
-    rights = None
+    weight_operands = None
     if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):  # else their codes are made when dh is gone
-        rights = fc1.saved.rights(fc1.tensors)
-    ways = through_activation(dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, rights)
+        weight_operands = fc1.saved.weight_operands(fc1.tensors)
+    out_grads = through_activation(
+        dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, weight_operands
+    )
     del dh
     inner.tensors.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
-    dy, of_fc1 = fc1.saved.gradients(ways, fc1.tensors, fc1.needed, x_wgrad, rights)
+    dy, of_fc1 = fc1.saved.gradients(out_grads, fc1.tensors, fc1.needed, x_wgrad, weight_operands)
     return dy, of_fc1, of_fc2
 
 

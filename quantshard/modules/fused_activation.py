@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantshard import kernels
 from quantshard.gemm import operands
-from quantshard.gemm.right_operands import RightOperands
+from quantshard.gemm.weight_operands import WeightOperands
 from quantshard.modules.activation_storage import AS_IS, ActivationStorage
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
@@ -23,7 +23,7 @@ if kernels.USABLE:
         ActivationProducer,
         GatedGradientProducer,
         OperandProducer,
-        TensorProducer,
+        TensorSource,
     )
     from quantshard.kernels.fused import activation as activation_kernels
     from quantshard.kernels.fused import epilogue
@@ -66,7 +66,7 @@ def through_activation(
     fc1: LinearBackward,
     needed: LinearGradMask,
     apart: bool = False,
-    rights: RightOperands | None = None,
+    weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
     """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result; `rights`: its
     weights, as of `gemm_operands`.
@@ -92,16 +92,16 @@ def through_activation(
     is_large = operands.is_large(gate)
     if any(each.plan.reads_values or (is_large and each.plan.decodes) for each in asked):
         is_alike = all(each.wanted == asked[0].wanted for each in asked)  # not if one weight or bias is frozen
-        given = [TensorProducer.empty(gate, each.plan if is_alike else None) for each in asked]
+        given = [TensorSource.empty(gate, each.plan if is_alike else None) for each in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
         if is_alike and not is_large:
-            return iter(operands_together(asked, given, rights))
+            return iter(operands_together(asked, given, weight_operands))
         return _quantized(asked, given)
     outputs = [each.outputs() for each in asked]
     targets = _activation_backward(rows, gate, up, activation, outputs)
     taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]
     if asked[0].watching is not None:  # as of all parts
-        given = [TensorProducer.empty(gate) for _ in asked]
+        given = [TensorSource.empty(gate) for _ in asked]
         _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
         for each, values, made in zip(asked, given, taken, strict=True):
             if each.watching is not None:
@@ -109,7 +109,7 @@ def through_activation(
     return iter(taken)
 
 
-def _quantized(asked: list[OperandRequest], given: list[TensorProducer]) -> Iterator[GemmOperands]:
+def _quantized(asked: list[OperandRequest], given: list[TensorSource]) -> Iterator[GemmOperands]:
     """Each when it is asked for, when the inputs of the activation are gone; its values go with it."""
     while given:
         yield asked.pop(0).of(given.pop(0))
@@ -135,7 +135,7 @@ def _emptying(asked: OperandRequest, sources: list[OperandProducer]) -> GemmOper
 
 
 def _activation_backward(
-    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[epilogue.EpilogueRequest]
+    dh: Tensor, gate: Tensor, up: Tensor | None, activation: str, wanted: Sequence[epilogue.KernelOutputs]
 ) -> tuple[epilogue.Targets, epilogue.Targets]:
     of_up = wanted[1] if up is not None else None
     return activation_kernels.activate_backward_and_quantize(dh, gate, activation, up, wanted[0], of_up)

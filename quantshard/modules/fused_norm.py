@@ -16,7 +16,7 @@ from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import NormProducer, OperandProducer, TensorProducer
+    from quantshard.gemm.producers import NormProducer, OperandProducer, TensorSource
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
 
@@ -109,7 +109,7 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
     Amaxes of all its results, or of rows and, if it `keeps` wgrad's operand, columns, are taken with the statistics.
     """
     if front.normalization is None:
-        return NO_NORM, TensorProducer(epilogue.matrix(private_torch.plain(front.x)))
+        return NO_NORM, TensorSource(epilogue.matrix(private_torch.plain(front.x)))
     by = recipe.activations[TensorRole.INPUT]
     amax = workspace.zero(front.x.device) if producers.are_by_amax(by) else None
     of_rows = producers.row_amaxes(by, front.x, keeps)

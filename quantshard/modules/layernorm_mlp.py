@@ -158,7 +158,7 @@ class _KernelActivation(torch.autograd.Function):
 def _value_by_kernel(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     gate, other = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
-    outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
+    outputs = epilogue.KernelOutputs(high=epilogue.matrix(out))
     activation_kernel.activate_and_quantize(gate, activation, other, outputs)
     return out
 
@@ -167,7 +167,7 @@ def _gradients_by_kernel(dy: Tensor, x: Tensor, up: Tensor | None, activation: s
     dh, gate, other = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
     dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    into_x, into_up = epilogue.EpilogueRequest(high=dx), None if dup is None else epilogue.EpilogueRequest(high=dup)
+    into_x, into_up = epilogue.KernelOutputs(high=dx), None if dup is None else epilogue.KernelOutputs(high=dup)
     activation_kernel.activate_backward_and_quantize(dh, gate, activation, other, into_x, into_up)
     return dx.view(x.shape), None if dup is None else dup.view(x.shape)
 

@@ -152,7 +152,7 @@ class _KernelNorm(torch.autograd.Function):
         other = None if residual is None else private_torch.plain(residual)
         statistics, total = norm_kernel.norm_statistics(x, rule.eps, rule.centered, residual=other)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        outputs = epilogue.EpilogueRequest(high=epilogue.matrix(out))
+        outputs = epilogue.KernelOutputs(high=epilogue.matrix(out))
         parameters = parameters_of(weight, bias, rule)
         norm_kernel.normalize_and_quantize(epilogue.matrix(total), statistics, parameters, outputs)
         ctx.save_for_backward(total, weight, bias, *statistics)

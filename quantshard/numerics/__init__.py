@@ -28,7 +28,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quantshard.formats import ALL, E8M0, FP32, Copy, Encoding, Format, QuantizedCopy, Role, Scaling
+from quantshard.formats import ALL, E8M0, FP32, Encoding, Format, Orientation, OrientedCodes, Role, Scaling
 from quantshard.numerics.chunks import in_chunks as in_chunks
 from quantshard.numerics.hadamard import hadamard16 as hadamard16
 from quantshard.numerics.random_bits import Pair as Pair
@@ -214,55 +214,55 @@ def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ amax and scale
 
 
-def _touched(origin: int, size: int, covers: int) -> tuple[int, int]:
+def _touched(origin: int, size: int, block_shape: int) -> tuple[int, int]:
     """First grid entry of a dim and the number of them that [origin, origin + size) touches."""
-    if covers == ALL:
+    if block_shape == ALL:
         return 0, 1  # of an empty dim too: its rank takes part in the reduction of that entry
-    first = origin // covers
-    return first, -((origin + size) // -covers) - first if size else 0
+    first = origin // block_shape
+    return first, -((origin + size) // -block_shape) - first if size else 0
 
 
-def _amax_along(x: Tensor, dim: int, covers: int, origin: int) -> Tensor:
+def _amax_along(x: Tensor, dim: int, block_shape: int, origin: int) -> Tensor:
     size = x.shape[dim]
-    count = _touched(origin, size, covers)[1]
-    if covers == 1:
+    count = _touched(origin, size, block_shape)[1]
+    if block_shape == 1:
         return x
     if size == 0:
         return x.new_zeros([count if d == dim else n for d, n in enumerate(x.shape)])
     if count == 1:
         return x.amax(dim, keepdim=True)
-    lead = -origin % covers
-    whole = (size - lead) // covers
-    end = lead + whole * covers
+    lead = -origin % block_shape
+    whole = (size - lead) // block_shape
+    end = lead + whole * block_shape
     spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))  # start, length, blocks; ends are cut off
     pieces = [x.narrow(dim, at, n).unflatten(dim, (blocks, -1)).amax(dim + 1) for at, n, blocks in spans if n]
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
 
-def block_amax(x: Tensor, covers: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """Largest |x| per block: float32, one entry for each block of `covers` elements that the rectangle touches.
+def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
+    """Largest |x| per block: float32, one entry for each block of `block_shape` elements that the rectangle touches.
 
     x [R, C] floating. Grid dim d is range(origin // covers, ceil((origin + size) / covers)): one entry where covers is
     ALL, even for an empty dim (then 0); none for an empty dim otherwise. NaN propagates.
     """
-    along_cols = _amax_along(x.abs(), 1, covers[1], origin[1])
-    return _amax_along(along_cols, 0, covers[0], origin[0]).float()
+    along_cols = _amax_along(x.abs(), 1, block_shape[1], origin[1])
+    return _amax_along(along_cols, 0, block_shape[0], origin[0]).float()
 
 
-def expand(grid: Tensor, covers: Pair, shape: Pair, origin: Pair) -> Tensor:
+def expand(grid: Tensor, block_shape: Pair, shape: Pair, origin: Pair) -> Tensor:
     """Grid entries -> a tensor that broadcasts with the rectangle's elements [R, C]."""
     for dim in (0, 1):
-        first, count = _touched(origin[dim], shape[dim], covers[dim])
-        assert grid.shape[dim] == count, (tuple(grid.shape), covers, shape, origin)
-        if count > 1 and covers[dim] != 1:
-            start = origin[dim] - first * covers[dim]
-            grid = grid.repeat_interleave(covers[dim], dim).narrow(dim, start, shape[dim])
+        first, count = _touched(origin[dim], shape[dim], block_shape[dim])
+        assert grid.shape[dim] == count, (tuple(grid.shape), block_shape, shape, origin)
+        if count > 1 and block_shape[dim] != 1:
+            start = origin[dim] - first * block_shape[dim]
+            grid = grid.repeat_interleave(block_shape[dim], dim).narrow(dim, start, shape[dim])
     return grid
 
 
 def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
     """`block_amax` over the grid of each SCALE and AMAX component of the format, by component name."""
-    return {c.name: block_amax(x, c.covers, origin) for c in fmt.components if c.role is not Role.CODES}
+    return {c.name: block_amax(x, c.block_shape, origin) for c in fmt.components if c.role is not Role.CODES}
 
 
 def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -297,7 +297,7 @@ def scales_and_multipliers(
 
 
 def _scale_and_multiplier(
-    copy: QuantizedCopy, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype
+    copy: OrientedCodes, amaxes: Grids, scaling: Scaling, input_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     amax, element = amaxes[copy.scale.name], copy.codes.encoding
     if copy.scale.encoding == FP32:
@@ -313,7 +313,7 @@ def _scale_and_multiplier(
     return stored, torch.fmin(multiplier, torch.full_like(multiplier, _FLOAT32_MAX))  # 0 stored: 0 * inf would be NaN
 
 
-def _fp32_encode_scale(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
+def _fp32_encode_scale(amax: Tensor, copy: OrientedCodes, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
     """max / amax by TransformerEngine's rules (common/recipe/recipe_common.cuh): 1 where amax is 0, inf or NaN.
 
     A scale that overflows becomes the largest float32 (per-tensor rows) or the largest of the input's dtype (block
@@ -328,7 +328,7 @@ def _fp32_encode_scale(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, inpu
     return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
 
 
-def _tensor_encode_scale(copy: QuantizedCopy, amaxes: Grids) -> Tensor:
+def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
     """NVFP4's S_enc: scale max * element max / amax, at most the largest float32; 1 where amax is 0 or inf."""
     assert copy.amax is not None
     amax = amaxes[copy.amax.name]
@@ -350,7 +350,7 @@ def _reciprocal(x: Tensor) -> Tensor:
 
 
 def quantize_codes(
-    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> Tensor:
     """x [R, C] floating -> the stored codes of one copy, uint8 [R, C] or packed [R, ceil(C / 2)].
 
@@ -363,13 +363,13 @@ def quantize_codes(
     return pack(codes, encoding)
 
 
-def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
+def dequantize(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
     """The components of one copy -> float32 [R, C]: code * scale; NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
     codes = decode(unpack(parts[copy.codes.name], copy.codes.encoding, shape[1]), copy.codes.encoding)
     return codes.mul_(expand(stored_scales(copy, parts), copy.block, shape, origin))
 
 
-def stored_scales(copy: QuantizedCopy, parts: Mapping[str, Tensor]) -> Tensor:
+def stored_scales(copy: OrientedCodes, parts: Mapping[str, Tensor]) -> Tensor:
     """What the decoded codes of each block are multiplied by, float32, from the components of one copy."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
@@ -382,7 +382,7 @@ def quantize(
     fmt: Format,
     scaling: Scaling = Scaling(),  # noqa: B008  (frozen)
     origin: Pair = (0, 0),
-    words: Mapping[Copy, Tensor] | None = None,
+    words: Mapping[Orientation, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """x [R, C] floating -> every component of the format, from x's own amaxes.
 
@@ -391,7 +391,7 @@ def quantize(
     along dim 1 only, it is `hadamard16(x)` that is quantized: C rounded up to a multiple of 16.
     """
     if scaling.random_hadamard:  # groups of 16 are those of the global row, wherever a rectangle begins
-        assert len(fmt.copies) == 1 and fmt.copies[Copy.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name
+        assert len(fmt.copies) == 1 and fmt.copies[Orientation.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name
         x = hadamard16(x)
     assert words is not None or not scaling.stochastic_rounding, "stochastic rounding needs words"
     grids = amaxes(x, fmt, origin)
@@ -406,7 +406,7 @@ def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> di
     """The components of the transposed tensor, [C, R] from [R, C], of a transposable format, by values that stay as
     they are; of a rectangle the origin is swapped too."""
     assert fmt.transposable, fmt.name
-    codes = fmt.copies[Copy.ROWWISE].codes
+    codes = fmt.copies[Orientation.ROWWISE].codes
     transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}
     unpacked = unpack(parts[codes.name], codes.encoding, shape[1])
     return transposed | {codes.name: pack(unpacked.t().contiguous(), codes.encoding)}

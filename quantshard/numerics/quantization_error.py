@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from quantshard.formats import Encoding, QuantizedCopy
+from quantshard.formats import Encoding, OrientedCodes
 from quantshard.numerics import Pair, dequantize, expand, stored_scales
 
 SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "underflowed", "signal", "noise")
@@ -50,7 +50,7 @@ def add_error_(
     sums: Tensor,
     extremes: Tensor,
     x: Tensor,
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     parts: Mapping[str, Tensor],
     origin: Pair = (0, 0),
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.formats import Encoding, QuantizedCopy
+from quantshard.formats import Encoding, OrientedCodes
 from quantshard.numerics import Grids, Pair
 
 
@@ -42,7 +42,7 @@ def decode(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
 
 
 def quantize(
-    x: Tensor, copy: QuantizedCopy, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
+    x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `quantize_codes`, in 16 bits: the codes of one copy, and the low bytes beside them (`split`)."""
     encoding, grid = copy.codes.encoding.extended, encode_scales[copy.scale.name]
@@ -52,7 +52,7 @@ def quantize(
     )
 
 
-def low_bytes(x: Tensor, copy: QuantizedCopy, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
+def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
     """The low bytes beside the codes of one copy, uint8 [R, C], with which these stand for what is nearest to x [R, C]
     of what they can: a code and its remainder reach half way to its neighbours."""
     encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
@@ -65,7 +65,7 @@ def low_bytes(x: Tensor, copy: QuantizedCopy, parts: Mapping[str, Tensor], origi
     return (rest.clamp_(-128, 127) * same_sign).to(torch.int8).view(torch.uint8)
 
 
-def dequantize(copy: QuantizedCopy, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
+def dequantize(copy: OrientedCodes, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
     """The components of one copy, and the low bytes beside its codes -> float32 [R, C]: `dequantize` of both."""
     values = decode(parts[copy.codes.name], low, copy.codes.encoding)
     return values.mul_(

@@ -56,7 +56,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
     written: dict[Tensor, int] = {}
     is_done = False
     try:
-        owner._stand_ins = True
+        owner._averages_swapped_in = True
         _write_averages(kept, owner)
         written = {weight.param: guards.weight_version(weight.param) for weight in kept}
         yield
@@ -67,7 +67,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             for weight in kept:
                 weight.put_back()
         _reshard(model)
-        owner._stand_ins = False
+        owner._averages_swapped_in = False
         owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
         if is_done:  # else an exception is told
             _warn_of_changes(lost, [owner._names[param] for param in _not_of(model, written)])
@@ -138,7 +138,7 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
     Raises:
         ConfigurationError: there are none, or the model lacks one.
     """
-    guards.check_own_weights(type(optimizer).__name__, getattr(optimizer, "_stand_ins", False))
+    guards.check_own_weights(type(optimizer).__name__, getattr(optimizer, "_averages_swapped_in", False))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
     if not found:

@@ -85,7 +85,7 @@ def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.Pro
     experts."""
     seen = set()
     for prefix, module in model.named_modules():
-        axis = process_groups.spread_axis(module)
+        axis = process_groups.expert_axis(module)
         spread = () if axis is None else (axis.get_group(),)
         for name, param in module.named_parameters(prefix, recurse=False):
             if param not in seen:

@@ -120,32 +120,32 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 f"{self._name}.step(grad_scaler=...) is not supported; call grad_scaler.step(optimizer) instead, which "
                 "unscales the gradients first"
             )
-        self._follow()
+        self._adopt_replaced_parameters()
         self._raise_late_error()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [self._told(*numbered) for numbered in enumerate(self.param_groups)]
+        groups = [self._group_settings(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(groups))
         if self._has_loaded and not kernel_dispatch.is_capturing():
             self._has_loaded = False
             warn_of_other_weights(self._name, self._with_masters(work))
         flags, left = self._measured(work)
         flags.warn_of_no_gradient()
-        is_late = self._is_late(flags)
-        is_made = self._capturable or is_late or not self._skips(flags)
+        deferred = self._is_late(flags)
+        applied = self._capturable or deferred or not self._skips(flags)
         if self._capturable:
-            self._remembered.finish(left, flags, self.param_groups)
-        elif is_made:
+            self._last_bad_step.finish(left, flags, self.param_groups)
+        elif applied:
             for item in left:
-                item.finish(flags.bad() if is_late else None)
+                item.finish(flags.bad() if deferred else None)
             for group in self.param_groups:
                 group["step"] += 1
-            self._unread = PendingStep(flags, self._kept) if is_late else None
-        self._finished(is_made)
-        if not is_made:
-            self._remembered.keep(flags)
+            self._unread = PendingStep(flags, self._kept) if deferred else None
+        self._finished(applied)
+        if not applied:
+            self._last_bad_step.keep(flags)
             return loss
         if any(item.grad is not None for item in work):
             self._kept = parameter_registry.UPDATES
@@ -163,7 +163,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
             item.measure(reduction)
         return self._flags(work, reduction), work
 
-    def _finished(self, is_made: bool) -> None:
+    def _finished(self, applied: bool) -> None:
         """The step is over, made or skipped."""
         return
 
@@ -173,13 +173,13 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         The step is then taken for made. A weight without a master counts its random draws on the host, in its own
         state, which others may save before that; so without masters the host waits, on all ranks alike.
         """
-        return flags.is_late and self._master_weights
+        return flags.deferred and self._master_weights
 
     def _skips(self, flags: guards.GradientFlags) -> bool:
         try:
             return flags.skips(self.param_groups, self._max_skipped_in_a_row)
         except Exception:
-            self._finished(is_made=False)
+            self._finished(applied=False)
             raise
 
     def _flags(
@@ -226,7 +226,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """What a group's parameters are stepped by."""
         return UpdateFormula(self._name, self.group_states(group), self.update)
 
-    def _told(self, number: int, group: dict[str, Any]) -> GroupSettings:
+    def _group_settings(self, number: int, group: dict[str, Any]) -> GroupSettings:
         where = f"{self._name}: group {number} has been given numbers that make no step: group"
         self.check_group(where, group, reads_rate=not self._capturable)
         if self._capturable and not isinstance(group["lr"], Tensor):
@@ -260,7 +260,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, `decoupled_grad` too where it is used: to None, or to zeros."""
-        self._follow()
+        self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
         if not self._use_decoupled_grad:
             return

@@ -66,7 +66,9 @@ def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
     params = list(params)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
     found = torch.tensor([value], dtype=torch.int64, device="cpu")
-    for group in process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_spread, params)) else ():
+    for group in (
+        process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_expert_parallel, params)) else ()
+    ):
         found = found.to(process_groups.collective_device(group))
         dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return int(found)
@@ -239,7 +241,7 @@ class GradientFlags:
         for at, param in enumerate(params):
             members.setdefault(process_groups.sharding_group(param), []).append(at)
         self._ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
-        self._spread = any(map(process_groups.is_spread, params))
+        self._spread = any(map(process_groups.is_expert_parallel, params))
         self._names = [names[at] for chosen in members.values() for at in chosen]
         self._parts: list[Tensor] = []
         self._sent: PendingFlag | None = None
@@ -298,11 +300,11 @@ class GradientFlags:
         return bad
 
     @property
-    def is_late(self) -> bool:
+    def deferred(self) -> bool:
         """Whether `skips` would wait for the device: `send` has sent what is not here yet."""
         return self._sent is not None and not self._sent.is_here
 
-    def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, is_late: bool = False) -> bool:
+    def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
         """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
 
         `is_late`: the step was taken for made and counted as such, and others may have followed it on the device.
@@ -313,9 +315,9 @@ class GradientFlags:
                 `is_late`.
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
-        if not is_late:
+        if not deferred:
             MISMATCHES.settle()  # the device has come to here, so nothing is waited for
-        for group in groups if bad and is_late else ():
+        for group in groups if bad and deferred else ():
             group["step"] -= 1
         if bad:
             self.check_missing()
@@ -324,7 +326,7 @@ class GradientFlags:
             group["skipped_in_a_row"] = group["skipped_in_a_row"] + 1 if bad else 0
         if bad:
             self.check_skipped(groups, most_in_a_row)
-            self._warn_of_skip("the step before this one was" if is_late else "this step is", groups, most_in_a_row)
+            self._warn_of_skip("the step before this one was" if deferred else "this step is", groups, most_in_a_row)
         return bad
 
     def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:

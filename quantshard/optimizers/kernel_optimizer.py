@@ -38,5 +38,5 @@ class KernelOptimizer(ElementwiseOptimizer):
         flags = self._flags(work, FlatMax(), self._kernels.exceeding())
         return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
 
-    def _finished(self, is_made: bool) -> None:
-        self._kernels.finished(is_made)
+    def _finished(self, applied: bool) -> None:
+        self._kernels.finished(applied)

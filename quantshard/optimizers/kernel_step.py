@@ -211,10 +211,10 @@ class KernelStep:
         moved = {place for place, item in enumerate(self._work) if item.grad is None and item.average is not None}
         return [self._work[place] for place in sorted(self._left | moved)]
 
-    def finished(self, is_made: bool) -> None:
+    def finished(self, applied: bool) -> None:
         """Let go of the work, whose gradients else would live until the next step; if it was made, count that, with the
         parameters that kernels wrote."""
-        for place, item in enumerate(self._work if is_made else ()):
+        for place, item in enumerate(self._work if applied else ()):
             if place not in self._left and item.grad is not None:
                 item.weight.written(drawn=item.source is item.weight)
         self._work, self._directions = (), {}

@@ -84,7 +84,7 @@ class MasterWeights(torch.optim.Optimizer):
         options.check_any("MasterWeights", settings)  # of text the inner optimizer would say that it compares badly
         options.check_decay("MasterWeights", ema_decay)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
-        self._stand_ins = False
+        self._averages_swapped_in = False
         self._members, self._is_assigned = parameter_registry.ParameterRegistry("MasterWeights"), False
         super().__init__(
             parameter_registry.checked_params("MasterWeights", params), {}
@@ -118,7 +118,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         is_built = hasattr(self, "_inner")  # else it is the base class's constructor that calls
         if is_built:
-            self._follow()
+            self._adopt_replaced_parameters()
         group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
         if is_built:
             self._check_entries(group)
@@ -155,10 +155,10 @@ class MasterWeights(torch.optim.Optimizer):
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
+    def _adopt_replaced_parameters(self) -> None:
         """Make masters and states for parameters that others have put in the places of those that this optimizer knew;
         see `parameter_registry`. Called before anything that reads or writes a state."""
-        guards.check_own_weights("MasterWeights", self._stand_ins)
+        guards.check_own_weights("MasterWeights", self._averages_swapped_in)
         swaps = self._members.replaced(self.param_groups, self._names, self._kept)
         self._add_masters(self._members.recast())
         if not swaps:
@@ -225,7 +225,7 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def initialize_state(self, param: Tensor) -> None:
         """Allocate the master and the states of a parameter that was frozen when this optimizer was built."""
-        self._follow()
+        self._adopt_replaced_parameters()
         group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
         self._masters[param] = self._new_master(param)
         self._versions[param] = guards.weight_version(param)
@@ -280,7 +280,7 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ConfigurationError: there are some already, or the decay is none.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         options.check_decay("MasterWeights.begin_average", decay)
         if self._is_averaging or not decay:
             raise ConfigurationError(
@@ -296,7 +296,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def drop_average(self) -> None:
         """Keep no averages from here on, and free their memory."""
-        self._follow()
+        self._adopt_replaced_parameters()
         for entries in (self._own_entries, *self.param_groups, *(self.state[param] for param in self._masters)):
             for name in (EMA_DECAY, EMA_STEPS, AVERAGE):
                 entries.pop(name, None)
@@ -316,7 +316,7 @@ class MasterWeights(torch.optim.Optimizer):
     def reseed_masters(self) -> None:
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
         with them."""
-        self._follow()
+        self._adopt_replaced_parameters()
         self._overflown = None
         for param, master in self._masters.items():
             if master is not param:
@@ -335,7 +335,7 @@ class MasterWeights(torch.optim.Optimizer):
                 difference.
             ConfigurationError: its parameters were replaced; see `step`.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
@@ -361,7 +361,7 @@ class MasterWeights(torch.optim.Optimizer):
                 number of a group makes no step; or parameters in groups were replaced after the first update (before
                 it, those that took their places are adopted, with new masters and states).
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -408,12 +408,12 @@ class MasterWeights(torch.optim.Optimizer):
         Raises:
             ConfigurationError: its parameters were replaced; see `step`.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: to None, or to zeros."""
-        self._follow()
+        self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
 
     def _check_ours(self) -> None:

@@ -114,12 +114,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
         self._blank: set[Tensor] = set()  # whose states are new, and had no gradient yet
-        self._remembered = BadStepRecord()
+        self._last_bad_step = BadStepRecord()
         self._unread: PendingStep | None = None  # the step before, whose flags are on their way to the host
         self._late_error: Exception | None = None
         self._has_loaded = False  # masters, which no step has read yet
         self._told_skipped = -1  # of a capturable optimizer, how many skipped steps there were as an error told of them
-        self._stand_ins = False
+        self._averages_swapped_in = False
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
@@ -151,7 +151,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
         if is_built:
-            self._follow()
+            self._adopt_replaced_parameters()
             self._read_flags()  # which count for the groups that there were
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
         options.check_no_states(type(self), group)
@@ -180,7 +180,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Of the last step that was skipped: the first parameter whose gradient was finite, but too large
         (`guards.LARGEST_GRADIENT`), if nothing worse was wrong with any; else "". It waits for the device."""
         self._read_flags()
-        return self._remembered.large_gradient()
+        return self._last_bad_step.large_gradient()
 
     @property
     def _seed(self) -> int | None:
@@ -194,12 +194,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         if pending is None:
             return
         try:
-            is_skipped = pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, is_late=True)
+            is_skipped = pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
         except (NonFiniteGradientError, RankMismatchError) as error:
             is_skipped, self._late_error = True, error  # raised where all ranks come, as one may ask alone
         if is_skipped:
             self._kept = pending.kept
-            self._remembered.keep(pending.flags)
+            self._last_bad_step.keep(pending.flags)
 
     def _held_by_states(self) -> str:
         """What new states would not hold, in words; a step that the device has skipped made none of it."""
@@ -223,17 +223,17 @@ class MasterOptimizer(torch.optim.Optimizer):
         if skipped == self._told_skipped:  # once, or no load could ask for a state dict to fill
             return
         try:
-            self._remembered.check(self.param_groups, self._max_skipped_in_a_row)
+            self._last_bad_step.check(self.param_groups, self._max_skipped_in_a_row)
         except (NonFiniteGradientError, ConfigurationError):
             self._told_skipped = skipped
             raise
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
+    def _adopt_replaced_parameters(self) -> None:
         """Make states for parameters that others have put in the places of those that this optimizer knew; see
         `parameter_registry`. Called before anything that reads or writes a state."""
-        guards.check_own_weights(self._name, self._stand_ins)
+        guards.check_own_weights(self._name, self._averages_swapped_in)
         swaps = self._members.replaced(self.param_groups, self._names, self._held_by_states)
         self._add_masters(self._members.recast())
         if not swaps:
@@ -278,7 +278,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: it is no parameter of this optimizer, or one that it does not train.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         self._check_known(param)
         group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
         self._initialize(param, group, store_param_remainders)
@@ -337,7 +337,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def reseed_masters(self) -> None:
         """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
         with them."""
-        self._follow()
+        self._adopt_replaced_parameters()
         for param, states in self._states.items():
             if MASTER in states:
                 states[MASTER].seed(guards.initial_master(param))
@@ -354,7 +354,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: there is one already, or the decay is none.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         options.check_decay(f"{self._name}.begin_average", decay)
         if EMA_DECAY in self.defaults or not decay:
             raise ConfigurationError(
@@ -369,7 +369,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def drop_average(self) -> None:
         """Keep no average of the weights from here on, and free its memory."""
-        self._follow()
+        self._adopt_replaced_parameters()
         for entries in (self.defaults, *self.param_groups):
             entries.pop(EMA_DECAY, None)
         for param, states in self._states.items():
@@ -443,7 +443,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._kept = parameter_registry.VALUES
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
-        self._follow()
+        self._adopt_replaced_parameters()
         self._check_known(param)
         held = self._states.get(param, {})
         if state_name not in held:
@@ -474,7 +474,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def state_dict_to_fill(self) -> dict[str, Any]:
         """The same for a load, which is the way out of bad steps: it says nothing of them."""
-        self._follow()
+        self._adopt_replaced_parameters()
         self._read_flags()  # and the next step raises: one rank alone may ask for a state dict
         return super().state_dict()
 
@@ -487,7 +487,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
             ConfigurationError: its parameters were replaced; see `step`.
         """
-        self._follow()
+        self._adopt_replaced_parameters()
         self._read_flags()
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES

@@ -103,7 +103,7 @@ def _pieces(
         coordinate = [0] * len(mesh_shape)  # on the other axes are replicas
         for axis, index in zip(axes, at, strict=True):
             coordinate[axis] = index
-        rows, columns = private_torch.told_extents(shape, mesh_shape, placements, tuple(coordinate))
+        rows, columns = private_torch.dtensor_extents(shape, mesh_shape, placements, tuple(coordinate))
         found[at] = (rows, columns)
     assert sum(map(_area, found.values())) == shape[0] * shape[1], f"{shape} on {mesh_shape}: pieces {found}"
     return found

@@ -251,7 +251,7 @@ class Muon(AdamOptimizer):
             left = bucket.kernels.update(skips.on_device)
         else:
             _measure(work)
-        by_device = self._capturable or (skips.is_late and self._master_weights)
+        by_device = self._capturable or (skips.deferred and self._master_weights)
         if left and (by_device or not skips.on_host):
             for item in left:
                 item.finish(skips.on_device if by_device else None)
@@ -274,10 +274,10 @@ class Muon(AdamOptimizer):
             for item, part in zip(work, exchange.scatter(owned), strict=True)
         ]
 
-    def _finished(self, is_made: bool) -> None:
-        super()._finished(is_made)
+    def _finished(self, applied: bool) -> None:
+        super()._finished(applied)
         for bucket in self._buckets:
-            bucket.kernels.finished(is_made)
+            bucket.kernels.finished(applied)
 
     def _buckets_of(self, params: list[Tensor]) -> Sequence[MatrixBucket]:
         """The buckets of some parameters, by their numbers; those of the step before, where they are the same."""
@@ -312,7 +312,7 @@ class _StepSkip:
     def __init__(self, flags: guards.GradientFlags, is_sent: bool, capturable: bool) -> None:
         self._flags = flags
         self._sent = flags.send() if is_sent and not capturable else None
-        self.is_late = flags.is_late
+        self.deferred = flags.deferred
 
     @cached_property
     def on_device(self) -> Tensor:

@@ -18,14 +18,14 @@ from torch import Tensor
 from quantshard import numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy, Format, QuantizedCopy
+from quantshard.formats import Format, Orientation, OrientedCodes
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
 from quantshard.presets import is_split
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.state_cells import STATE_CELLS, state_cell
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
@@ -217,7 +217,7 @@ class QuantizedState(OptimizerState):
     `nonnegative`: see `StateSpec`.
     """
 
-    def __init__(self, param: Tensor, cell: Cell, nonnegative: bool = False) -> None:
+    def __init__(self, param: Tensor, cell: QuantSpec, nonnegative: bool = False) -> None:
         self.owner = param
         self._storage = storages.empty(cell, components.shard_of(param), private_torch.local_tensor(param).device).map(
             torch.zero_
@@ -243,7 +243,7 @@ class QuantizedState(OptimizerState):
     def for_kernels(self) -> StoredTensor | None:
         storage = self.storage
         fmt, shard, parts = storage.cell.format, storage.shard, storage.components
-        packed = fmt.copies[Copy.ROWWISE].codes.covers[1]
+        packed = fmt.copies[Orientation.ROWWISE].codes.block_shape[1]
         if shard.origin[1] % packed or not all(part.is_contiguous() for part in parts.values()):
             return None
         history = storage.state.get(AMAX_HISTORY)
@@ -324,8 +324,8 @@ class SplitState(OptimizerState):
         return private_torch.local_tensor(self.bytes)
 
     @property
-    def _codes(self) -> QuantizedCopy:
-        return self.storage.cell.format.copies[Copy.ROWWISE]
+    def _codes(self) -> OrientedCodes:
+        return self.storage.cell.format.copies[Orientation.ROWWISE]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return {name + REMAINDER_SUFFIX: self.bytes}
@@ -369,7 +369,7 @@ def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
     """How small a value can be beside others under one scale (`Encoding.floor`), of the states of matrices that this
     dtype asks for; 0 where each has an exponent of its own. `nonnegative`: see `StateSpec`."""
     cell = state_cell(dtype, nonnegative)
-    return 0.0 if cell is None else cell.format.copies[Copy.ROWWISE].codes.encoding.floor
+    return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
 
 
 def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:

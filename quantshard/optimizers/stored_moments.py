@@ -12,12 +12,12 @@ from typing import Any, Final
 from torch import Tensor
 
 from quantshard import numerics, private_torch
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from quantshard.state_cells import FP8_NONNEGATIVE_STATE, FP8_STATE
 from quantshard.tensor import components
 from quantshard.tensor import storage as storages
 
-_OLD, _NEW = (cell.format.copies[Copy.ROWWISE] for cell in (FP8_STATE, FP8_NONNEGATIVE_STATE))
+_OLD, _NEW = (cell.format.copies[Orientation.ROWWISE] for cell in (FP8_STATE, FP8_NONNEGATIVE_STATE))
 _RATIO: Final = _NEW.codes.encoding.max / _OLD.codes.encoding.max
 
 

@@ -74,6 +74,7 @@ from quantshard.private_torch.tensors import (
     cut_dims,
     disabled_torch_function,
     dtensor_around,
+    dtensor_extents,
     global_offset,
     in_place_changes,
     is_strided_over,
@@ -85,7 +86,6 @@ from quantshard.private_torch.tensors import (
     scaled_mm,
     set_data,
     takes_data,
-    told_extents,
 )
 
 __all__ = [
@@ -163,6 +163,6 @@ __all__ = [
     "take_hooks",
     "take_saved",
     "takes_data",
-    "told_extents",
+    "dtensor_extents",
     "without_wrappers",
 ]

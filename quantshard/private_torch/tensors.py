@@ -156,7 +156,7 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def told_extents(
+def dtensor_extents(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
     """For each dim the first and one past the last index that DTensor's metadata gives to the rank at a coordinate of

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from quantshard import limits, numerics, private_torch, sharding
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Copy, Format, Role
+from quantshard.formats import FORMAT_NAME_BYTES, FP32, Component, Format, Orientation, Role
 from quantshard.sharding import Shard
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import AMAX_HISTORY, KEY, QuantizedStorage
@@ -184,7 +184,7 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
                 held = sharding.chunk_of(held, index, mesh_shape[axis])
             place = dict(zip(axes, at, strict=True))
             coordinate = tuple(place.get(axis, 0) for axis in range(len(dims)))
-            told = private_torch.told_extents(shape, mesh_shape, placements, coordinate)[dim]
+            told = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
             if told != held and (told[0] < told[1] or held[0] < held[1]):  # where an empty piece is does not matter
                 here, there = (f"[{start}:{stop}]" for start, stop in (held, told))
                 return f"of dim {dim} the rank at {coordinate} holds {here}, DTensor says {there}"
@@ -315,7 +315,7 @@ def state_of(param: Tensor) -> dict[str, Tensor]:
     by_name = storage.cell.format.by_name
     found = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
     found.update({f"_{name}": value for name, value in storage.state.items()})
-    packed = storage.cell.format.copies[Copy.ROWWISE].codes.covers[1]
+    packed = storage.cell.format.copies[Orientation.ROWWISE].codes.block_shape[1]
     found[FORMAT_SUFFIX] = format_tag(storage.cell.tag, -storage.shard.global_shape[1] % packed)
     return found
 

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, private_torch, sharding
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Copy
-from quantshard.recipe import Cell
+from quantshard.formats import Orientation
+from quantshard.recipe import QuantSpec
 from quantshard.tensor import requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage
@@ -286,7 +286,7 @@ class QuantizedTensor(Tensor):
             # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
             return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
         both = tuple(storage.cell.format.copies)
-        passes: tuple[tuple[Copy, ...], ...] = (both,)
+        passes: tuple[tuple[Orientation, ...], ...] = (both,)
         if len(both) > 1 and plan.frees_between_passes:  # fprop reads the rowwise copy, dgrad the columnwise one
             passes = tuple((which,) for which in both)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
@@ -433,7 +433,7 @@ def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass
 
 
 def _gather_copy(
-    shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Copy
+    shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
 ) -> dict[str, Tensor]:
     """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
 
@@ -467,7 +467,7 @@ class _Dequantize(torch.autograd.Function):
 
 def quantize_weight(
     values: Tensor,
-    cell: Cell,
+    cell: QuantSpec,
     *,
     dtype: torch.dtype | None = None,
     state: dict[str, Tensor] | None = None,

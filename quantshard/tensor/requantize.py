@@ -83,7 +83,7 @@ def requantize_(
     weights: Iterable[tuple[Tensor, Tensor]],
     *,
     names: Sequence[str] = (),
-    judged: bool = False,
+    assume_finite: bool = False,
     plain: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Quantize new local values into weights, with one collective per sharding axis for all of them together.
@@ -97,19 +97,19 @@ def requantize_(
         judged: the caller knows that all values are finite, as an optimizer does that judged its gradients: nobody
             waits for a GPU to say so.
         plain: pairs of other parameters and their local values, which the caller writes afterwards. They are judged
-            with the weights, unless `judged`; in `names` theirs come last.
+            with the weights, unless `assume_finite`; in `names` theirs come last.
 
     Raises:
         ConfigurationError: values are infinite or NaN, which codes would hide: they saturate. It is raised on every
             rank that holds a piece of one of the weights, and nothing is written. Or values are of another shape.
         UnsupportedOperationError: a weight is a gathered copy; or a CUDA graph is being captured, and values are not
-            `judged`.
+            `assume_finite`.
     """
     check_arguments("requantize_", ITERABLE, weights=weights, plain=plain)
     reduction, bad = FlatMax(), None
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
     all_values = [*weights, *plain]
-    if all_values and not judged:
+    if all_values and not assume_finite:
         bad = _are_bad(all_values)
         reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
     begun = [

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Copy, Format, Role
+from quantshard.formats import Format, Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits, split_codes
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard, ceil_div
 
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
@@ -39,7 +39,7 @@ that differs between ranks adds rank * STREAMS_PER_RANK."""
 _versions = count(1)  # one count for all storages: no two writes of a process share a version
 
 
-class OperandLayout:
+class GemmKey:
     """What a product must know of an operand before its values: format and rectangle. There is one for all operands
     that are alike, and so caches find it by its identity, without asking formats and shards for hashes.
 
@@ -50,10 +50,10 @@ class OperandLayout:
 
     def __init__(self, fmt: Format, shard: Shard) -> None:
         self.format, self.shard = fmt, shard
-        self.narrow_scales = fmt.copies[Copy.ROWWISE].scale.encoding.bits == 8
+        self.narrow_scales = fmt.copies[Orientation.ROWWISE].scale.encoding.bits == 8
 
 
-operand_layout = lru_cache(4096)(OperandLayout)
+operand_layout = lru_cache(4096)(GemmKey)
 """The one layout of a format and a rectangle."""
 
 
@@ -80,10 +80,10 @@ class QuantizedStorage:
     another, a collective call. `captured`: that copy is one that a CUDA graph gathers in each replay. `source`: for
     a copy made by a gather or a move, the storage that it was made from. `mesh`: the axis of tensor parallelism, of
     a piece that this alone cut. Pieces that FSDP2 cuts have none: their DTensors are found among FSDP2's
-    parameters. `layout`: once a product has asked for it (`laid_out`), until `take`.
+    parameters. `layout`: once a product has asked for it (`gemm_key`), until `take`.
     """
 
-    cell: Cell
+    cell: QuantSpec
     shard: Shard
     components: dict[str, Tensor]
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -91,16 +91,16 @@ class QuantizedStorage:
     version: int = 0
     gathered: bool = False
     captured: bool = False
-    fetch: Callable[[Copy], dict[str, Tensor]] | None = None
+    fetch: Callable[[Orientation], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
-    layout: OperandLayout | None = field(default=None, repr=False)
+    layout: GemmKey | None = field(default=None, repr=False)
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's count of writes
     _views: dict[tuple[str, Callable[[Tensor], Tensor]], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def laid_out(self) -> OperandLayout:
+    def gemm_key(self) -> GemmKey:
         """The layout that it has as an operand."""
         self.layout = operand_layout(self.cell.format, self.shard)
         return self.layout
@@ -200,7 +200,7 @@ class QuantizedStorage:
                 self._views[asked] = found
         return found
 
-    def has(self, which: Copy) -> bool:
+    def has(self, which: Orientation) -> bool:
         """True if the codes of that copy are here (a gather may bring only the copy that a pass needs)."""
         copy = self.cell.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
@@ -264,7 +264,7 @@ class QuantizedStorage:
             if shards[0].replicates(by_name[name], dim):
                 columns[name] = [part] * len(shards)  # blocks straddle pieces, so each keeps all entries
             else:
-                columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].covers[dim]), 1), dim))
+                columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].block_shape[dim]), 1), dim))
         parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         initial = self.initial_values()
         kept = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
@@ -303,7 +303,7 @@ class QuantizedStorage:
             self.components[name].copy_(scale)
         multipliers = self._touched(multipliers)
         for which, copy in fmt.copies.items():
-            if remainder is not None and which is Copy.ROWWISE:
+            if remainder is not None and which is Orientation.ROWWISE:
                 codes, low = split_codes.quantize(values, copy, multipliers, self.shard.origin, remainder.words)
                 remainder.low.copy_(low)
             else:
@@ -333,17 +333,17 @@ class QuantizedStorage:
         return grids
 
     def dequantize(
-        self, which: Copy | None = None, dtype: torch.dtype = torch.float32, poison: Tensor | None = None
+        self, which: Orientation | None = None, dtype: torch.dtype = torch.float32, nan_flag: Tensor | None = None
     ) -> Tensor:
         """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`; all NaN if
-        `poison` is, a float32 scalar that else is 0."""
-        which = which or (Copy.ROWWISE if self.has(Copy.ROWWISE) else Copy.COLUMNWISE)
+        `nan_flag` is, a float32 scalar that else is 0."""
+        which = which or (Orientation.ROWWISE if self.has(Orientation.ROWWISE) else Orientation.COLUMNWISE)
         if not self.has(which):
-            return self.with_copy(which).dequantize(which, dtype, poison)  # a gathered weight: a collective call
+            return self.with_copy(which).dequantize(which, dtype, nan_flag)  # a gathered weight: a collective call
         copy = self.cell.format.copies[which]
-        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, poison)
+        return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, nan_flag)
 
-    def with_copy(self, which: Copy) -> QuantizedStorage:
+    def with_copy(self, which: Orientation) -> QuantizedStorage:
         """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
         if self.has(which):
             return self
@@ -352,7 +352,7 @@ class QuantizedStorage:
 
 
 def empty(
-    cell: Cell, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
+    cell: QuantSpec, shard: Shard, device: torch.device | str, state: dict[str, Tensor] | None = None
 ) -> QuantizedStorage:
     """A storage with uninitialized components."""
     components = {
@@ -362,12 +362,12 @@ def empty(
     return QuantizedStorage(cell, shard, components, state if state is not None else {})
 
 
-def scale_names(cell: Cell) -> list[str]:
+def scale_names(cell: QuantSpec) -> list[str]:
     """Names of the components that derive from amaxes."""
     return [c.name for c in cell.format.components if c.role is not Role.CODES]
 
 
-def weight_state(cell: Cell | None, device: torch.device | str) -> dict[str, Tensor]:
+def weight_state(cell: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
     """New state of a parameter: a key drawn from torch's CPU generator, no draws yet, and an empty amax history.
 
     The key is drawn on the CPU whatever the parameter's device, "meta" included, so that equally seeded ranks get

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from typer.testing import CliRunner
 
 import quantshard
-from quantshard.cli import app
+from quantshard.tools.cli import app
 from tests.bits.cells import MORE_OPTIMIZERS, OPTIMIZERS, RECIPES, WRAPPINGS, Cell, built, optimizer_of, save_checkpoint
 from tests.distributed.pool import run_ranks
 

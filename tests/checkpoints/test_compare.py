@@ -26,10 +26,10 @@ from quantshard import checkpoints
 from quantshard.checkpoints import save
 from quantshard.checkpoints.inspect import compare as module
 from quantshard.checkpoints.inspect.compare import Comparison, compare, largest_difference
-from quantshard.cli import diff
 from quantshard.errors import CheckpointError
-from quantshard.layouts.source import CheckpointModel
+from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.state_cells import STATE_CELLS
+from quantshard.tools.cli import diff
 from tests.checkpoints.small import built
 from tests.checkpoints.test_untrusted import change_entry
 from tests.distributed.pool import run_ranks

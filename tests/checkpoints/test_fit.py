@@ -22,7 +22,7 @@ from quantshard.checkpoints import Manager
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted.reader import DamagedError, SafeReader
 from quantshard.errors import CheckpointError
-from quantshard.layouts.source import CheckpointModel
+from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.checkpoints.small import built
 from tests.tensor.test_tensor import differing, same

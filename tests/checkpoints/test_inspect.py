@@ -23,12 +23,12 @@ from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.cli import inspect as inspect_command
-from quantshard.cli import verify as verify_command
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from quantshard.tools.cli import inspect as inspect_command
+from quantshard.tools.cli import verify as verify_command
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES, Case, build, optimizer_of

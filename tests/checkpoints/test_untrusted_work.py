@@ -40,7 +40,7 @@ from quantshard.checkpoints.untrusted import entries, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata, uncovered
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts.inspection import inspect
+from quantshard.interop.layouts.inspection import inspect
 from tests.checkpoints.small import built, written
 from tests.fuzz.judge import READ, REFUSED, judge
 

@@ -264,7 +264,7 @@ def test_a_weight_without_a_usable_amax_records_none(first):
     """
     tensor = weight(RECIPES["delayed"].weight, 4, 4)
     tensor.quantized_storage.state[AMAX_HISTORY].zero_()
-    requantize.requantize_([(tensor, torch.full((4, 4), first))], judged=True)
+    requantize.requantize_([(tensor, torch.full((4, 4), first))], assume_finite=True)
     assert not tensor.quantized_storage.state[AMAX_HISTORY].any()
     assert tensor.quantized_storage.components["scale_inv"].item() == 1.0
 
@@ -616,4 +616,4 @@ def test_values_are_not_judged_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(kernel_dispatch, "is_capturing", lambda: True)
     with pytest.raises(UnsupportedOperationError, match="captured"):
         requantize_([(tensor, random(48, 40))])
-    requantize.requantize_([(tensor, random(48, 40))], judged=True)
+    requantize.requantize_([(tensor, random(48, 40))], assume_finite=True)

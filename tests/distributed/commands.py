@@ -20,12 +20,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from quantshard import cli
 from quantshard.determinism import deterministic
 from quantshard.errors import QuantshardError
-from quantshard.trainer import launch, worker
-from quantshard.trainer.loop import ProcessInfo
-from quantshard.trainer.run_dir import RunDir
+from quantshard.tools import cli
+from quantshard.tools.trainer import launch, worker
+from quantshard.tools.trainer.loop import ProcessInfo
+from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed import shelf  # noqa: F401 (in the ranks too, its URLs are known)
 from tests.distributed.pool import run_ranks
 

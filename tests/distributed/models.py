@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import quantshard as qs
 from quantshard import formats
 from quantshard.optimizers import FusedAdam
-from quantshard.recipe import Cell, Recipe, TableRecipe, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TableRecipe, TensorRole
 from quantshard.tensor import components
 
 RECIPES: dict[str, str | Recipe] = {
@@ -36,7 +36,7 @@ RECIPES: dict[str, str | Recipe] = {
 MXFP4_RECIPE = TableRecipe(
     "mxfp4",
     {
-        (role, gemm): Cell(formats.MXFP4_32X32 if role is TensorRole.WEIGHT else formats.MXFP4_1X32)
+        (role, gemm): QuantSpec(formats.MXFP4_32X32 if role is TensorRole.WEIGHT else formats.MXFP4_1X32)
         for role, gemm in qs.recipe.resolve("mxfp8").table
     },
 )

@@ -18,15 +18,15 @@ from quantshard import numerics, recipe, sharding
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import GRADIENT_STREAM, STREAMS_PER_RANK, QuantizedStorage
 from tests.distributed.models import RECIPES
 
-CELLS: tuple[Cell, ...] = tuple(
+CELLS: tuple[QuantSpec, ...] = tuple(
     dict.fromkeys(cell for name in RECIPES.values() for cell in recipe.resolve(name).table.values())
 )
 """Every cell of every recipe's table, weights' too."""
@@ -69,7 +69,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 class Piece:
     """An operand that is cut along `dim`, and the shape of a rank's piece; `bad`: NaN and infinity are in one piece."""
 
-    cell: Cell
+    cell: QuantSpec
     shape: tuple[int, int]
     dim: int
     dtype: torch.dtype
@@ -95,17 +95,17 @@ class Piece:
         return ranks == 1 or self.dim == 0 or not mixed
 
 
-def oracle(values: Tensor, cell: Cell, amax: Tensor | None) -> QuantizedStorage:
+def oracle(values: Tensor, cell: QuantSpec, amax: Tensor | None) -> QuantizedStorage:
     """The whole, quantized by `numerics` alone."""
     padded = numerics.hadamard16(values) if cell.scaling.random_hadamard else values
     shard = sharding.whole((padded.shape[0], padded.shape[1]))
     if amax is None:
-        words = dict.fromkeys(Copy, words_of(shard, device=str(values.device)))
+        words = dict.fromkeys(Orientation, words_of(shard, device=str(values.device)))
         return QuantizedStorage(cell, shard, numerics.quantize(values, cell.format, cell.scaling, words=words))
     grids = {"scale_inv": amax.view(1, 1)}
     parts = numerics.scales(grids, cell.format, cell.scaling, values.dtype)
     multipliers = numerics.encode_scales(grids, cell.format, cell.scaling, values.dtype)
-    codes = numerics.quantize_codes(values, cell.format.copies[Copy.ROWWISE], multipliers)
+    codes = numerics.quantize_codes(values, cell.format.copies[Orientation.ROWWISE], multipliers)
     return QuantizedStorage(cell, shard, parts | {"codes": codes})
 
 
@@ -183,7 +183,7 @@ def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering:
     shared = sent = 0
     for component in case.cell.format.components:
         part = local.components[component.name]
-        blocks = component.covers[case.dim]
+        blocks = component.block_shape[case.dim]
         whole_grid = blocks > 1 << 32 or (component.role != "codes" and case.shape[case.dim] % blocks > 0)
         if whole_grid:
             shared += part.numel() * 4  # amaxes
@@ -197,7 +197,7 @@ def check_wire(case: Piece, local: QuantizedStorage, measuring: Wire, gathering:
     checks.that(gathering.calls == [("allgather_base", sent)] * (sent > 0), case, gathering.calls, sent)
 
 
-def wire_of(cell: Cell, shape: tuple[int, int], dim: int) -> list[tuple[str, int]]:
+def wire_of(cell: QuantSpec, shape: tuple[int, int], dim: int) -> list[tuple[str, int]]:
     """What `quantize_and_gather` of a bfloat16 piece communicates."""
     with Wire() as wire:
         operands.quantize_and_gather(
@@ -209,7 +209,7 @@ def wire_of(cell: Cell, shape: tuple[int, int], dim: int) -> list[tuple[str, int
 # Random words
 
 
-def rounded_by_group(cell: Cell) -> dict[str, Any]:
+def rounded_by_group(cell: QuantSpec) -> dict[str, Any]:
     """A gradient of each data-parallel rank, cut over its tensor-parallel group (dp 2, tp 2), and its number."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data = mesh.get_local_rank("dp")

@@ -90,20 +90,20 @@ def exact_matmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
     bias: Tensor | None = None,
-    poison: Tensor | None = None,
+    nan_flag: Tensor | None = None,
     precision: torch.dtype | None = None,
     fast: bool = False,
     read: object = None,
 ) -> Tensor:
     """`backend.matmul` in float64."""
-    left = _double(a, backend.Copy.COLUMNWISE if transpose_a else backend.Copy.ROWWISE)
-    right = _double(b, backend.Copy.ROWWISE if transpose_b else backend.Copy.COLUMNWISE)
+    left = _double(a, backend.Orientation.COLUMNWISE if transpose_a else backend.Orientation.ROWWISE)
+    right = _double(b, backend.Orientation.ROWWISE if transpose_b else backend.Orientation.COLUMNWISE)
     out = torch.matmul(left.t() if transpose_a else left, right.t() if transpose_b else right)
     out = out if bias is None else out + bias
-    return out if poison is None else out + poison
+    return out if nan_flag is None else out + nan_flag
 
 
-def _double(operand: operands.Operand, wanted: backend.Copy) -> Tensor:
+def _double(operand: operands.Operand, wanted: backend.Orientation) -> Tensor:
     return operand if isinstance(operand, Tensor) else backend._values(operand, wanted, torch.float32).double()
 
 

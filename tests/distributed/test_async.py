@@ -32,10 +32,10 @@ from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.trainer.loop import make_optimizer
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.loop import make_optimizer
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed import durability
 from tests.distributed.forked import SECONDS, fork_server, forked_savers, on_new_ranks
 from tests.distributed.models import RECIPES

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from quantshard import checkpoints, private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.tensor import components
@@ -323,7 +323,7 @@ def gathered(axes: Axes, name: str, layer: Any, expected: QuantizedStorage) -> l
     assert found.shard == expected.shard
     wrong = []
     for which, copy in found.cell.format.copies.items():  # a gather brings only the copy that the pass needs
-        parts = found.with_copy(Copy(which)).components
+        parts = found.with_copy(Orientation(which)).components
         for part in filter(None, (copy.codes, copy.scale, copy.amax)):
             if not torch.equal(parts[part.name], expected.components[part.name]):
                 wrong.append(f"{name}.{part.name}")

@@ -19,12 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.trainer.data import collect, from_table
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.models.model import generate
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.data import collect, from_table
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
+from quantshard.tools.trainer.models.model import generate
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks
@@ -155,7 +155,7 @@ def test_run_leaves_its_records(uninterrupted):
     assert names == [".lock", "step-000002", "step-000004", "step-000006"]
     for rank in range(2):
         log = (uninterrupted / "logs" / f"rank-{rank}.log").read_text()
-        assert f"[rank {rank}] INFO quantshard.trainer.worker: process " in log
+        assert f"[rank {rank}] INFO quantshard.tools.trainer.worker: process " in log
         assert ("saved step 6" in log) == (rank == 0)
     assert tracked_losses(uninterrupted) == [(record["step"], record["loss"]) for record in metrics(uninterrupted)]
 
@@ -261,9 +261,9 @@ FAILING = """
 import os, sys, threading, time
 
 def break_rank_1():
-    while not hasattr(sys.modules.get("quantshard.trainer.data"), "Windows"):
+    while not hasattr(sys.modules.get("quantshard.tools.trainer.data"), "Windows"):
         time.sleep(0.01)
-    windows = sys.modules["quantshard.trainer.data"].Windows
+    windows = sys.modules["quantshard.tools.trainer.data"].Windows
     whole = windows.batch
     def batch(self, seed, step, first, count):
         if step == 2:

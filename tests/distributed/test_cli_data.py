@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
-from quantshard.trainer.run_dir import RunDir
-from tests.cli import sources
+from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
+from tests.tools.cli import sources
 
 pytestmark = pytest.mark.distributed
 

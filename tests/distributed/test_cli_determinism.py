@@ -9,7 +9,7 @@ import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.determinism import VARIABLES
-from quantshard.trainer.run_dir import RunDir
+from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS
 from tests.distributed.test_cli import ROOT, SECONDS, SIZES, command, environment, losses

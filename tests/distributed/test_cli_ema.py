@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.layouts.source import CheckpointModel
+from quantshard.interop.layouts.source import CheckpointModel
 from tests.distributed.commands import quantshard
 from tests.distributed.test_cli import losses, one_line
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.trainer.models.flops import flops_of_token
-from quantshard.trainer.models.model import ModelSpec, build
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.models.flops import flops_of_token
+from quantshard.tools.trainer.models.model import ModelSpec, build
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from quantshard import checkpoints
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
-from quantshard.trainer.data import from_table
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
-from quantshard.trainer.models import model as models
-from quantshard.trainer.run_dir import RunDir
+from quantshard.tools.trainer.data import from_table
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import content, one_line

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import convergence_resume as bench
 from benchmarks.convergence_corpus import Document, tokenizer_of
 from benchmarks.convergence_runs import _arm
-from quantshard.cli import demo
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.cli import demo
+from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.commands import quantshard
 
 STEPS = 4

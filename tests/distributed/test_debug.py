@@ -16,10 +16,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantshard.tensor.storage import KEY
-from quantshard.trainer import debugging
-from quantshard.trainer.debugging import ModelPair
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer import debugging
+from quantshard.tools.trainer.debugging import ModelPair
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.recipes import LayerRecipes
 from tests.distributed.commands import quantshard
 
 pytestmark = pytest.mark.distributed

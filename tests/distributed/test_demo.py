@@ -18,10 +18,10 @@ import pytest
 import tomli_w
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.cli import demo
 from quantshard.errors import ConfigurationError
-from quantshard.trainer import launch
-from quantshard.trainer.settings.settings_file import read_settings_file
+from quantshard.tools.cli import demo
+from quantshard.tools.trainer import launch
+from quantshard.tools.trainer.settings.settings_file import read_settings_file
 from tests.distributed.commands import quantshard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

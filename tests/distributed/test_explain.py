@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.observe import explain
-from quantshard.observe.costs import SCALES_WARNING
 from quantshard.recipe import MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from quantshard.tensor import components
+from quantshard.tools.observe import explain
+from quantshard.tools.observe.costs import SCALES_WARNING
 from tests.covering import exhaustive
 from tests.distributed.pool import run_ranks
 

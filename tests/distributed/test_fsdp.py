@@ -285,7 +285,7 @@ def test_refused_clearly_on_every_rank(function: Any) -> None:
 # Non-finite gradients
 
 
-def poison(case: Case, value: float) -> tuple[bool, int, bool]:
+def nan_flag(case: Case, value: float) -> tuple[bool, int, bool]:
     model = build(case)
     optimizer = optimizer_of(model, case)
     train(model, optimizer, case, 0, 1)
@@ -315,7 +315,7 @@ INFINITE, NAN = float("inf"), float("nan")
 )
 def test_non_finite_gradients_are_skipped_everywhere(recipe: str, value: float) -> None:
     """3 ranks: one bad element on one rank; no rank changes a weight, moment, scale or history."""
-    assert run_ranks(3, poison, Case(recipe, (3,)), value) == [(True, 1, True)] * 3
+    assert run_ranks(3, nan_flag, Case(recipe, (3,)), value) == [(True, 1, True)] * 3
 
 
 def missing_somewhere(case: Case) -> str:

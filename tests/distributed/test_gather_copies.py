@@ -15,9 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quantshard as qs
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from quantshard import checkpoints
 from quantshard.errors import CheckpointError, QuantshardError
-from quantshard.trainer.data import from_table
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer
-from quantshard.trainer.models import initialization
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.data import from_table
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer
+from quantshard.tools.trainer.models import initialization
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.commands import quantshard
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import losses, one_line

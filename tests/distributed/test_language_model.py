@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from quantshard import checkpoints
 from quantshard.optimizers import ElementwiseOptimizer
-from quantshard.trainer.models import model as models
-from quantshard.trainer.optimizer import make_optimizer
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.covering import exhaustive
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks

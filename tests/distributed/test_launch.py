@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 
-from quantshard import cli
-from quantshard.trainer import launch
-from quantshard.trainer.data import preparation
+from quantshard.tools import cli
+from quantshard.tools.trainer import launch
+from quantshard.tools.trainer.data import preparation
 
 pytestmark = pytest.mark.distributed
 

@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from quantshard import checkpoints
 from quantshard.errors import CheckpointError
-from quantshard.layouts import export, load, loading
-from quantshard.layouts.files import SafetensorsFiles
-from quantshard.layouts.source import CheckpointModel
+from quantshard.interop.layouts import export, load, loading
+from quantshard.interop.layouts.files import SafetensorsFiles
+from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.pool import run_ranks
-from tests.layouts.models import CONFIG, RECIPES
+from tests.interop.layouts.models import CONFIG, RECIPES
 
 pytestmark = pytest.mark.distributed
 

@@ -31,7 +31,7 @@ SHAPES = ((300, 257), (257, 1))
 
 
 @dataclass(frozen=True)
-class Cell:
+class QuantSpec:
     """Of the table: where a model is trained and saved, and where else it is loaded."""
 
     case: Case
@@ -47,7 +47,7 @@ class Cell:
         )
 
 
-Cells = dict[tuple[str, str], Cell]
+Cells = dict[tuple[str, str], QuantSpec]
 """By recipe and mesh."""
 
 
@@ -58,7 +58,7 @@ def cells(meshes: Sequence[str]) -> Cells:
         for column, mesh in enumerate(meshes):
             init, moments = ("meta", "direct")[(row + column) % 2], MOMENTS[(row + column // 2) % 2]
             case = Case(recipe, MESHES[mesh], init, moments=moments, shapes=SHAPES)
-            found[recipe, mesh] = Cell(case, meshes[(column + 1 + row % (len(meshes) - 1)) % len(meshes)])
+            found[recipe, mesh] = QuantSpec(case, meshes[(column + 1 + row % (len(meshes) - 1)) % len(meshes)])
     return found
 
 
@@ -100,23 +100,25 @@ def references(cases: list[Case]) -> dict[Case, tuple[dict[str, str], dict[str, 
 
 
 def first_runs(
-    cells: list[Cell], folder: str
+    cells: list[QuantSpec], folder: str
 ) -> list[tuple[dict[str, str], dict[str, str], dict[str, str], list[float]]]:
     return [first_run(cell.case, cell.path(folder)) for cell in cells]
 
 
-def second_runs(cells: list[Cell], folder: str) -> list[tuple[dict[str, str], list[float]]]:
+def second_runs(cells: list[QuantSpec], folder: str) -> list[tuple[dict[str, str], list[float]]]:
     return [second_run(cell.case, cell.path(folder)) for cell in cells]
 
 
-def runs_elsewhere(cells: list[Cell], folder: str) -> list[tuple[dict[str, str], list[float]]]:
+def runs_elsewhere(cells: list[QuantSpec], folder: str) -> list[tuple[dict[str, str], list[float]]]:
     """On the mesh that is to load what another has saved."""
     return [second_run(cell.there, cell.path(folder), steps=0) for cell in cells]
 
 
-def on_ranks(function: Callable[..., Any], cells: Cells, folder: str, elsewhere: bool = False) -> dict[Cell, list[Any]]:
+def on_ranks(
+    function: Callable[..., Any], cells: Cells, folder: str, elsewhere: bool = False
+) -> dict[QuantSpec, list[Any]]:
     """What each rank of its mesh finds for each cell; one call for each mesh."""
-    found: dict[Cell, list[Any]] = {}
+    found: dict[QuantSpec, list[Any]] = {}
     for mesh in {mesh: None for _, mesh in cells}:
         mine = [cell for (_, of), cell in cells.items() if (cell.elsewhere if elsewhere else of) == mesh]
         ranks = Case("current", MESHES[mesh]).ranks

@@ -194,7 +194,7 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     f"{_DTENSOR}._dtensor_spec.TensorMeta": [sharded_state],
     f"{_DTENSOR}._utils.compute_local_shape_and_global_offset": [offset],
     f"{_DTENSOR}._utils._compute_local_shape_and_global_offset": [
-        lambda _: private_torch.told_extents((4,), (2,), (Shard(0),), (1,))
+        lambda _: private_torch.dtensor_extents((4,), (2,), (Shard(0),), (1,))
     ],
     f"{_DTENSOR}.placement_types._StridedShard": [
         lambda _: private_torch.is_strided_over(_StridedShard(0, split_factor=2), 2)

@@ -18,8 +18,8 @@ from quantshard.formats import E5M2, E8M0, FORMATS, Encoding
 from quantshard.gemm import backend, scaled_products
 from quantshard.gemm.operands import quantize_operand
 from quantshard.numerics import decode
-from quantshard.observe import explain
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
+from quantshard.tools.observe import explain
 from tests.distributed import models
 from tests.distributed.models import Case, bits, build, optimizer_of, set_gradients, train
 from tests.distributed.pool import run_ranks
@@ -76,7 +76,7 @@ def test_codes_are_what_the_row_says() -> None:
     """One block, by hand: a power of two under which the largest is not beyond E5M2's largest, and nearest codes."""
     x = torch.tensor([[-70000.0, 1.0, 2.0**-20, 0.0, *[3.3] * 28]])
     with added():
-        components = quantize_operand(x, Cell(FORMATS[VECTORS])).components
+        components = quantize_operand(x, QuantSpec(FORMATS[VECTORS])).components
     assert components["scale_inv"].tolist() == [[128]]  # 2**1, in E8M0 biased by 127
     assert torch.equal(decode(components["scale_inv"], E8M0), torch.tensor([[2.0]]))
     nearest = (x / 2).to(torch.float8_e5m2).view(torch.uint8)

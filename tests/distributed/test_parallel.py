@@ -10,7 +10,7 @@ import torch
 
 from quantshard import formats, recipe
 from quantshard.formats import Scaling
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from tests.distributed.parallel import (
     CELLS,
     OPERATIONS,
@@ -64,9 +64,9 @@ def test_pieces_and_what_is_gathered_are_those_of_the_whole(ranks: int, pieces: 
         assert not wrong, "\n".join(wrong[:20])
 
 
-CURRENT, BLOCK = Cell(formats.FP8_E4M3), Cell(formats.FP8_1X128)
-MXFP8, NVFP4 = Cell(formats.MXFP8_1X32), Cell(formats.NVFP4_1X16)
-RHT = Cell(formats.NVFP4_1X16, Scaling(random_hadamard=True, stochastic_rounding=True))
+CURRENT, BLOCK = QuantSpec(formats.FP8_E4M3), QuantSpec(formats.FP8_1X128)
+MXFP8, NVFP4 = QuantSpec(formats.MXFP8_1X32), QuantSpec(formats.NVFP4_1X16)
+RHT = QuantSpec(formats.NVFP4_1X16, Scaling(random_hadamard=True, stochastic_rounding=True))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ RHT = Cell(formats.NVFP4_1X16, Scaling(random_hadamard=True, stochastic_rounding
         (RHT, (256, 8), 1, 0, 256 * 8 * 2),
     ],
 )
-def test_bytes_sent(cell: Cell, shape: tuple[int, int], dim: int, reduced: int, gathered: int) -> None:
+def test_bytes_sent(cell: QuantSpec, shape: tuple[int, int], dim: int, reduced: int, gathered: int) -> None:
     """2 ranks."""
     expected = [("allreduce", reduced)] * (reduced > 0) + [("allgather_base", gathered)]
     assert run_ranks(2, wire_of, cell, shape, dim) == [expected] * 2

@@ -334,7 +334,7 @@ def test_a_gradient_missing_on_one_rank(name: str, masters: bool) -> None:
             assert "on some ranks only" in message
 
 
-def poison(case: Case, name: str, value: float) -> tuple[str, bool, bool]:
+def nan_flag(case: Case, name: str, value: float) -> tuple[str, bool, bool]:
     model = build(case)
     train(model, make(model, "SGD", False), case, 0, 1)  # type: ignore[arg-type]  # FSDP2 learns names in a forward
     optimizer = make(model, name, False)
@@ -357,7 +357,7 @@ INFINITE, NAN = float("inf"), float("nan")
 def test_a_non_finite_gradient_reaches_no_weight(name: str, value: float) -> None:
     """3 ranks: one bad element on one rank; all raise with the parameter's name, and with a list nothing is written."""
     case = Case("mxfp8", (3,), init="direct", shapes=SHAPES)
-    for message, same, all_same in run_ranks(3, poison, case, name, value):
+    for message, same, all_same in run_ranks(3, nan_flag, case, name, value):
         assert message.startswith("NonFiniteGradientError")
         assert "1.weight" in message
         assert same

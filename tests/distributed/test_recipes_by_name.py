@@ -19,15 +19,15 @@ from torch.distributed.tensor import DTensor
 import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import manifest
-from quantshard.cli import models as described
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts import export
-from quantshard.observe import explain
+from quantshard.interop.layouts import export
 from quantshard.optimizers import FusedAdam
-from quantshard.trainer.models import model as models
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
+from quantshard.tools.cli import models as described
+from quantshard.tools.observe import explain
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.models import bits, set_gradients
 from tests.distributed.pool import run_ranks
 
@@ -200,8 +200,8 @@ def cut() -> list[str]:
     twin = nn.Sequential(*twins)
     for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(*(each.to_local() if isinstance(each, DTensor) else each for each in (one, two)))
-    spread = [process_groups.is_spread(param) for param in model.parameters()]
-    assert spread == [process_groups.is_spread(param) for param in twin.parameters()]
+    spread = [process_groups.is_expert_parallel(param) for param in model.parameters()]
+    assert spread == [process_groups.is_expert_parallel(param) for param in twin.parameters()]
     assert any(spread) == (dist.get_world_size() > 1)
     found = []
     for device in ("cpu", "meta"):

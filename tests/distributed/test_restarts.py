@@ -12,7 +12,7 @@ import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.manager import Manager
-from quantshard.trainer.run_dir import RunDir
+from quantshard.tools.trainer.run_dir import RunDir
 from tests.distributed.commands import quantshard
 from tests.distributed.shelf import SCHEME, Shelf
 from tests.distributed.test_cli import SIZES, losses, one_line, text, train  # noqa: F401 (a fixture)

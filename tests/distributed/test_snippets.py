@@ -15,9 +15,10 @@ import typer
 from torch import Tensor, nn
 
 import quantshard
-from quantshard import cli, optimizers
+from quantshard import optimizers
 from quantshard.modules.base.devices import default_device
 from quantshard.optimizers import FusedAdam
+from quantshard.tools import cli
 from tests.distributed.models import Case, batch, bits, build
 from tests.distributed.pool import run_ranks
 
@@ -26,24 +27,24 @@ HERE = "tests/distributed/test_snippets.py"
 DOCS = "tests/distributed/test_"
 RUN_BY = {
     "README.md": f"{DOCS}readme.py",
-    "docs/accelerate-and-peft.md": "tests/integrations/test_examples.py",
+    "docs/accelerate-and-peft.md": "tests/interop/frameworks/test_examples.py",
     "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
-    "docs/converting.md": "tests/transformer_engine/test_convert.py",
+    "docs/converting.md": "tests/interop/transformer_engine/test_convert.py",
     "docs/determinism.md": HERE,
     "docs/existing-models.md": HERE,
     "docs/experts.md": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
-    "docs/from-bf16.md": "tests/conversion/test_pages.py",
-    "docs/from-torchao.md": "tests/conversion/test_pages.py",
+    "docs/from-bf16.md": "tests/interop/conversion/test_pages.py",
+    "docs/from-torchao.md": "tests/interop/conversion/test_pages.py",
     "docs/graphs.md": "tests/modules/test_graphs.py",
-    "docs/hugging-face.md": "tests/integrations/test_transformers.py",
-    "docs/layouts.md": "tests/cli/test_exchange.py",
-    "docs/lightning-and-torchtitan.md": "tests/integrations/test_lightning.py",
+    "docs/hugging-face.md": "tests/interop/frameworks/test_transformers.py",
+    "docs/layouts.md": "tests/tools/cli/test_exchange.py",
+    "docs/lightning-and-torchtitan.md": "tests/interop/frameworks/test_lightning.py",
     "docs/optimizers.md": HERE,
     "docs/recipes.md": "tests/modules/test_recipes_by_name.py",
     "docs/saving.md": f"{DOCS}saving_doc.py",
     "docs/sharding.md": HERE,
-    "docs/statistics.md": "tests/statistics/test_page.py",
+    "docs/statistics.md": "tests/tools/statistics/test_page.py",
     "docs/tensor-parallelism.md": f"{DOCS}tp_doc.py",
     "docs/transformer-engine.md": HERE,
 }

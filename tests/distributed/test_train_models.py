@@ -20,21 +20,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
-from quantshard.trainer.data import collect
-from quantshard.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
-from quantshard.trainer.models import huggingface, model_choice
-from quantshard.trainer.models import model as models
-from quantshard.trainer.models.flops import flops_of_token
-from quantshard.trainer.run_dir import RunDir
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.trainer.settings.mesh import MeshSpec
-from quantshard.trainer.settings.recipes import LayerRecipes
-from quantshard.trainer.settings.sizes import SIZES
-from tests.cli.sources import END, jsonl, texts, tokenizer_folder
+from quantshard.tools.trainer.data import collect
+from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
+from quantshard.tools.trainer.models import huggingface, model_choice
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models.flops import flops_of_token
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import MeshSpec
+from quantshard.tools.trainer.settings.recipes import LayerRecipes
+from quantshard.tools.trainer.settings.sizes import SIZES
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_cli import SECONDS, command, environment, metrics, wait_for_steps
+from tests.tools.cli.sources import END, jsonl, texts, tokenizer_folder
 
 SIZED = {
     "hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,

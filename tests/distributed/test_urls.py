@@ -23,15 +23,15 @@ from quantshard.checkpoints.disk.store import locate
 from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.manager import Manager
-from quantshard.cli import app
 from quantshard.errors import CheckpointError, ConfigurationError
-from quantshard.layouts.inspection import inspect
+from quantshard.interop.layouts.inspection import inspect
+from quantshard.tools.cli import app
 from tests.distributed.models import Case
 from tests.distributed.pool import run_ranks
 from tests.distributed.saving import SHAPES, new_run, on_rank_0
 from tests.distributed.shelf import SCHEME, Shelf
 from tests.distributed.test_manager import message_of, restored
-from tests.layouts import models
+from tests.interop.layouts import models
 
 pytestmark = pytest.mark.distributed
 

@@ -33,27 +33,27 @@ from quantshard.checkpoints.inspect.compare import compare
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted import entries, metadata, pickles
 from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.cli import exchange
-from quantshard.layouts import names
-from quantshard.layouts.inspection import inspect
+from quantshard.interop.layouts import names
+from quantshard.interop.layouts.inspection import inspect
+from quantshard.interop.transformer_engine.pieces import CALLS
 from quantshard.optimizers import FusedAdam
-from quantshard.report.figures import step_line
-from quantshard.report.history import read_history
-from quantshard.report.live import LiveView
-from quantshard.report.page import render
-from quantshard.report.watching import RunWatch
-from quantshard.trainer.data import Corpus, collect, load_tokenizer
-from quantshard.trainer.data.finding import INDEX, JOURNAL, find
-from quantshard.trainer.data.preparation import Preparation
-from quantshard.trainer.data.texts import TextOptions
-from quantshard.trainer.data.tokenization import ShardedSource
-from quantshard.trainer.settings.config import TrainSettings
-from quantshard.transformer_engine.pieces import CALLS
-from tests.cli import hostile, sources
+from quantshard.tools.cli import exchange
+from quantshard.tools.report.figures import step_line
+from quantshard.tools.report.history import read_history
+from quantshard.tools.report.live import LiveView
+from quantshard.tools.report.page import render
+from quantshard.tools.report.watching import RunWatch
+from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
+from quantshard.tools.trainer.data.finding import INDEX, JOURNAL, find
+from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.data.texts import TextOptions
+from quantshard.tools.trainer.data.tokenization import ShardedSource
+from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
-from tests.layouts import models
-from tests.report import runs
+from tests.interop.layouts import models
+from tests.tools.cli import hostile, sources
+from tests.tools.report import runs
 
 Mutant = Mapping[str, bytes | None]
 """Files by their paths that are written over those of the whole; None: it is left out."""

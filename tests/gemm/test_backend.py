@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard import formats, kernel_dispatch, private_torch, sharding
-from quantshard.doctor import gemms
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS
 from quantshard.gemm import backend, operands, scaled_products
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, swizzling, unpack
-from quantshard.recipe import Cell, DelayedScaling, Float8CurrentScaling, Gemm, MMParams, Recipe, resolve
+from quantshard.recipe import DelayedScaling, Float8CurrentScaling, Gemm, MMParams, QuantSpec, Recipe, resolve
 from quantshard.sharding import ceil_div
 from quantshard.tensor.storage import QuantizedStorage, operand_layout
+from quantshard.tools.doctor import gemms
 from tests.covering import exhaustive
 
 TYPES = F.ScalingType
@@ -147,7 +147,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (17, 256, 16), (64, 48, 128), (130, 257, 200), (
 def quantized(rows: int, cols: int, name: str, seed: int) -> QuantizedStorage:
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     values *= torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed + 1)).exp()
-    return operands.quantize_operand(values.bfloat16().to(DEVICE), Cell(FORMATS[name]))
+    return operands.quantize_operand(values.bfloat16().to(DEVICE), QuantSpec(FORMATS[name]))
 
 
 def in_double(storage: QuantizedStorage) -> Tensor:
@@ -198,15 +198,15 @@ def test_bias_and_poison(name: str, capability: tuple[int, int]) -> None:
         found = backend.matmul(a, b, dtype, transpose_b=True, bias=bias)
         bound = torch.finfo(dtype).eps * (plain + bias.float()).abs() + 2.0**-7 * plain.abs().max() * ON_GPU + 1e-6
         assert found.dtype is dtype and ((found.float() - plain - bias.float()).abs() <= bound).all()
-        assert torch.equal(backend.matmul(a, b, dtype, transpose_b=True, bias=bias, poison=nothing), found)
-        assert backend.matmul(a, b, dtype, transpose_b=True, poison=nan).isnan().all()
+        assert torch.equal(backend.matmul(a, b, dtype, transpose_b=True, bias=bias, nan_flag=nothing), found)
+        assert backend.matmul(a, b, dtype, transpose_b=True, nan_flag=nan).isnan().all()
     if FORMATS[right].transposable:  # dgrad; of an aligned shape too, whose scales are transposed with the codes
         for n in (9, 144):
             b = quantized(40 if n == 9 else 304, n, right, 2)
             a = quantized(7, b.shard.shape[0], left, 0)
             plain = backend.matmul(a, b, torch.bfloat16)
-            assert torch.equal(backend.matmul(a, b, torch.bfloat16, poison=nothing), plain) and plain.isfinite().all()
-            assert backend.matmul(a, b, torch.bfloat16, poison=nan).isnan().all()
+            assert torch.equal(backend.matmul(a, b, torch.bfloat16, nan_flag=nothing), plain) and plain.isfinite().all()
+            assert backend.matmul(a, b, torch.bfloat16, nan_flag=nan).isnan().all()
 
 
 def test_what_has_no_native_product_is_emulated(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,16 @@ import torch
 
 from quantshard import formats, numerics
 from quantshard.errors import ConfigurationError
-from quantshard.formats import Copy, Scaling
+from quantshard.formats import Orientation, Scaling
 from quantshard.gemm import operands
 from quantshard.gemm.operands import OperandSplit
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from tests.distributed.models import RECIPES
 from tests.distributed.parallel import CELLS
 
 ROW = formats.NVFP4_1X16
-NVFP4, RHT = Cell(ROW), Cell(ROW, Scaling(random_hadamard=True))
-BLOCK, MX, TENSOR = Cell(formats.FP8_1X128), Cell(formats.MXFP8_BOTH), Cell(formats.FP8_E4M3)
+NVFP4, RHT = QuantSpec(ROW), QuantSpec(ROW, Scaling(random_hadamard=True))
+BLOCK, MX, TENSOR = QuantSpec(formats.FP8_1X128), QuantSpec(formats.MXFP8_BOTH), QuantSpec(formats.FP8_E4M3)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_quantize_is_that_of_the_oracle(cell, dtype, shape):
     words = None
     if cell.scaling.stochastic_rounding:
         words = numerics.random_words(5, 0, 1, operands.operand_shard(shape, cell).shape)
-    copies = None if words is None else dict.fromkeys(Copy, words)
+    copies = None if words is None else dict.fromkeys(Orientation, words)
     expected = numerics.quantize(values, cell.format, cell.scaling, words=copies)
     found = operands.quantize_operand(values, cell, words=words)
     assert found.components.keys() == expected.keys() and found.cell is cell

@@ -31,7 +31,7 @@ from torch.multiprocessing import spawn
 from torch.nn.functional import pad
 
 from quantshard import formats, numerics
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from tests.golden.make_compact import COMPACT, load
 
 ARCHIVE = Path(__file__).with_name("transformer-engine-2.20.2-dcp.tar.xz")
@@ -57,7 +57,7 @@ def states(recipe: str) -> dict[str, dict[str, Tensor]]:
     """Of weight and bias: the plain values of the bias, and FusedAdam's states."""
     fmt, parts = weight(recipe)
     rows = parts["codes"].shape[0]
-    values = numerics.dequantize(fmt.copies[Copy.ROWWISE], parts, (rows, rows))
+    values = numerics.dequantize(fmt.copies[Orientation.ROWWISE], parts, (rows, rows))
     bias = (torch.arange(rows) % 7 / 8).bfloat16()
     return {
         name: {

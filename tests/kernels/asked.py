@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quantshard.formats import QuantizedCopy, Scaling
+from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels.quantize.targets import Given, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import Pair, RandomBits
 
 
 def request_of(
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     scaling: Scaling,
     *,
     origin: Pair = (0, 0),

@@ -45,8 +45,8 @@ torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 from quantshard import kernel_dispatch, private_torch  # noqa: E402
-from quantshard.doctor import registry  # noqa: E402
-from quantshard.doctor.cases import KernelCase  # noqa: E402
+from quantshard.tools.doctor import registry  # noqa: E402
+from quantshard.tools.doctor.cases import KernelCase  # noqa: E402
 
 private_torch.assert_on_device = lambda condition, message: None  # garbage need not be true
 

@@ -6,14 +6,14 @@ import torch
 pytest.importorskip("triton")
 
 from quantshard import numerics
-from quantshard.doctor.cases import U, agrees
-from quantshard.doctor.fused import ActivationReference
-from quantshard.formats import ALL, FP8_1X128, FP8_128X128, NVFP4_1X16, Copy, Scaling
+from quantshard.formats import ALL, FP8_1X128, FP8_128X128, NVFP4_1X16, Orientation, Scaling
 from quantshard.kernels.fused import activation as ka
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
+from quantshard.tools.doctor.cases import U, agrees
+from quantshard.tools.doctor.fused import ActivationReference
 from tests.kernels.asked import request_of
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
@@ -37,9 +37,9 @@ def test_edges_are_within_the_stated_bounds(name, dtype):
     gate, dh = values(5, 40, dtype), values(5, 40, dtype, seed=2).clamp(-100, 100)
     up = values(5, 40, dtype, seed=1).clamp(-100, 100).flip(0) if name in ka.GATED else None
     high, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
-    ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=high))
-    second = None if up is None else EpilogueRequest(high=d_up)
-    ka.activate_backward_and_quantize(dh, gate, name, up, EpilogueRequest(high=d_gate), second)
+    ka.activate_and_quantize(gate, name, up, KernelOutputs(high=high))
+    second = None if up is None else KernelOutputs(high=d_up)
+    ka.activate_backward_and_quantize(dh, gate, name, up, KernelOutputs(high=d_gate), second)
     exact = ActivationReference(gate, name, up)
     assert agrees(high, exact.result())
     assert all(map(agrees, (d_gate, None if up is None else d_up), exact.gradients(dh)))
@@ -53,9 +53,9 @@ def test_results_are_the_oracles_or_their_neighbours(name):
     wanted = torch.autograd.grad(want, [gate] if up is None else [gate, up], dh)
     got = [torch.empty_like(gate, requires_grad=False) for _ in range(3)]
     gate, dh, up = gate.detach(), dh.detach(), None if up is None else up.detach()
-    ka.activate_and_quantize(gate, name, up, EpilogueRequest(high=got[0]))
+    ka.activate_and_quantize(gate, name, up, KernelOutputs(high=got[0]))
     ka.activate_backward_and_quantize(
-        dh, gate, name, up, EpilogueRequest(high=got[1]), None if up is None else EpilogueRequest(high=got[2])
+        dh, gate, name, up, KernelOutputs(high=got[1]), None if up is None else KernelOutputs(high=got[2])
     )
     for one, other in zip(got, (want, *wanted), strict=False):
         if "re" in name:  # no exp: every operation is exact or rounded the same
@@ -71,13 +71,13 @@ def test_the_largest_numbers_do_not_become_nan(name):
     """x**2 overflows, and x**3, where the oracle's gelu has no gradient: infinity times zero."""
     x = torch.tensor([[-1e38, -1e20, -1e13, -200.0, 200.0, 1e13, 1e20, 1e38]], device=DEVICE)
     high, slope = torch.empty_like(x), torch.empty_like(x)
-    ka.activate_and_quantize(x, name, None, EpilogueRequest(high=high))
-    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, EpilogueRequest(high=slope))
+    ka.activate_and_quantize(x, name, None, KernelOutputs(high=high))
+    ka.activate_backward_and_quantize(torch.ones_like(x), x, name, None, KernelOutputs(high=slope))
     assert torch.equal(high, x.clamp(min=0)) and torch.equal(slope, (x > 0).float())
 
 
 def request(fmt, scaling, grids, dtype, transposed=False, words=None):
-    copy = fmt.copies[Copy.ROWWISE]
+    copy = fmt.copies[Orientation.ROWWISE]
     given = numerics.encode_scales(grids, fmt, scaling, dtype)[copy.scale.name] if ALL in copy.block else None
     return request_of(
         copy, scaling, multipliers=given, second_amax=grids.get("amax"), words=words, transposed=transposed
@@ -86,7 +86,7 @@ def request(fmt, scaling, grids, dtype, transposed=False, words=None):
 
 def same_codes(target, high, fmt, scaling, grids, drawn=None):
     """Codes, scales and transposed codes are what the oracle makes of the high-precision result."""
-    copy = fmt.copies[Copy.ROWWISE]
+    copy = fmt.copies[Orientation.ROWWISE]
     codes = numerics.quantize_codes(high, copy, numerics.encode_scales(grids, fmt, scaling, high.dtype), (0, 0), drawn)
     assert torch.equal(target.codes, codes)
     if target.scale is not None:
@@ -101,10 +101,10 @@ def test_two_programs_fit_on_a_multiprocessor(backward):
     """Where a program would take most of its 65536 registers for itself, they are bounded."""
     like = torch.ones(37, 290, dtype=torch.bfloat16, device=DEVICE)
     asked = request(FP8_1X128, Scaling(), numerics.amaxes(like, FP8_1X128), like.dtype)
-    launch = epilogue.plan_epilogue(EpilogueRequest(asked, asked), like, backward=backward).constants
+    launch = epilogue.plan_epilogue(KernelOutputs(asked, asked), like, backward=backward).constants
     assert (launch["TILE"], launch["num_warps"], launch["maxnreg"]) == (kt.TileShape(128, 128, 4), 8, 128)
     assert 2 * 32 * launch["num_warps"] * launch["maxnreg"] == 65536
-    alone = epilogue.plan_epilogue(EpilogueRequest(asked), like, backward=backward).constants
+    alone = epilogue.plan_epilogue(KernelOutputs(asked), like, backward=backward).constants
     assert (alone["maxnreg"] is None) != backward
 
 
@@ -112,15 +112,15 @@ def test_either_direction_alone_and_one_gradient_alone():
     shape, fmt, scaling = (37, 290), FP8_1X128, Scaling()
     gate, up, dh = (values(*shape, torch.bfloat16, seed).clamp(-60, 60) for seed in range(3))
     high, d_up, sums = torch.empty_like(gate), torch.empty_like(gate), torch.empty(290, device=DEVICE)
-    asked = request_of(fmt.copies[Copy.ROWWISE], scaling)
-    one, two = ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(other=asked, high=high))
+    asked = request_of(fmt.copies[Orientation.ROWWISE], scaling)
+    one, two = ka.activate_and_quantize(gate, "swiglu", up, KernelOutputs(other=asked, high=high))
     assert one is None
     same_codes(two, high.t().contiguous(), fmt, scaling, numerics.amaxes(high.t(), fmt))
     found = ka.activate_backward_and_quantize(
-        dh, gate, "swiglu", up, EpilogueRequest(high=high, sums=sums), EpilogueRequest(asked)
+        dh, gate, "swiglu", up, KernelOutputs(high=high, sums=sums), KernelOutputs(asked)
     )
     assert found[0] == (None, None) and found[1][1] is None
-    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, EpilogueRequest(), EpilogueRequest(high=d_up))
+    ka.activate_backward_and_quantize(dh, gate, "swiglu", up, KernelOutputs(), KernelOutputs(high=d_up))
     same_codes(found[1][0], d_up, fmt, scaling, numerics.amaxes(d_up, fmt))
     assert ((sums.double() - high.double().sum(0)).abs() <= 37 * U * high.double().abs().sum(0)).all()
 
@@ -129,13 +129,13 @@ def test_a_piece_of_a_matrix_has_its_tiles_where_the_whole_has():
     """An origin within a block: more tiles than the shape alone would need, for a gradient without codes too."""
     shape, origin, fmt, scaling = (40, 290), (100, 254), FP8_128X128, Scaling()
     gate, sums = values(*shape, torch.bfloat16).clamp(-60, 60), torch.empty(290, device=DEVICE)
-    copy, d_up, ones = fmt.copies[Copy.ROWWISE], torch.empty_like(gate), torch.ones_like(gate)
-    ka.activate_and_quantize(gate, "relu", None, EpilogueRequest(high=d_up))
+    copy, d_up, ones = fmt.copies[Orientation.ROWWISE], torch.empty_like(gate), torch.ones_like(gate)
+    ka.activate_and_quantize(gate, "relu", None, KernelOutputs(high=d_up))
     grids = {copy.scale.name: numerics.block_amax(d_up, copy.block, origin)}
     given = numerics.encode_scales(grids, fmt, scaling, d_up.dtype)
     asked = request_of(copy, scaling, origin=origin, multipliers=given[copy.scale.name])
     _, (found, _) = ka.activate_backward_and_quantize(
-        ones, gate, "reglu", ones, EpilogueRequest(sums=sums), EpilogueRequest(asked)
+        ones, gate, "reglu", ones, KernelOutputs(sums=sums), KernelOutputs(asked)
     )
     assert torch.equal(found.codes, numerics.quantize_codes(d_up, copy, given, origin))
     assert torch.equal(sums, (gate > 0).float().sum(0))
@@ -145,16 +145,18 @@ def test_stochastic_rounding_draws_the_words_of_each_gradient():
     shape, dtype, fmt, scaling = (5, 64), torch.bfloat16, NVFP4_1X16, Scaling(stochastic_rounding=True)
     gate, up, dh = (values(*shape, dtype, seed).clamp(-60, 60) for seed in range(3))
     highs = [torch.empty_like(gate) for _ in range(2)]
-    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(EpilogueRequest(high=x) for x in highs))
+    ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(KernelOutputs(high=x) for x in highs))
     words = [kt.RandomBits(-12345678901234, 7, 3, shape), kt.RandomBits(1 << 33, 8, 1, shape)]
     turned_words = [w._replace(stream=w.stream + 5, global_shape=shape[::-1]) for w in words]
     asked = [[], []]
-    for x, ways in zip(highs, asked, strict=True):
+    for x, out_grads in zip(highs, asked, strict=True):
         for w, y in zip((words, turned_words), (x, x.t()), strict=True):
-            ways.append(request(fmt, scaling, numerics.amaxes(y, fmt), dtype, words=w[x is highs[1]]))
-    found = ka.activate_backward_and_quantize(dh, gate, "geglu", up, *(EpilogueRequest(*ways) for ways in asked))
-    for targets, x, ways in zip(found, highs, asked, strict=True):
-        for target, y, way in zip(targets, (x, x.t().contiguous()), ways, strict=True):
+            out_grads.append(request(fmt, scaling, numerics.amaxes(y, fmt), dtype, words=w[x is highs[1]]))
+    found = ka.activate_backward_and_quantize(
+        dh, gate, "geglu", up, *(KernelOutputs(*out_grads) for out_grads in asked)
+    )
+    for targets, x, out_grads in zip(found, highs, asked, strict=True):
+        for target, y, way in zip(targets, (x, x.t().contiguous()), out_grads, strict=True):
             w = way.words
             drawn = numerics.random_words(w.key, w.draw, w.stream, w.global_shape).to(DEVICE)
             same_codes(target, y, fmt, scaling, numerics.amaxes(y, fmt), drawn)
@@ -168,12 +170,12 @@ def scalar(x=0.0):
 def test_amax_alone_is_that_of_the_result(dtype):
     gate, up = (values(37, 290, dtype, seed).clamp(-60, 60) for seed in range(2))
     high, amax, kept = torch.empty_like(gate), scalar(), scalar(1e9)
-    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(high=high))
-    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=amax))
-    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=kept))
+    ka.activate_and_quantize(gate, "geglu", up, KernelOutputs(high=high))
+    ka.activate_and_quantize(gate, "geglu", up, KernelOutputs(amax=amax))
+    ka.activate_and_quantize(gate, "geglu", up, KernelOutputs(amax=kept))
     assert torch.equal(amax, high.abs().amax().float()) and kept == 1e9
     gate[36, 289] = torch.nan
-    ka.activate_and_quantize(gate, "geglu", up, EpilogueRequest(amax=amax))
+    ka.activate_and_quantize(gate, "geglu", up, KernelOutputs(amax=amax))
     assert amax.isnan()
 
 
@@ -184,13 +186,13 @@ def test_a_gradient_that_is_not_finite_poisons(bad):
     for at, d_gate_is_bad in [((36, 289), True), (None, False)]:
         if at is not None:
             dh[at] = bad
-        poison = [scalar(), scalar()]
-        ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(EpilogueRequest(poison=p) for p in poison))
-        assert poison[0].isnan() == d_gate_is_bad and poison[1].isnan() == (at is not None)
+        nan_flag = [scalar(), scalar()]
+        ka.activate_backward_and_quantize(dh, gate, "swiglu", up, *(KernelOutputs(nan_flag=p) for p in nan_flag))
+        assert nan_flag[0].isnan() == d_gate_is_bad and nan_flag[1].isnan() == (at is not None)
         dh[36, 289] = 1.0
     of_bias = scalar()
     dh[3, 5] = bad
-    ka.quantize_gradients([dh], [EpilogueRequest(poison=of_bias)])
+    ka.quantize_gradients([dh], [KernelOutputs(nan_flag=of_bias)])
     assert of_bias.isnan()
 
 
@@ -200,10 +202,10 @@ def test_sums_are_of_the_rounded_results():
     highs = [torch.empty_like(gate) for _ in range(2)]
     sums = [torch.empty(290, device=DEVICE) for _ in range(2)]
     ka.activate_backward_and_quantize(
-        dh, gate, "swiglu", up, *(EpilogueRequest(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
+        dh, gate, "swiglu", up, *(KernelOutputs(high=x, sums=s) for x, s in zip(highs, sums, strict=True))
     )
     of_grad = torch.empty(290, device=DEVICE, dtype=torch.bfloat16)
-    ka.quantize_gradients([dh], [EpilogueRequest(sums=of_grad)])
+    ka.quantize_gradients([dh], [KernelOutputs(sums=of_grad)])
     for x, s in zip(highs, sums, strict=True):
         assert ((s.double() - x.double().sum(0)).abs() <= 37 * U * x.double().abs().sum(0)).all()
     error = (of_grad.double() - dh.double().sum(0)).abs()
@@ -213,8 +215,8 @@ def test_sums_are_of_the_rounded_results():
 @pytest.mark.parametrize("shape", [(0, 7), (7, 0)])
 def test_nothing_gives_nothing(shape):
     x, sums, amax = torch.empty(shape, device=DEVICE), torch.ones(shape[1], device=DEVICE), scalar()
-    ka.activate_and_quantize(x, "silu", None, EpilogueRequest(high=x.clone(), sums=sums, amax=amax))
-    ka.activate_backward_and_quantize(x, x, "silu", None, EpilogueRequest(high=x.clone()))
+    ka.activate_and_quantize(x, "silu", None, KernelOutputs(high=x.clone(), sums=sums, amax=amax))
+    ka.activate_backward_and_quantize(x, x, "silu", None, KernelOutputs(high=x.clone()))
     assert (sums == 0).all() and amax == 0
 
 
@@ -222,6 +224,6 @@ def test_halves_of_one_matrix_are_read_where_they_lie():
     both = values(9, 14, torch.bfloat16)
     gate, up = both.chunk(2, dim=1)
     high, want = torch.empty(9, 7, dtype=both.dtype, device=DEVICE), torch.empty(9, 7, dtype=both.dtype, device=DEVICE)
-    ka.activate_and_quantize(gate, "swiglu", up, EpilogueRequest(high=high))
-    ka.activate_and_quantize(gate.contiguous(), "swiglu", up.t().contiguous().t(), EpilogueRequest(high=want))
+    ka.activate_and_quantize(gate, "swiglu", up, KernelOutputs(high=high))
+    ka.activate_and_quantize(gate.contiguous(), "swiglu", up.t().contiguous().t(), KernelOutputs(high=want))
     assert torch.equal(high, want)

@@ -26,7 +26,7 @@ from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, Scale
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.state_cells import state_cell
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
@@ -45,17 +45,17 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 DELAYED = Scaling(history=4)
 CELLS = {
-    "delayed": Cell(formats.FP8_E4M3, DELAYED),
-    "newest": Cell(formats.FP8_E4M3, replace(DELAYED, most_recent=True, margin=1)),
-    "current": Cell(formats.FP8_E4M3),
-    "e5m2": Cell(formats.FP8_E5M2, Scaling(power_of_two=True)),
-    "block": Cell(formats.FP8_128X128, Scaling(power_of_two=True, epsilon=1e-6)),
-    "rowwise": Cell(formats.FP8_1XROW),
-    "mxfp8": Cell(formats.MXFP8_32X32),
-    "mxfp8_both": Cell(formats.MXFP8_BOTH),
-    "mxfp4": Cell(formats.MXFP4_32X32),
-    "nvfp4": Cell(formats.NVFP4_16X16),
-    "nvfp4_both": Cell(formats.NVFP4_BOTH),
+    "delayed": QuantSpec(formats.FP8_E4M3, DELAYED),
+    "newest": QuantSpec(formats.FP8_E4M3, replace(DELAYED, most_recent=True, margin=1)),
+    "current": QuantSpec(formats.FP8_E4M3),
+    "e5m2": QuantSpec(formats.FP8_E5M2, Scaling(power_of_two=True)),
+    "block": QuantSpec(formats.FP8_128X128, Scaling(power_of_two=True, epsilon=1e-6)),
+    "rowwise": QuantSpec(formats.FP8_1XROW),
+    "mxfp8": QuantSpec(formats.MXFP8_32X32),
+    "mxfp8_both": QuantSpec(formats.MXFP8_BOTH),
+    "mxfp4": QuantSpec(formats.MXFP4_32X32),
+    "nvfp4": QuantSpec(formats.NVFP4_16X16),
+    "nvfp4_both": QuantSpec(formats.NVFP4_BOTH),
 }
 
 HYPER = Hyperparameters(3, 0.01, 0.9, 0.999, 1e-8, 0.1, True, True)
@@ -419,11 +419,11 @@ def test_blocks_of_a_rectangle_that_nobody_shares():
 
 
 def test_ways():
-    ways = {weight: passes_of(case(weight).parameter()) for weight in CELLS}
-    assert {weight for weight, way in ways.items() if way is StepPasses.ONCE} == {
+    out_grads = {weight: passes_of(case(weight).parameter()) for weight in CELLS}
+    assert {weight for weight, way in out_grads.items() if way is StepPasses.ONCE} == {
         "delayed", "newest", "block", "mxfp8", "mxfp8_both", "mxfp4",
     }  # fmt: skip
-    assert StepPasses.TWICE not in ways.values()
+    assert StepPasses.TWICE not in out_grads.values()
     assert passes_of(case("current", master="bfloat16").parameter()) is StepPasses.TWICE
     assert passes_of(case("delayed", master=None).parameter()) is StepPasses.TWICE
 

@@ -56,7 +56,7 @@ def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> Non
     def made(yes: bool) -> GemmOperands:
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         with emulated(yes):
-            return gemm_operands(x, role, call, state, OperandUsage(True, True, poison=passing == 2, passing=passing))
+            return gemm_operands(x, role, call, state, OperandUsage(True, True, nan_flag=passing == 2, passing=passing))
 
     found, before = made(True), made(False)
     assert found.second.transposed and before.second.transposed

@@ -17,15 +17,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import quantshard as qs
 from quantshard import kernel_dispatch, private_torch
-from quantshard.conversion import gated_mlp
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import operands
+from quantshard.interop.conversion import gated_mlp
 from quantshard.modules import fused, fused_activation, fused_norm
 from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional
 from quantshard.modules.layernorm_mlp import activate
-from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
+from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.covering import exhaustive
 from tests.distributed import models
@@ -427,7 +427,7 @@ def test_an_input_that_is_rounded_stochastically_is_drawn_once(both: Callable[..
     table = dict(RECIPES["mxfp8"].table)
     for gemm in (Gemm.FPROP, Gemm.WGRAD):
         cell = table[TensorRole.INPUT, gemm]
-        table[TensorRole.INPUT, gemm] = Cell(cell.format, replace(cell.scaling, stochastic_rounding=True))
+        table[TensorRole.INPUT, gemm] = QuantSpec(cell.format, replace(cell.scaling, stochastic_rounding=True))
     chosen = TableRecipe("rounded inputs", table)
     one, other = both(lambda: trained(build("gated mlp", chosen, True), chosen, False, torch.bfloat16, steps=1))
     assert not differing(one, other)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quantshard.collectives import delayed_scaling
-from quantshard.formats import E4M3, E5M2, FORMATS, Copy, Encoding, Scaling
+from quantshard.formats import E4M3, E5M2, FORMATS, Encoding, Orientation, Scaling
 from quantshard.gemm import operands
-from quantshard.recipe import Cell
+from quantshard.recipe import QuantSpec
 from quantshard.tensor.storage import QuantizedStorage
 
 pytest.importorskip("triton")
@@ -46,13 +46,13 @@ def values(rows: int, cols: int, seed: int = 0) -> Tensor:
 def quantized(x: Tensor, counts: Sequence[int], encoding: Encoding) -> EncodedRows:
     segments = ExpertSegments.of(counts, DEVICE)
     stored, multipliers = scales.scales(
-        grouped.expert_amaxes(x.to(DEVICE), segments), ROWS[encoding].copies[Copy.ROWWISE], Scaling(), x.dtype
+        grouped.expert_amaxes(x.to(DEVICE), segments), ROWS[encoding].copies[Orientation.ROWWISE], Scaling(), x.dtype
     )
     return EncodedRows(grouped.quantize_expert_rows(x.to(DEVICE), segments, encoding, multipliers), stored, encoding)
 
 
 def one_by_one(x: Tensor, counts: Sequence[int], encoding: Encoding) -> list[QuantizedStorage]:
-    return [operands.quantize_operand(part, Cell(ROWS[encoding])) for part in x.split(list(counts))]
+    return [operands.quantize_operand(part, QuantSpec(ROWS[encoding])) for part in x.split(list(counts))]
 
 
 @pytest.mark.parametrize("unit", [1, MANY_ROWS])
@@ -127,9 +127,9 @@ def test_the_scale_of_an_expert_that_is_not_finite_is_poisoned(bad: float) -> No
     rows = COUNTS["few rows"]
     x, segments = values(sum(rows), IN).to(DEVICE), ExpertSegments.of(rows, DEVICE)
     x[7, 3] = bad  # the third expert's
-    poisoned = torch.ones(4, device=DEVICE)
-    grouped.quantize_expert_rows(x, segments, E5M2, torch.ones(4, device=DEVICE), poisoned=poisoned)
-    assert poisoned.isnan().tolist() == [False, False, True, False]
+    has_nan = torch.ones(4, device=DEVICE)
+    grouped.quantize_expert_rows(x, segments, E5M2, torch.ones(4, device=DEVICE), has_nan=has_nan)
+    assert has_nan.isnan().tolist() == [False, False, True, False]
     found = grouped.expert_amaxes(x, segments)
     assert found.isfinite().tolist() == [True, True, False, True] and found[2].isnan() == (bad != bad)
 
@@ -161,7 +161,7 @@ def close(
 
 def weights(experts: int, shift: int = 0) -> tuple[ExpertWeights, list[Tensor], list[Tensor]]:
     """With their values, and the tensors that they lie in. `shift`: bytes from a multiple of 16 to the codes of one."""
-    stored = [operands.quantize_operand(values(OUT, IN, 9 + e), Cell(ROWS[E4M3])) for e in range(experts)]
+    stored = [operands.quantize_operand(values(OUT, IN, 9 + e), QuantSpec(ROWS[E4M3])) for e in range(experts)]
     codes = []
     for part in stored:
         held = torch.empty(OUT * IN + shift, dtype=torch.uint8, device=DEVICE)[shift:].view(OUT, IN)
@@ -215,7 +215,7 @@ WIDE = {128: (140, 40), 32: (70, 35)}
 def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[EncodedRows, EncodedRows, list[int]]:
     """Codes of the rows and of their transpose, and the first row of each expert."""
     segments = ExpertSegments.of(counts, DEVICE, grouped.MANY_ROWS)
-    request = request_of(FORMATS[BLOCKS[block][0]].copies[Copy.ROWWISE], Scaling())
+    request = request_of(FORMATS[BLOCKS[block][0]].copies[Orientation.ROWWISE], Scaling())
     ones = torch.ones(len(counts), device=DEVICE)
     found = grouped.quantize_expert_blocks(x.to(DEVICE), segments, request, request)
     one, two = (EncodedRows(target.codes, target.scale, E4M3, block, ones) for target in found)
@@ -225,7 +225,7 @@ def by_blocks(x: Tensor, counts: Sequence[int], block: int) -> tuple[EncodedRows
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_codes_and_scales_of_blocks_are_those_of_each_expert_alone(counts: str, block: int) -> None:
-    rows, cell = COUNTS[counts], Cell(FORMATS[BLOCKS[block][0]])
+    rows, cell = COUNTS[counts], QuantSpec(FORMATS[BLOCKS[block][0]])
     x = values(sum(rows), WIDE[block][0]).bfloat16()
     one, two, firsts = by_blocks(x, rows, block)
     for part, first in zip(x.split(rows), firsts, strict=True):
@@ -246,7 +246,7 @@ def test_codes_and_scales_of_blocks_are_those_of_each_expert_alone(counts: str, 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_products_by_blocks(counts: str, block: int) -> None:
     rows, (features, outputs) = COUNTS[counts], WIDE[block]
-    vector, square = (Cell(FORMATS[name]) for name in BLOCKS[block])
+    vector, square = (QuantSpec(FORMATS[name]) for name in BLOCKS[block])
     segments = ExpertSegments.of(rows, DEVICE, grouped.MANY_ROWS)
     x, dy = values(sum(rows), features, 1), values(sum(rows), outputs, 2)
     (a, a_transposed, _), (b, b_transposed, _) = by_blocks(x, rows, block), by_blocks(dy, rows, block)
@@ -267,12 +267,12 @@ def test_poison_of_blocks_is_their_experts() -> None:
     rows = COUNTS["few rows"]
     x, segments = values(sum(rows), IN).to(DEVICE), ExpertSegments.of(rows, DEVICE, grouped.MANY_ROWS)
     x[7, 3] = torch.inf  # the third expert's
-    request, poison = (
-        request_of(FORMATS["fp8_1x128"].copies[Copy.ROWWISE], Scaling()),
+    request, nan_flag = (
+        request_of(FORMATS["fp8_1x128"].copies[Orientation.ROWWISE], Scaling()),
         torch.ones(4, device=DEVICE),
     )
-    grouped.quantize_expert_blocks(x, segments, request, None, poison)
-    assert poison.isnan().tolist() == [False, False, True, False]
+    grouped.quantize_expert_blocks(x, segments, request, None, nan_flag)
+    assert nan_flag.isnan().tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("most_recent", [True, False])

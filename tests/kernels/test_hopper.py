@@ -14,7 +14,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from quantshard.doctor import registry  # noqa: E402
+from quantshard.tools.doctor import registry  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BOTH = "both directions"

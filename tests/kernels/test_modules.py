@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import kernel_dispatch
-from quantshard.doctor.cases import agrees
-from quantshard.doctor.fused import EPS, ActivationReference, NormReference
 from quantshard.kernels.fused import norm as kn
 from quantshard.modules import layernorm_mlp, norm, rotary
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
 from quantshard.modules.norm import Normalization
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from quantshard.tools.doctor.cases import agrees
+from quantshard.tools.doctor.fused import EPS, ActivationReference, NormReference
 from tests.covering import exhaustive, in_turns
 from tests.kernels import test_activation as of_activation
 from tests.kernels import test_norm as of_norm

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from quantshard.doctor.cases import Bound, U, agrees
-from quantshard.doctor.fused import EPS, NormReference
 from quantshard.kernels.fused import norm as kn
-from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.modules.norm import layer_norm, rms_norm
+from quantshard.tools.doctor.cases import Bound, U, agrees
+from quantshard.tools.doctor.fused import EPS, NormReference
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
@@ -36,7 +36,7 @@ def test_an_offset_of_the_weight(centered):
     exact, high = NormReference(x, p, centered), torch.empty_like(x)
     found, same = kn.norm_statistics(x, EPS, centered)
     assert same.data_ptr() == x.data_ptr()
-    kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
+    kn.normalize_and_quantize(x, found, p, KernelOutputs(high=high))
     check([high, *kn.norm_backward(dy, x, found, p)], [exact.result(), *exact.gradients(dy)])
 
 
@@ -51,7 +51,7 @@ def test_results_are_the_oracles_or_their_neighbours(centered):
     with torch.no_grad():
         found, _ = kn.norm_statistics(x, EPS, centered)
         high = torch.empty_like(y)
-        kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
+        kn.normalize_and_quantize(x, found, p, KernelOutputs(high=high))
         got = kn.norm_backward(dy, x, found, p)
         exact, gap = NormReference(x, p, centered), torch.finfo(y.dtype).eps
         assert ((high.double() - y).abs() <= gap * y.double().abs() + 2 * exact.result().error).all()
@@ -81,7 +81,7 @@ def test_longer_rows_are_read_in_pieces(centered, monkeypatch):
     found, total = kn.norm_statistics(x, EPS, centered, **given)
     assert torch.equal(total, x + residual)
     exact = NormReference(total, p, centered)
-    kn.normalize_and_quantize(total, found, p, EpilogueRequest(high=high))
+    kn.normalize_and_quantize(total, found, p, KernelOutputs(high=high))
     assert amax == high.abs().amax()
     assert torch.equal(of_rows, high.abs().amax(1).float()) and torch.equal(of_cols, high.abs().amax(0).float())
     got = kn.norm_backward(dy, total, found, p, residual_gradient=more)
@@ -124,7 +124,7 @@ def test_rows_that_are_not_finite_stay_apart():
     amax, high = torch.zeros((), device=DEVICE), torch.empty_like(x)
     of_rows = torch.zeros(4, device=DEVICE)
     found, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax, of_rows=(of_rows, None))
-    kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=high))
+    kn.normalize_and_quantize(x, found, p, KernelOutputs(high=high))
     assert high.isfinite().all(1).tolist() == [True, False, False, True] and amax.isnan()
     assert of_rows.isfinite().tolist() == [True, False, False, True]
     assert torch.equal(high[3], p.beta)
@@ -134,6 +134,6 @@ def test_rows_that_are_not_finite_stay_apart():
 def test_nothing_gives_nothing(shape):
     x, p = torch.empty(shape, device=DEVICE), parameters(shape[1], True)
     found, _ = kn.norm_statistics(x, EPS, True)
-    kn.normalize_and_quantize(x, found, p, EpilogueRequest(high=x.clone()))
+    kn.normalize_and_quantize(x, found, p, KernelOutputs(high=x.clone()))
     dx, dgamma, dbeta = kn.norm_backward(x, x, found, p)
     assert dx.shape == shape and not dgamma.any() and not dbeta.any()

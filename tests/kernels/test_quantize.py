@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, numerics
-from quantshard.formats import ALL, FORMATS, Copy, Format, Role, Scaling
+from quantshard.formats import ALL, FORMATS, Format, Orientation, Role, Scaling
 from quantshard.gemm import scaled_products
 
 pytest.importorskip("triton")
 
 from quantshard.gemm import producers
 from quantshard.kernels.fused.activation import quantize_gradients
-from quantshard.kernels.fused.epilogue import EpilogueRequest
+from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
 from quantshard.kernels.quantize.targets import Poison, QuantizedOutput, QuantizeRequest, QuantizeSpec
@@ -30,7 +30,7 @@ from tests.covering import exhaustive
 from tests.kernels.asked import request_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Copy.ROWWISE].codes.encoding.bits <= 8]
+CODES = [fmt for fmt in FORMATS.values() if fmt.copies[Orientation.ROWWISE].codes.encoding.bits <= 8]
 SHAPES = [(1, 1), (5, 7), (35, 300)]
 IN_A_TILE = [(5, 7), (3, 12)]
 """Shapes for random words, which the interpreter is slow at: where four neighbours share a call, and where not."""
@@ -41,7 +41,7 @@ KEY, DRAW = -123456789012345, 7
 
 
 def encodings(fmt: Format) -> tuple[object, ...]:
-    copy = fmt.copies[Copy.ROWWISE]
+    copy = fmt.copies[Orientation.ROWWISE]
     return copy.codes.encoding, copy.scale.encoding, ALL in copy.block
 
 
@@ -98,7 +98,7 @@ def test_codes_and_scales(fmt: Format, stochastic: bool) -> None:
     for shape, (dtype, power_of_two) in zip(IN_A_TILE if stochastic else SHAPES, kinds, strict=False):
         x, scaling = values(shape, dtype), Scaling(power_of_two=power_of_two, stochastic_rounding=stochastic)
         expected = numerics.quantize(
-            x, fmt, scaling, words=dict.fromkeys(Copy, numerics.random_words(KEY, DRAW, 3, shape))
+            x, fmt, scaling, words=dict.fromkeys(Orientation, numerics.random_words(KEY, DRAW, 3, shape))
         )
         grids = numerics.amaxes(x, fmt)
         for copy in fmt.copies.values():
@@ -137,7 +137,7 @@ def test_pieces_are_those_of_the_whole(fmt: Format, origins: tuple[tuple[int, in
         grids = numerics.amaxes(x, fmt, origin)
         for part in fmt.components:
             if part.role is not Role.CODES:
-                assert same(amax.block_amax(x.to(DEVICE), part.covers, origin), grids[part.name])
+                assert same(amax.block_amax(x.to(DEVICE), part.block_shape, origin), grids[part.name])
         for copy in fmt.copies.values():
             given = numerics.encode_scales(grids, fmt, scaling, x.dtype)
             words = numerics.random_words(KEY, DRAW, 2, whole, origin, (30, 6))
@@ -210,7 +210,7 @@ def test_both_directions_of_a_piece(name: str, shared: bool) -> None:
     scaling, requests, expected = Scaling(stochastic_rounding=True), [], []
     for stream, turn in enumerate((False, True)):
         y, at, of = (x.t(), origin[::-1], whole[::-1]) if turn else (x, origin, whole)
-        copy, shape = fmt.copies[Copy.ROWWISE], (y.shape[0], y.shape[1])
+        copy, shape = fmt.copies[Orientation.ROWWISE], (y.shape[0], y.shape[1])
         given = numerics.encode_scales(numerics.amaxes(y, fmt, at), fmt, scaling, x.dtype)
         bits = RandomBits(KEY, DRAW, 0 if shared else stream, of, transposed=shared and turn)
         words = bits._replace(origin=at, shape=shape).tensor()
@@ -222,12 +222,17 @@ def test_both_directions_of_a_piece(name: str, shared: bool) -> None:
 
 
 def wanted(
-    x: Tensor, fmt: Format, scaling: Scaling, stream: int, which: Copy = Copy.ROWWISE, transposed: bool = False
+    x: Tensor,
+    fmt: Format,
+    scaling: Scaling,
+    stream: int,
+    which: Orientation = Orientation.ROWWISE,
+    transposed: bool = False,
 ) -> tuple[QuantizeRequest, dict[str, Tensor]]:
     rows, cols = x.shape
     shape = (rows, cols + (-cols % 16 if scaling.random_hadamard else 0))
     bits = RandomBits(KEY, DRAW, stream, shape, transposed=transposed)
-    parts = numerics.quantize(x, fmt, scaling, words=dict.fromkeys(Copy, bits.tensor()))
+    parts = numerics.quantize(x, fmt, scaling, words=dict.fromkeys(Orientation, bits.tensor()))
     request = request_of(
         fmt.copies[which], scaling, second_amax=on_device(parts.get("amax")),
         words=bits if scaling.stochastic_rounding else None,
@@ -241,7 +246,7 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
     for shape, odd in zip(SHAPES, (float("inf"), float("nan"), 0.0), strict=True):
         x = values(shape)
         x[0, -1] = odd
-        copy, seen = fmt.copies[Copy.ROWWISE], torch.full((), 2.0, device=DEVICE)
+        copy, seen = fmt.copies[Orientation.ROWWISE], torch.full((), 2.0, device=DEVICE)
         given = numerics.encode_scales(numerics.amaxes(x, fmt), fmt, Scaling(), x.dtype)[copy.scale.name]
         found, _ = quantize_matrix(
             x.to(DEVICE), request_of(copy, Scaling(), multipliers=on_device(given), transposed=True), None, seen
@@ -253,28 +258,30 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("inf"), -1), (float("-inf"), 0), (float("nan"), -1)])
-@pytest.mark.parametrize("poison", ["amax", "apart"])
-def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(poison: Poison, odd: float | None, at: int) -> None:
+@pytest.mark.parametrize("nan_flag", ["amax", "apart"])
+def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(
+    nan_flag: Poison, odd: float | None, at: int
+) -> None:
     """By its own amax, or found in the same pass, in the tile that stores the scale or another; codes stay."""
     fmt, x = FORMATS["fp8_e5m2"], values((300, 530))
     if odd is not None:
         x[at, at] = odd
-    known = numerics.block_amax(x if poison == "amax" else values((300, 530)), (ALL, ALL))
+    known = numerics.block_amax(x if nan_flag == "amax" else values((300, 530)), (ALL, ALL))
     grids = {"scale_inv": known}
     given = numerics.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
-    scale = torch.zeros(1, 1, device=DEVICE) if poison == "apart" else None
-    spec = QuantizeSpec(fmt.copies[Copy.ROWWISE], Scaling(), transposed=True, given="amaxes", poison=poison)
+    scale = torch.zeros(1, 1, device=DEVICE) if nan_flag == "apart" else None
+    spec = QuantizeSpec(fmt.copies[Orientation.ROWWISE], Scaling(), transposed=True, given="amaxes", nan_flag=nan_flag)
     request = QuantizeRequest(spec, on_device(known), scale=scale)
-    ((found, _),) = quantize_gradients([x.to(DEVICE)], [EpilogueRequest(request, poison=scale)])
+    ((found, _),) = quantize_gradients([x.to(DEVICE)], [KernelOutputs(request, nan_flag=scale)])
     assert found is not None
-    assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Copy.ROWWISE], {"scale_inv": given}))
+    assert same(found.codes, numerics.quantize_codes(x, fmt.copies[Orientation.ROWWISE], {"scale_inv": given}))
     expected = numerics.scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
     assert same(found.scale, expected if odd is None else torch.full((1, 1), float("nan")))
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize(
-    "fmt", [f for f in CODES if f.copies[Copy.ROWWISE].codes.encoding.bits == 4], ids=lambda fmt: fmt.name
+    "fmt", [f for f in CODES if f.copies[Orientation.ROWWISE].codes.encoding.bits == 4], ids=lambda fmt: fmt.name
 )
 def test_what_fills_a_byte_up_is_zero(fmt: Format, stochastic: bool) -> None:
     """Beside an odd last column, or row of the transpose, whatever the multiplier of its block, NaN too."""
@@ -308,7 +315,7 @@ def edges() -> Tensor:
 @a_format_of_each_encoding
 def test_edge_values(fmt: Format) -> None:
     """Rounding alone (all multipliers are 1, then the largest float32), and scales of amaxes that are no numbers."""
-    copy, x = fmt.copies[Copy.ROWWISE], edges()
+    copy, x = fmt.copies[Orientation.ROWWISE], edges()
     for factor in (1.0, torch.finfo(torch.float32).max):
         given = torch.full_like(numerics.block_amax(x, copy.block), factor)
         expected = numerics.quantize_codes(x, copy, {copy.scale.name: given})
@@ -329,7 +336,7 @@ def test_edge_values(fmt: Format) -> None:
 @a_format_of_each_encoding
 def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
     """Scales that would overflow become the largest of float32, or of the dtype of the values."""
-    copy = fmt.copies[Copy.ROWWISE]
+    copy = fmt.copies[Orientation.ROWWISE]
     if ALL in copy.block:
         pytest.skip("its scales come from amaxes that were taken before")
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
@@ -346,7 +353,7 @@ def test_blocks_of_tiny_amaxes(fmt: Format) -> None:
 
 def test_a_word_rounds_up_where_it_and_the_fraction_are_one() -> None:
     """Of the way to the smallest code, 2**-9, E4M3 has 20 bits: with those of the word exactly 1, and 2**-20 less."""
-    shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Copy.ROWWISE]
+    shape, copy = (32, 256), FORMATS["fp8_e4m3"].copies[Orientation.ROWWISE]
     words = numerics.random_words(KEY, DRAW, 3, shape)
     request = request_of(copy, Scaling(), multipliers=torch.ones(1, 1, device=DEVICE), words=words_of(shape, 3, True))
     for less in (0, 1):
@@ -369,8 +376,8 @@ def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
     rows, cols = -(-shape[0] // 128), -(-shape[1] // 128)
     larger = torch.rand(rows + 2, cols + 3, generator=generator)
     grids = [larger[1:-1, 2:-1], larger[1:-1, 2:-1].contiguous(), larger[1:-1, 2:-1].t().contiguous().t()]
-    for grid, poison in itertools.product(grids, (None, 0.0, torch.nan)):
-        given = [codes, grid, None if poison is None else torch.tensor(poison)]
+    for grid, nan_flag in itertools.product(grids, (None, 0.0, torch.nan)):
+        given = [codes, grid, None if nan_flag is None else torch.tensor(nan_flag)]
         with kernel_dispatch.kernels_only_on():
             expected = kernel_dispatch.by_columns([given], torch.uint8)[0]
         (found,) = transpose.by_columns([[part if part is None else part.to(DEVICE) for part in given]])
@@ -379,7 +386,7 @@ def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
             torch.testing.assert_close(mine.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
         laid = expected[1].t()
         assert laid.shape == (cols, -(-rows // 4) * 4) and not laid[:, rows:].any()
-        assert laid[:, :rows].isnan().all() if poison is torch.nan else torch.equal(laid[:, :rows], grid.t())
+        assert laid[:, :rows].isnan().all() if nan_flag is torch.nan else torch.equal(laid[:, :rows], grid.t())
 
 
 TRANSPOSABLE = ["fp8_e4m3", "fp8_e5m2", "fp8_128x128", "mxfp8_32x32", "nvfp4_16x16"]
@@ -403,12 +410,12 @@ def test_amax_of_transformed_rows() -> None:
 def test_tiles_with_all_their_elements(name: str, dtype: torch.dtype) -> None:
     """Whole tiles, which a GPU reads and writes by 16 bytes: there an assembler has lost bytes."""
     fmt = FORMATS[name]
-    copy, x = fmt.copies[Copy.ROWWISE], torch.randn(256, 256, device=DEVICE, dtype=dtype)
+    copy, x = fmt.copies[Orientation.ROWWISE], torch.randn(256, 256, device=DEVICE, dtype=dtype)
     expected = numerics.quantize(x, fmt)
     grids = numerics.amaxes(x, fmt)
     known = numerics.encode_scales(grids, fmt, Scaling(), dtype)[copy.scale.name] if ALL in copy.block else None
     request = request_of(copy, Scaling(), multipliers=known, second_amax=grids.get("amax"), transposed=True)
-    outputs = EpilogueRequest(request, amax=torch.zeros((), device=DEVICE), poison=torch.zeros((), device=DEVICE))
+    outputs = KernelOutputs(request, amax=torch.zeros((), device=DEVICE), nan_flag=torch.zeros((), device=DEVICE))
     for target, _ in (quantize_matrix(x, request), *quantize_gradients([x], [outputs])):
         assert torch.equal(target.codes, expected[copy.codes.name])
         assert torch.equal(target.transposed, numerics.transpose_parts(fmt, expected, x.shape)[copy.codes.name])

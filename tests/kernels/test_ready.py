@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import kernel_dispatch, numerics, private_torch
-from quantshard.formats import E8M0, FORMATS, Copy
-from quantshard.gemm import backend, producers, right_operands, scaled_products
+from quantshard.formats import E8M0, FORMATS, Orientation
+from quantshard.gemm import backend, producers, scaled_products, weight_operands
 from quantshard.gemm.operands import Operand, OperandUsage
 from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
@@ -28,7 +28,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import OperandRequest, gemm_operands, gradient_operands
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.numerics import swizzling
-from quantshard.recipe import Cell, TensorRole, resolve
+from quantshard.recipe import QuantSpec, TensorRole, resolve
 from quantshard.tensor import observation
 from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage, weight_state
 from tests.covering import exhaustive
@@ -86,15 +86,15 @@ def stepped(module: nn.Module, x: Tensor, dy: Tensor, name: str) -> list[Tensor]
 )
 def test_a_stored_matrix_is_swizzled(name: str, turned: bool, shape: tuple[int, int]) -> None:
     """Two at once, of different shapes, the first of them poisoned, and of the poison another's scales."""
-    stored = FORMATS[name].copies[Copy.ROWWISE]
+    stored = FORMATS[name].copies[Orientation.ROWWISE]
     for bad in (0.0, float("nan")):
         given = []
         for part, size in enumerate((shape, (64, 96))):
             parts = numerics.quantize(values(*size, seed=part).float(), FORMATS[name])
             amax = None if stored.amax is None else parts[stored.amax.name]
             other = swizzling.swizzled(torch.full((size[0], 5), 127, dtype=torch.uint8)).view(E8M0.multiplied)
-            poisons = (torch.tensor(bad), other) if part == 0 else (None, None)
-            given.append((size, parts[stored.codes.name], parts[stored.scale.name], amax, *poisons))
+            nan_flags = (torch.tensor(bad), other) if part == 0 else (None, None)
+            given.append((size, parts[stored.codes.name], parts[stored.scale.name], amax, *nan_flags))
         theirs = copy.deepcopy(given)
         with kernel_dispatch.kernels_only_on():
             expected = kernel_dispatch.swizzle(stored, theirs, turned)
@@ -188,7 +188,7 @@ def test_weights_are_laid_out_by_the_kernel_that_quantizes(
             module = qs.LayerNormMLP(160, 288, activation="swiglu", bias=False, **options)
     x, dy, found = values(160, 160), values(160, 160 if kind == "gated" else 288, seed=1), []
     for is_large in (False, True):
-        monkeypatch.setattr(right_operands, "is_large", lambda codes, large=is_large: large)
+        monkeypatch.setattr(weight_operands, "is_large", lambda codes, large=is_large: large)
         launches.clear()
         found.append(stepped(copy.deepcopy(module), x, dy, name))
         assert Counter(kernel for kernel, _ in launches)["swizzle_kernel"] == (most if is_large else apart)
@@ -275,7 +275,7 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
     found = []
     for given in (source, source.measured()):
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
-        asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True, poison=True), 0, gate)
+        asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True, nan_flag=True), 0, gate)
         launches.clear()
         found.append(asked.of(given))
         assert [kernel for kernel, _ in launches] == [
@@ -301,12 +301,14 @@ def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: d
             if stored:
                 patch.setattr(producers.OperandKind, "is_ready", lambda *_: False)
             producers.plan_operand.cache_clear()
-            made = gemm_operands(x, role, call, state, OperandUsage(True, True, poison=role is TensorRole.GRAD_OUTPUT))
+            made = gemm_operands(
+                x, role, call, state, OperandUsage(True, True, nan_flag=role is TensorRole.GRAD_OUTPUT)
+            )
         found.append((made.first, made.second.operand))
     producers.plan_operand.cache_clear()
     for ready, before in zip(*found, strict=True):
         assert isinstance(ready, QuantizedStorage) and isinstance(before, QuantizedStorage)
-        part = ready.cell.format.copies[Copy.ROWWISE]
+        part = ready.cell.format.copies[Orientation.ROWWISE]
         assert ready.components[part.codes.name].dtype is part.codes.encoding.multiplied
         assert (SECOND_SCALE in ready.components) == (part.amax is not None)
         assert torch.equal(ready.dequantize(), before.dequantize())
@@ -317,7 +319,7 @@ def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: d
 def test_what_is_not_ready(products: dict[str, tuple[int, int]]) -> None:
     """Squares under scales of 8 bits, which are laid out for every row when they are read; sizes that are padded; what
     others than products read; and what no product of the GPU reads."""
-    mx, square, tensor = (Cell(FORMATS[name]) for name in ("mxfp8_1x32", "mxfp8_32x32", "fp8_e4m3"))
+    mx, square, tensor = (QuantSpec(FORMATS[name]) for name in ("mxfp8_1x32", "mxfp8_32x32", "fp8_e4m3"))
     kind = producers.OperandKind(BF16, BLACKWELL)
     assert kind.is_ready(mx, (32, 64)) and not kind.is_ready(square, (32, 64))
     assert not any(kind.is_ready(mx, shape) for shape in ((0, 64), (24, 64), (32, 72)))
@@ -334,8 +336,8 @@ def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[
         LinearState([weight_state(None, DEVICE)], None, None, True),
     )
     for role in (TensorRole.GRAD_OUTPUT, TensorRole.INPUT):
-        made = gemm_operands(x, role, call, state, OperandUsage(True, True, poison=role is TensorRole.GRAD_OUTPUT))
-        assert made.poison is None
+        made = gemm_operands(x, role, call, state, OperandUsage(True, True, nan_flag=role is TensorRole.GRAD_OUTPUT))
+        assert made.nan_flag is None
         found = made.first
         assert isinstance(found, QuantizedStorage)
         assert bool(found.components[SECOND_SCALE].isnan()) == (role is TensorRole.GRAD_OUTPUT)
@@ -363,7 +365,7 @@ def test_who_looks_at_operands_gets_what_formats_store(
     def scales(found: list[Operand]) -> set[torch.dtype]:
         stored = [each for each in found if isinstance(each, QuantizedStorage)]
         assert len(stored) == 2
-        return {each.components[each.cell.format.copies[Copy.ROWWISE].scale.name].dtype for each in stored}
+        return {each.components[each.cell.format.copies[Orientation.ROWWISE].scale.name].dtype for each in stored}
 
     assert scales(made()) == {E8M0.multiplied}
     with workspace.separate_allocations():

@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 
 import quantshard
 from benchmarks import kernels as benchmark
-from quantshard.doctor import checks, registry
-from quantshard.doctor.cases import TOO_FAR, Bound, KernelCase, agrees
-from quantshard.doctor.results import UnavailableError
-from quantshard.doctor.timing import bytes_of
 from quantshard.kernels.quantize import transpose
+from quantshard.tools.doctor import checks, registry
+from quantshard.tools.doctor.cases import TOO_FAR, Bound, KernelCase, agrees
+from quantshard.tools.doctor.results import UnavailableError
+from quantshard.tools.doctor.timing import bytes_of
 from tests.memory import memory_checked
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter

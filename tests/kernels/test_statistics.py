@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import kernel_dispatch, numerics
-from quantshard.formats import FORMATS, Copy
+from quantshard.formats import FORMATS, Orientation
 from quantshard.kernels.quantize import error
 from quantshard.modules.gemms import grouped
 from quantshard.numerics.quantization_error import EMPTY, SUMS, add_error_
@@ -115,7 +115,7 @@ def test_unusual_values_are_counted_as_by_the_oracle(values: str, scales: str, i
     these, now those."""
     for number, name in enumerate(("fp8_e4m3", "fp8_1xrow", "fp8_128x128", "mxfp8_1x32", "nvfp4_1x16")):
         fmt = FORMATS[name]
-        copy = fmt.copies[Copy.ROWWISE]
+        copy = fmt.copies[Orientation.ROWWISE]
         x = torch.randn(130, 272, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
         parts = numerics.quantize(torch.zeros_like(x) if values == "zero" else x, fmt)
         if scales == "tiny":
@@ -144,7 +144,7 @@ def test_a_part_of_a_large_matrix_counts_alone(is_turned: bool, monkeypatch) -> 
     x = torch.randn(130, 1100, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     x[:, 300:320] = 0.0  # in no tile that is measured first
     fmt = FORMATS["mxfp8_1x32"]
-    copy, parts = fmt.copies[Copy.ROWWISE], numerics.quantize(x, fmt)
+    copy, parts = fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt)
     x = x.t().contiguous().t() if is_turned else x
     tiles = [(at, at + 64) for at in (0, 256, 512, 768, 1024)] if is_turned else [(0, 256), (1024, 1100)]
     for largest, chosen in ((x.numel(), tiles), (x.numel() + 1, [(0, 1100)])):

@@ -66,9 +66,9 @@ def test_codes_by_definition(dtype: torch.dtype) -> None:
     of_one = [((TOKENS, FEATURES), torch.uint8), ((TOKENS, 3), torch.float32), ((1, 1), torch.float32)]
     assert shapes == of_one * 2 == [(tuple(e.shape), e.dtype) for x in xs for e in FP8.empty(x)]
     read = FP8.values(list(kept), dtype)
-    for x, (codes, scales, poison), values in zip(xs, (kept[:3], kept[3:]), read, strict=True):
+    for x, (codes, scales, nan_flag), values in zip(xs, (kept[:3], kept[3:]), read, strict=True):
         wanted = by_definition(x)
-        assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1]) and poison.item() == 0
+        assert torch.equal(codes, wanted[0]) and torch.equal(scales, wanted[1]) and nan_flag.item() == 0
         assert values.dtype is dtype and torch.equal(values.float(), wanted[2]), "no second rounding"
         off = (values.double() - x.double()).abs()
         assert (off <= room(x)).all() and off.max() > 0
@@ -168,7 +168,7 @@ def test_checkpoints_and_graphs_change_no_bit(recomputes: bool) -> None:
         return trained(module, "block", lambda x: function(x))
 
     plain = run(lambda module: module)
-    ways: list[Callable[[torch.nn.Module], Callable[..., Any]]] = [
+    out_grads: list[Callable[[torch.nn.Module], Callable[..., Any]]] = [
         lambda module: partial(qs.checkpoint, module, use_reentrant=False),
         lambda module: partial(qs.checkpoint, module, use_reentrant=True),
     ]
@@ -176,7 +176,7 @@ def test_checkpoints_and_graphs_change_no_bit(recomputes: bool) -> None:
     if recomputes:  # without kernels the compiler decides what is computed again
         with pytest.raises(Exception, match="LayerNormMLP: recompute_activation with"):
             run(compiled)
-    for way in ways if recomputes else [*ways, compiled]:
+    for way in out_grads if recomputes else [*out_grads, compiled]:
         found = run(way)
         assert [each for each in plain if not torch.equal(plain[each], found[each])] == []
 

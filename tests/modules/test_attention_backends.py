@@ -16,7 +16,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends
 from quantshard.modules.attention_backends import AUTO, BACKENDS, order
-from quantshard.observe import explain
+from quantshard.tools.observe import explain
 from tests.covering import exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -176,7 +176,7 @@ def test_explain_tells_the_backend(hopper: None, monkeypatch: pytest.MonkeyPatch
     report = explain(layers)
     assert report.attention == ("0.self_attention.core_attention and 2 more: attention by PyTorch's own choice",)
     assert report.attention[0] in " ".join(str(report).split()) and report.attention[0] in report.to_json()
-    monkeypatch.setattr(sys.modules["quantshard.observe.explain"], "_device", lambda _: GPU)
+    monkeypatch.setattr(sys.modules["quantshard.tools.observe.explain"], "_device", lambda _: GPU)
     assert explain(layers[0]).attention == (
         "self_attention.core_attention: attention by cudnn, else flash, efficient, math",
     )

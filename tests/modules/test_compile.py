@@ -27,7 +27,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms.structure import structure_of
-from quantshard.recipe import Cell, Gemm, TableRecipe, TensorRole, resolve
+from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.distributed.pool import run_ranks
@@ -235,7 +235,7 @@ def test_a_module_that_is_gone_before_backward_is_told() -> None:
 
 def test_a_second_call_draws_words_of_its_own() -> None:
     """Of one input: a partitioner would make one call of two, where a call leaves nothing behind."""
-    cell, rounded = Cell(FP8_E4M3), Cell(FP8_E4M3, Scaling(stochastic_rounding=True))
+    cell, rounded = QuantSpec(FP8_E4M3), QuantSpec(FP8_E4M3, Scaling(stochastic_rounding=True))
     table = dict.fromkeys(resolve("current").table, cell)
     recipe = TableRecipe(
         "rounded inputs", table | {(TensorRole.INPUT, gemm): rounded for gemm in (Gemm.FPROP, Gemm.WGRAD)}

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import quantshard as qs
 import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import kernel_dispatch, kernels
-from quantshard.conversion import optimizer_watch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.interop.conversion import optimizer_watch
 from quantshard.modules import capture
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables

@@ -12,7 +12,7 @@ import torch
 
 from quantshard import formats, numerics
 from quantshard import recipe as recipes
-from quantshard.formats import Copy, Format, Scaling
+from quantshard.formats import Format, Orientation, Scaling
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.tensor.storage import DRAWS, KEY
 from tests.distributed.models import MXFP4_RECIPE
@@ -62,7 +62,7 @@ CASES = {
 }  # fmt: skip
 
 
-def quantized(x, fmt, scaling=PLAIN, words=None, which=Copy.ROWWISE, amax=None):
+def quantized(x, fmt, scaling=PLAIN, words=None, which=Orientation.ROWWISE, amax=None):
     """The values that [R, C] is quantized to, along its last dim, in float64."""
     if amax is not None:
         grids = {"scale_inv": amax.view(1, 1)}
@@ -100,7 +100,9 @@ class Expected:
         self.dy = cast(dy, case.dy, drawn_by="rows", amax=dy_amax)
         self.dy_wgrad = cast(for_wgrad(dy), case.dy, drawn_by="columns", amax=dy_amax)
         self.w = cast(weight, case.weight)
-        self.w_dgrad = cast(weight, case.weight, which=Copy.COLUMNWISE) if len(case.weight.copies) == 2 else self.w
+        self.w_dgrad = (
+            cast(weight, case.weight, which=Orientation.COLUMNWISE) if len(case.weight.copies) == 2 else self.w
+        )
 
 
 def excess(got, a, b, bias=None):

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from quantshard import numerics
-from quantshard.formats import FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, Copy, Scaling
+from quantshard.formats import FP8_1X128, FP8_128X128, FP8_E4M3, FP8_E5M2, Orientation, Scaling
 from tests.golden.make_compact import COMPACT, compact, load
 
 FULL = Path(__file__).parents[3] / "shared" / "golden" / "transformer-engine-2.20-h200.pt.xz"
@@ -38,7 +38,7 @@ def golden(request):
 
 
 def rowwise(fmt):
-    return fmt.copies[Copy.ROWWISE]
+    return fmt.copies[Orientation.ROWWISE]
 
 
 def with_scale(x, fmt, scale):

@@ -35,8 +35,8 @@ from quantshard.formats import (
     MXFP4_1X32,
     MXFP8_1X32,
     NVFP4_1X16,
-    Copy,
     Encoding,
+    Orientation,
     Role,
     Scaling,
 )
@@ -329,11 +329,11 @@ def test_unpack_undoes_pack(rows, cols, seed):
 # Amaxes and rectangles
 
 
-def touched(origin, size, covers):
+def touched(origin, size, block_shape):
     """First entry and the one after the last, per dim, empty dims included."""
-    if covers == ALL:
+    if block_shape == ALL:
         return 0, 1
-    return origin // covers, -(-(origin + size) // covers) if size else origin // covers
+    return origin // block_shape, -(-(origin + size) // block_shape) if size else origin // block_shape
 
 
 @st.composite
@@ -345,11 +345,13 @@ def rectangles(draw, limit=300):
     return whole, origin, shape
 
 
-covers = st.sampled_from([1, 2, 3, 16, 32, 128, ALL])
+block_shape = st.sampled_from([1, 2, 3, 16, 32, 128, ALL])
 
 
 @given(
-    place=rectangles(limit=80), block=st.tuples(covers, covers), dtype=st.sampled_from([torch.float32, torch.bfloat16])
+    place=rectangles(limit=80),
+    block=st.tuples(block_shape, block_shape),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_block_amax(place, block, dtype):
     """Every entry against a loop over the blocks that the rectangle touches."""
@@ -369,7 +371,9 @@ def test_block_amax(place, block, dtype):
 
 
 @given(
-    place=rectangles(limit=80), block=st.tuples(covers, covers), at=st.tuples(st.integers(0, 79), st.integers(0, 79))
+    place=rectangles(limit=80),
+    block=st.tuples(block_shape, block_shape),
+    at=st.tuples(st.integers(0, 79), st.integers(0, 79)),
 )
 def test_block_amax_passes_nan_on(place, block, at):
     _, origin, shape = place
@@ -384,7 +388,7 @@ def test_block_amax_passes_nan_on(place, block, at):
 
 
 def rectangle_of(grid, component, origin, shape):
-    (r0, r1), (c0, c1) = (touched(*args) for args in zip(origin, shape, component.covers, strict=True))
+    (r0, r1), (c0, c1) = (touched(*args) for args in zip(origin, shape, component.block_shape, strict=True))
     return grid[r0:r1, c0:c1]
 
 
@@ -409,11 +413,11 @@ def test_rectangle_is_a_slice_of_the_whole(fmt, place, scaling, stochastic, seed
         encoding = copy.codes.encoding
         stored["codes"] = numerics.quantize_codes(x, copy, factors, (0, 0), words)
         part = numerics.quantize_codes(x[rows, cols], copy, factors_part, origin, words_part)
-        assert part.shape == (shape[0], -(-shape[1] // copy.codes.covers[1]))
+        assert part.shape == (shape[0], -(-shape[1] // copy.codes.block_shape[1]))
         codes = numerics.unpack(stored["codes"], encoding, whole[1])
         assert torch.equal(numerics.unpack(part, encoding, shape[1]), codes[rows, cols])
-        if origin[1] % copy.codes.covers[1] == 0 == shape[1] % copy.codes.covers[1]:
-            packed = slice(*(n // copy.codes.covers[1] for n in (cols.start, cols.stop)))
+        if origin[1] % copy.codes.block_shape[1] == 0 == shape[1] % copy.codes.block_shape[1]:
+            packed = slice(*(n // copy.codes.block_shape[1] for n in (cols.start, cols.stop)))
             assert torch.equal(part, stored["codes"][rows, packed])
         values = numerics.dequantize(copy, {**stored, copy.codes.name: stored["codes"]}, whole)
         values_part = numerics.dequantize(copy, {**stored_part, copy.codes.name: part}, shape, origin)
@@ -440,7 +444,7 @@ def test_amaxes_of_pieces_reduce_to_those_of_the_whole(fmt, whole, cuts):
 
 
 def test_wrong_grid_is_refused():
-    copy = FP8_128X128.copies[Copy.ROWWISE]
+    copy = FP8_128X128.copies[Orientation.ROWWISE]
     with pytest.raises(AssertionError):
         numerics.quantize_codes(normal(10, 10), copy, {"scale_inv": torch.ones(1, 1)}, origin=(120, 0))
 
@@ -450,7 +454,7 @@ def test_wrong_grid_is_refused():
 
 def representable(x, fmt):
     """x, zero where it is negative and codes of the format have no sign."""
-    return x if fmt.copies[Copy.ROWWISE].codes.encoding.is_signed else torch.where(x > 0, x, x.new_zeros(()))
+    return x if fmt.copies[Orientation.ROWWISE].codes.encoding.is_signed else torch.where(x > 0, x, x.new_zeros(()))
 
 
 @every_format
@@ -711,13 +715,15 @@ def test_stochastic_and_hadamard_options():
     x = normal(24, 40)
     scaling = Scaling(stochastic_rounding=True, random_hadamard=True)
     words = numerics.random_words(3, 0, 1, (24, 48))
-    parts = numerics.quantize(x, NVFP4_1X16, scaling, words={Copy.ROWWISE: words})
+    parts = numerics.quantize(x, NVFP4_1X16, scaling, words={Orientation.ROWWISE: words})
     turned = numerics.hadamard16(x)
     grids = numerics.amaxes(turned, NVFP4_1X16)
     factors = numerics.encode_scales(grids, NVFP4_1X16, scaling)
-    codes = numerics.quantize_codes(turned, NVFP4_1X16.copies[Copy.ROWWISE], factors, words=words)
+    codes = numerics.quantize_codes(turned, NVFP4_1X16.copies[Orientation.ROWWISE], factors, words=words)
     assert torch.equal(parts["codes"], codes) and torch.equal(parts["amax"], grids["amax"])
-    nearest = numerics.quantize(turned, NVFP4_1X16, words={Copy.ROWWISE: words})["codes"]  # unasked, they are not used
+    nearest = numerics.quantize(turned, NVFP4_1X16, words={Orientation.ROWWISE: words})[
+        "codes"
+    ]  # unasked, they are not used
     assert torch.equal(nearest, numerics.quantize(turned, NVFP4_1X16)["codes"])
     assert not torch.equal(codes, nearest)
     with pytest.raises(AssertionError, match="words"):
@@ -942,7 +948,7 @@ def test_same_bits_on_every_device(device, fmt):
             parts = numerics.quantize(y, fmt, scaling, words=words)
             values = [numerics.dequantize(copy, parts, (96, 160)) for copy in fmt.copies.values()]
             quantiles = distributions._normal_quantile(
-                distributions.uniform(words[Copy.ROWWISE])
+                distributions.uniform(words[Orientation.ROWWISE])
             )  # float64 shows what float32 hides
             others = quantiles, numerics.sqrt(y.abs()), numerics.hadamard16(y.bfloat16())
             results.append([*parts.values(), *values, *words.values(), *others])

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from quantshard import Linear, numerics, quantized_model_init, recipe
 from quantshard.errors import CheckpointError, ConfigurationError, NonFiniteGradientError
-from quantshard.formats import Copy
+from quantshard.formats import Orientation
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam, clip_grad_norm_
 from quantshard.tensor.quantized_tensor import quantize_weight
@@ -891,6 +891,6 @@ def test_the_rows_of_states_are_those_of_the_format_table():
     optimizer.set_scaled_state(param, "exp_avg", moment)
     row = optimizer._states[param]["exp_avg"].storage.cell
     parts = numerics.quantize(moment, row.format, row.scaling)
-    assert row.format.copies[Copy.ROWWISE].block == (1, 128)
+    assert row.format.copies[Orientation.ROWWISE].block == (1, 128)
     assert same(optimizer.state[param]["exp_avg"], parts["codes"])
     assert same(optimizer.state[param]["exp_avg_scale_inv"], parts["scale_inv"])

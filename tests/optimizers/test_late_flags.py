@@ -53,7 +53,7 @@ def stepped(params: dict[str, Any], optimizer: Any, number: int, bad: tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "is_late"),
+    ("name", "options", "deferred"),
     [
         ("adam", {}, True),
         ("adam", {"preset": "lean8"}, True),
@@ -64,7 +64,7 @@ def stepped(params: dict[str, Any], optimizer: Any, number: int, bad: tuple[int,
         ("MasterWeights", {}, False),  # PyTorch's optimizer can be told by nobody but the host
     ],
 )
-def test_a_step_waits_for_no_flag_of_its_own(name: str, options: dict[str, Any], is_late: bool) -> None:
+def test_a_step_waits_for_no_flag_of_its_own(name: str, options: dict[str, Any], deferred: bool) -> None:
     """But each is read: by the next step, and the last by whoever asks for the count."""
     params, optimizer = made(name, **options)
     with flags_come_late():
@@ -72,11 +72,11 @@ def test_a_step_waits_for_no_flag_of_its_own(name: str, options: dict[str, Any],
             with read_flags() as (begun, read):
                 stepped(params, optimizer, number)
             assert len(begun) == 1, "flags of a step are sent once"
-            assert begun.isdisjoint(read) == is_late
-            assert len(read) == (0 if is_late and number == 0 else 1)
+            assert begun.isdisjoint(read) == deferred
+            assert len(read) == (0 if deferred and number == 0 else 1)
         with read_flags() as (begun, read):
             assert optimizer.skipped_steps == 0
-        assert (len(begun), len(read)) == (0, int(is_late))
+        assert (len(begun), len(read)) == (0, int(deferred))
 
 
 @pytest.mark.parametrize(

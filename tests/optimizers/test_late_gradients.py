@@ -16,9 +16,9 @@ from quantshard.optimizers import FusedAdam, Lion, MasterWeights
 from quantshard.optimizers.adam_optimizer import largest_late_update
 from quantshard.presets import ALGORITHMS
 from quantshard.recipe import resolve
-from quantshard.trainer.models.model import LanguageModel
-from quantshard.trainer.optimizer import make_optimizer
-from quantshard.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.settings.config import TrainSettings
 
 
 def layers() -> nn.Sequential:

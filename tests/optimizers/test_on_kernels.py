@@ -18,13 +18,13 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from quantshard import private_torch
-from quantshard.doctor import steps
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
 from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
+from quantshard.tools.doctor import steps
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -93,8 +93,8 @@ def set_grads(params: dict[str, nn.Parameter], step: int, name: str = "grad") ->
 def everything(params: dict[str, nn.Parameter], optimizer: FusedAdam) -> dict[str, Any]:
     """Copies of all tensors, and all counts; a step that a GPU skips counts as a write of all parameters."""
     found: dict[str, Any] = {}
-    is_late = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
-    late = optimizer.skipped_steps if is_late and optimizer._kernels._planned else 0
+    deferred = DEVICE == "cuda" and optimizer._master_weights and not optimizer._capturable
+    late = optimizer.skipped_steps if deferred and optimizer._kernels._planned else 0
     for key, param in params.items():
         local: Any = private_torch.local_tensor(param)
         if hasattr(local, "quantized_storage"):

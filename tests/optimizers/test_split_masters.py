@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quantshard as qs
 from quantshard import numerics
-from quantshard.formats import E4M3, E5M2, Copy, Encoding
+from quantshard.formats import E4M3, E5M2, Encoding, Orientation
 from quantshard.numerics import split_codes
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import resolve
@@ -70,7 +70,7 @@ def test_the_high_byte_is_the_nearest_code(encoding: Encoding) -> None:
 @pytest.mark.parametrize("words", [None, 0, 0xFFFFFFFF])
 def test_what_does_not_fit(encoding: Encoding, words: int | None) -> None:
     """Too large a value is the largest, and NaN stays one in the weight and in the master."""
-    copy = resolve("current").weight.format.copies[Copy.ROWWISE]
+    copy = resolve("current").weight.format.copies[Orientation.ROWWISE]
     encoding_of = copy.codes.encoding
     if encoding is not encoding_of:
         pytest.skip("no weight has these codes")
@@ -95,7 +95,7 @@ def test_a_master_begins_with_what_the_weight_was_given(recipe: str) -> None:
     assert given is not None
     before, storage = components(weight), held.quantized_storage
     master = optimizer.get_unscaled_state(weight, "master_param")
-    copy = storage.cell.format.copies[Copy.ROWWISE]
+    copy = storage.cell.format.copies[Orientation.ROWWISE]
     scales = numerics.expand(numerics.stored_scales(copy, storage.touched()), copy.block, (70, 150), (0, 0))
     gap = (given.float().abs() * 2.0**-11).clamp(min=2.0**-17 * scales)
     off = (master - given.float()).abs() / gap

@@ -17,7 +17,7 @@ from torch import nn
 
 from quantshard import checkpoints, numerics
 from quantshard.errors import CheckpointError
-from quantshard.formats import FORMATS, FP16, Copy
+from quantshard.formats import FORMATS, FP16, Orientation
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.optimizers import FusedAdam
 from quantshard.optimizers.state import RemainderState
@@ -95,7 +95,7 @@ def numbers_of(encoding):
 
 def gap_of_codes(x, storage):
     """The same for a format row: of the encoding's numbers, found in a table of them all, times the block's scale."""
-    copy = storage.cell.format.copies[Copy.ROWWISE]
+    copy = storage.cell.format.copies[Orientation.ROWWISE]
     encoding = copy.codes.encoding
     numbers = numbers_of(encoding)
     scale = numerics.decode(storage.components[copy.scale.name], copy.scale.encoding).double()

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from quantshard import QuantizedTensor, numerics, recipe, requantize_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import FORMATS, FP8_E4M3, Copy, Scaling
-from quantshard.recipe import NAMES, Cell
+from quantshard.formats import FORMATS, FP8_E4M3, Orientation, Scaling
+from quantshard.recipe import NAMES, QuantSpec
 from quantshard.sharding import ceil_div, pieces_outermost_first, whole
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import quantize_weight
@@ -37,7 +37,7 @@ RECIPES = {
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 CELLS = {name: r.weight for name, r in RECIPES.items()}
 every_cell = pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
-ROWS = {r.weight: name for name, r in RECIPES.items()} | {Cell(fmt): fmt.name for fmt in FORMATS.values()}
+ROWS = {r.weight: name for name, r in RECIPES.items()} | {QuantSpec(fmt): fmt.name for fmt in FORMATS.values()}
 every_row = pytest.mark.parametrize("cell", ROWS, ids=ROWS.values())
 
 MXFP8 = RECIPES["mxfp8"].weight
@@ -105,7 +105,7 @@ def test_quantize_and_dequantize_are_the_oracle(cell, shape, dtype):
     for copy_ in cell.format.copies.values():
         expected = numerics.dequantize(copy_, parts, shape)
         assert same(tensor.quantized_storage.dequantize(copy_.codes.copy), expected)
-    first = cell.format.copies[Copy.ROWWISE]
+    first = cell.format.copies[Orientation.ROWWISE]
     assert same(tensor.dequantize(), numerics.dequantize(first, parts, shape).to(dtype))
 
 
@@ -338,7 +338,7 @@ def test_cut_then_requantize_is_requantize_then_cut(cell, problem):
     values, axes = problem
     tensor = quantize_weight(torch.zeros(values.shape), cell, dtype=values.dtype)
     shards = cut(tensor, axes)
-    requantize_([(tensor, values)], judged=True)  # as they are, finite or not
+    requantize_([(tensor, values)], assume_finite=True)  # as they are, finite or not
     requantize_on_ranks(shards, values)
     state = tensor.quantized_storage.state
     for shard in shards:
@@ -591,13 +591,13 @@ def test_pieces_are_views(cell):
 @every_row
 def test_storage_knows_its_copies(cell):
     storage = weight(cell).quantized_storage
-    assert [which for which in Copy if storage.has(which)] == list(cell.format.copies)
+    assert [which for which in Orientation if storage.has(which)] == list(cell.format.copies)
     assert storage.device.type == "cpu"
 
 
 @pytest.mark.parametrize(("scaling", "entries"), [(Scaling(), None), (Scaling(history=3), 3)])
 def test_weight_state(scaling, entries):
-    state = storages.weight_state(Cell(FP8_E4M3, scaling), "cpu")
+    state = storages.weight_state(QuantSpec(FP8_E4M3, scaling), "cpu")
     assert state[DRAWS].tolist() == [0] and state[DRAWS].dtype == torch.int64
     assert (AMAX_HISTORY in state) == (entries is not None)
     if entries:

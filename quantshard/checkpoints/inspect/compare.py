@@ -27,8 +27,8 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 from quantshard.checkpoints.untrusted.reader import SafeReader, decoded, why_unread
-from quantshard.formats import Copy
-from quantshard.recipe import Cell
+from quantshard.formats import Orientation
+from quantshard.recipe import QuantSpec
 from quantshard.state_cells import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
@@ -143,7 +143,7 @@ def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 # Comparing
 
 
-def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Cell, Cell]]:
+def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[QuantSpec, QuantSpec]]:
     """The states that are codes under scales on both sides, in two formats."""
     found = {}
     for key in keys:
@@ -153,19 +153,19 @@ def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) ->
     return found
 
 
-def _cell(key: str, entries: Mapping[str, Any]) -> Cell | None:
+def _cell(key: str, entries: Mapping[str, Any]) -> QuantSpec | None:
     entry = entries.get(key)
     if not key.startswith(_STATES) or not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 2:
         return None
     return stored_state_cell(key, entry.properties.dtype, entries)
 
 
-def _values(key: str, cells: tuple[Cell, Cell], *readers: SafeReader) -> list[Difference]:
+def _values(key: str, cells: tuple[QuantSpec, QuantSpec], *readers: SafeReader) -> list[Difference]:
     """Whether a state has other values, float32."""
     values = []
     for cell, reader in zip(cells, readers, strict=True):
         parts = {part.name: _tensor(key + part.key_suffix, reader) for part in cell.format.components}
-        copy = cell.format.copies[Copy.ROWWISE]
+        copy = cell.format.copies[Orientation.ROWWISE]
         rows, cols = parts[copy.codes.name].shape
         values.append(numerics.dequantize(copy, parts, (rows, cols)))
     found = _bits(key, *values)

@@ -105,7 +105,7 @@ def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> Ten
     lacking = [key for key in others[: 4 if keeps_amaxes else 3] if key not in there]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
-    packed, padding = fmt.by_name["codes"].covers[1], int(tag[-1])
+    packed, padding = fmt.by_name["codes"].block_shape[1], int(tag[-1])
     if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
         line = f"its codes have the shape {list(size)}, and its format tag says {padding} of padding"
         return TensorGroup(name, text, None, None, _codes_alone(name, entries), there, (line,))

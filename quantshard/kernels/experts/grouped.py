@@ -52,30 +52,30 @@ def expert_amax_kernel(x_ptr, stride, cols, tiles, amaxes, ROWS: tl.constexpr, C
 
 @triton.jit
 def expert_quantize_kernel(
-    x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, poisoned,
+    x_ptr, stride, cols, tiles, multipliers, codes_ptr, next_amaxes, has_nan,
     E: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     expert, i, j, valued = expert_tile(tiles, cols, ROWS, COLS)
     x = load_tile(x_ptr, stride, i, j, valued)
     if next_amaxes is not None:
         tl.atomic_max(ql.as_bits(next_amaxes + expert), ql.largest_bits(x), sem="relaxed")
-    if poisoned is not None:
-        tl.store(poisoned + expert, float("nan"), mask=ql.largest_bits(x) >= 0x7F800000)
+    if has_nan is not None:
+        tl.store(has_nan + expert, float("nan"), mask=ql.largest_bits(x) >= 0x7F800000)
     codes = ql.encode(x * tl.load(multipliers + expert), E)
     tl.store(codes_ptr + i[:, None] * cols + j[None, :], codes.to(tl.uint8), mask=valued)
 
 
 @triton.jit
 def quantize_blocks_kernel(
-    x_ptr, stride, tiles, where, out, other_where, other_out, poisoned,
+    x_ptr, stride, tiles, where, out, other_where, other_out, has_nan,
     H: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, col, i, j, valued = quantize_tile_of(where, H)
     segment = tiles + row // ROWS * 4
     valued = valued & (i < tl.load(segment + 2))[:, None]
     values = tl.load(x_ptr + (i - tl.load(segment + 3))[:, None] * stride + j[None, :], mask=valued, other=0.0)
-    if poisoned is not None:
-        tl.store(poisoned + tl.load(segment), float("nan"), mask=ql.largest_bits(ql.widen(values)) >= 0x7F800000)
+    if has_nan is not None:
+        tl.store(has_nan + tl.load(segment), float("nan"), mask=ql.largest_bits(ql.widen(values)) >= 0x7F800000)
     words = (0, 0, 0, 0, 0)  # none
     emit(values, row, col, where, out, words, other_where, other_out, words, values.dtype, H, T)
 
@@ -116,7 +116,7 @@ def quantize_expert_rows(
     encoding: Encoding,
     multipliers: Tensor,
     next_amaxes: Tensor | None = None,
-    poisoned: Tensor | None = None,
+    has_nan: Tensor | None = None,
 ) -> Tensor:
     """Codes of x [R, C], uint8 of its shape, of an encoding of 8 bits.
 
@@ -129,7 +129,7 @@ def quantize_expert_rows(
     if x.numel() > 0:
         launch_kernel(
             expert_quantize_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes, next_amaxes, poisoned,
+            x, x.stride(0), x.shape[1], segments.tiles, multipliers, codes, next_amaxes, has_nan,
             ql.element(encoding, x.device), segments.rows, COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return codes
@@ -140,11 +140,11 @@ def quantize_expert_blocks(
     segments: ExpertSegments,
     request: QuantizeRequest,
     other: QuantizeRequest | None,
-    poisoned: Tensor | None = None,
+    has_nan: Tensor | None = None,
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
     """Codes and scales of x [R, C] and, as `other` says, of its transpose: of `segments.total` rows, and columns.
 
-    Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `poisoned`: as of
+    Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `has_nan`: as of
     `quantize_expert_rows`.
     """
     x = by_rows(x)
@@ -157,7 +157,7 @@ def quantize_expert_blocks(
     if x.numel() > 0:
         launch_kernel(
             quantize_blocks_kernel, plan.programs, x.device,
-            x, x.stride(0), segments.tiles, plan.where, one, plan.two and plan.two.where, two, poisoned,
+            x, x.stride(0), segments.tiles, plan.where, one, plan.two and plan.two.where, two, has_nan,
             ROWS=MANY_ROWS, **plan.constants,
         )  # fmt: skip
     return one, two

@@ -69,7 +69,7 @@ def scale_at(ptr, there):
 
 @triton.jit
 def rows_kernel(
-    a_ptr, a_scales, poison, tiles, weights, biases, experts, out, summed, cols,
+    a_ptr, a_scales, nan_flag, tiles, weights, biases, experts, out, summed, cols,
     TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +113,8 @@ def rows_kernel(
         b += SUMMED * (1 if TURNED else cols)
     if BLOCK == 0:
         total = total * tl.load(a_scales + expert) * tl.load(grid)
-    if poison is not None:
-        total = total * tl.load(poison + expert)
+    if nan_flag is not None:
+        total = total * tl.load(nan_flag + expert)
     if BIAS is not None:
         bias = tl.load(biases + expert).to(tl.pointer_type(BIAS))
         total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
@@ -151,7 +151,7 @@ def weights_kernel(
 
 @triton.jit
 def weights_by_blocks_kernel(
-    a_ptr, b_ptr, a_scales, b_scales, poison, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
+    a_ptr, b_ptr, a_scales, b_scales, nan_flag, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`weights_kernel` of transposes [rows, length] and [cols, length] with a scale for BLOCK elements of a row."""
@@ -178,7 +178,7 @@ def weights_by_blocks_kernel(
         )
         a += SUMMED
         b += SUMMED
-    total = total * tl.load(poison + expert)
+    total = total * tl.load(nan_flag + expert)
     to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
     tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
@@ -190,14 +190,14 @@ class EncodedRows(NamedTuple):
     """Codes of 8 bits of rows, uint8 [R, C], contiguous, and how they are encoded.
 
     `block`: 0 if `scales` are float32 [experts], one for each; else how many elements of a row are under one of them,
-    float32 or E8M0 [R, blocks of a row]. `poison`: float32 [experts], 1, or NaN for an expert that is not finite.
+    float32 or E8M0 [R, blocks of a row]. `nan_flag`: float32 [experts], 1, or NaN for an expert that is not finite.
     """
 
     codes: Tensor
     scales: Tensor
     encoding: Encoding
     block: int = 0
-    poison: Tensor | None = None
+    nan_flag: Tensor | None = None
 
     def element(self) -> ql.KernelEncoding:
         """The encoding as kernels know it."""
@@ -264,7 +264,7 @@ def rows_times_weights(
     launch = _launch(segments, a.block)
     launch_kernel(
         rows_kernel, (-(cols // -launch.cols), segments.tiles.shape[0]), out.device,
-        a.codes, a.scales, a.poison, segments.tiles, weights.table.tensor(), table, len(segments), out, summed, cols,
+        a.codes, a.scales, a.nan_flag, segments.tiles, weights.table.tensor(), table, len(segments), out, summed, cols,
         TURNED=transposed, ALIGNED=weights.aligned, BIAS=bias, SCALE=scale_type(weights.scales), BLOCK=a.block,
         A=a.element(), B=ql.element(weights.encoding, out.device), ROWS=launch.rows, COLS=launch.cols,
         SUMMED=launch.summed, num_warps=launch.warps, num_stages=launch.stages,
@@ -298,7 +298,7 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
     if a.block:
         launch_kernel(
             weights_by_blocks_kernel, grid, out.device,
-            *operands, a.poison, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared,
+            *operands, a.nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared,
         )  # fmt: skip
     else:
         launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **shared)

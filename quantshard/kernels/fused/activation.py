@@ -4,7 +4,7 @@
     backward   d_gate = dh * act'(gate)        or, gated, dh * up * act'(gate)
                d_up   = dh * act(gate)
 
-in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `EpilogueRequest`. The same
+in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `KernelOutputs`. The same
 kernels give amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the
 functions are
 
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
+from quantshard.kernels.fused.epilogue import KernelOutputs, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
@@ -186,7 +186,7 @@ def function(activation: str, up: Tensor | None) -> str:
     return GATED.get(activation, activation)
 
 
-def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: EpilogueRequest) -> Targets:
+def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: KernelOutputs) -> Targets:
     """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`. The codes, as far as `outputs` asks for them.
 
     Args:
@@ -213,8 +213,8 @@ def activate_backward_and_quantize(
     gate: Tensor,
     activation: str,
     up: Tensor | None,
-    d_gate: EpilogueRequest,
-    d_up: EpilogueRequest | None = None,
+    d_gate: KernelOutputs,
+    d_up: KernelOutputs | None = None,
 ) -> tuple[Targets, Targets]:
     """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs: of gate, and of up.
 
@@ -227,7 +227,7 @@ def activate_backward_and_quantize(
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
     p = epilogue.plan_epilogue(d_gate, gate, d_up, backward=True)
-    q = epilogue.plan_epilogue(d_up or EpilogueRequest(), gate, d_gate, backward=True)
+    q = epilogue.plan_epilogue(d_up or KernelOutputs(), gate, d_gate, backward=True)
     assert (p.arguments[0], p.programs) == (q.arguments[0], q.programs), "both gradients need one origin and padding"
     options = {name: value for name, value in p.constants.items() if name not in ("H", "T")}
     dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
@@ -241,7 +241,7 @@ def activate_backward_and_quantize(
     return p.finish(), q.finish()
 
 
-def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[EpilogueRequest]) -> list[Targets]:
+def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]) -> list[Targets]:
     """Gradients of linear layers' outputs [R, C] as they are: their codes, amaxes, poisons, and as `sums` those of
     biases, by one kernel.
 

@@ -8,7 +8,7 @@
     amaxes of blocks of result, and of its transpose           (`quantize.amax.measure`)
 
 Each is optional, and codes and amaxes of blocks exclude each other. Codes saturate, so a gradient that overflowed would
-come out finite: `poison` is what is added to the results of its GEMMs. Sums are taken in float32, over the rows of a
+come out finite: `nan_flag` is what is added to the results of its GEMMs. Sums are taken in float32, over the rows of a
 tile and then over tiles, in an order that depends on nothing but shape, format and device.
 """
 
@@ -31,7 +31,7 @@ from quantshard.kernels.quantize.targets import (
     BOTH_WAYS,
     MOST_PLANS,
     WARPS,
-    EpilogueRequest,
+    KernelOutputs,
     QuantizePlan,
     QuantizeSpec,
     Region,
@@ -54,7 +54,7 @@ class EpilogueArguments(NamedTuple):
     high: Any
     high_stride: int
     amax: Any
-    poison: Any
+    nan_flag: Any
     sums: Any
     sums_stride: int
     spans: Any = None
@@ -84,8 +84,8 @@ def deliver(
         tl.store(sink.high + at, ql.narrow(x, dtype), mask=valued)
     if sink.amax is not None:
         tl.atomic_max(ql.as_bits(sink.amax), ql.largest_bits(x), sem="relaxed")
-    if sink.poison is not None:  # not a store: a scale may be written there by another program
-        tl.atomic_max(ql.as_bits(sink.poison), NAN, mask=ql.largest_bits(x) >= 0x7F800000, sem="relaxed")
+    if sink.nan_flag is not None:  # not a store: a scale may be written there by another program
+        tl.atomic_max(ql.as_bits(sink.nan_flag), NAN, mask=ql.largest_bits(x) >= 0x7F800000, sem="relaxed")
     if sink.sums is not None:
         at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
         tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
@@ -108,7 +108,7 @@ _MOST_REGISTERS: Final = 255
 
 
 class EpilogueLaunch(NamedTuple):
-    """`EpilogueRequest` as the launch of a kernel. `arguments`: those of `deliver` that follow the tile's place."""
+    """`KernelOutputs` as the launch of a kernel. `arguments`: those of `deliver` that follow the tile's place."""
 
     targets: Targets
     programs: Pair
@@ -125,10 +125,10 @@ class EpilogueLaunch(NamedTuple):
 
 
 def plan_epilogue(
-    outputs: EpilogueRequest, like: Tensor, beside: EpilogueRequest | None = None, backward: bool = False
+    outputs: KernelOutputs, like: Tensor, beside: KernelOutputs | None = None, backward: bool = False
 ) -> EpilogueLaunch:
     """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
-    one, two, high, amax, poison, sums, measured = outputs
+    one, two, high, amax, nan_flag, sums, measured = outputs
     if measured is not None or (beside is not None and beside.measured is not None):
         return _plan_measurement(outputs, beside, like, backward)
     key, streams, *roundings = random_arguments(one, two)
@@ -142,16 +142,16 @@ def plan_epilogue(
         new = torch.empty if like.numel() > 0 else torch.zeros
         partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = plan.outputs(one, two, like.device)
-    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, partial, cols)
+    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
 
 
 def _plan_measurement(
-    outputs: EpilogueRequest, beside: EpilogueRequest | None, like: Tensor, backward: bool
+    outputs: KernelOutputs, beside: KernelOutputs | None, like: Tensor, backward: bool
 ) -> EpilogueLaunch:
     """The same where amaxes of blocks are asked for, of these results or of others beside them, or of both alike."""
-    _, _, high, amax, poison, sums, measured = outputs
+    _, _, high, amax, nan_flag, sums, measured = outputs
     of_tile = measured or (beside and beside.measured)
     assert of_tile, "nothing is measured"
     assert outputs.specs == (None, None) and sums is None, "what is quantized, or summed, is measured by another launch"
@@ -161,7 +161,7 @@ def _plan_measurement(
     kinds, spans, (one, two) = plan.kinds, (plan.spans or (0, 0), plan.other_spans or (0, 0)), of_tile.grids
     if measured is None:
         kinds, one, two = dict.fromkeys(kinds), None, None
-    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, poison, None, 0, spans)
+    sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, None, 0, spans)
     constants = {"TILE": plan.tile, **kinds, **_launch_options(plan.tile, backward)}
     arguments = plan.where, sink, one, plan.other, two, *NO_KEY, *NO_STREAMS
     return EpilogueLaunch((None, None), plan.programs, arguments, constants, None, None)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from quantshard.kernels import language as ql
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused.epilogue import EpilogueRequest, Targets, deliver, load_tile
+from quantshard.kernels.fused.epilogue import KernelOutputs, Targets, deliver, load_tile
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM
@@ -382,7 +382,7 @@ def norm_statistics(
 
 
 def normalize_and_quantize(
-    x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: EpilogueRequest
+    x: Tensor, statistics: NormStatistics, parameters: NormParameters, outputs: KernelOutputs
 ) -> Targets:
     """LayerNorm or RMSNorm of the rows of x [R, C], given their statistics; oracle: `modules.norm`.
 

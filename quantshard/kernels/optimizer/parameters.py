@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from quantshard.formats import ALL, FP16_1X128, Copy, Scaling
+from quantshard.formats import ALL, FP16_1X128, Orientation, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.optimizer import multi_tensor as km
@@ -41,10 +41,10 @@ class StepPasses(Enum):
 
 def passes_of(parameter: StepParameter) -> StepPasses:
     """Which way a parameter goes."""
-    if any(thing.is_late for role, thing in parameter.scaled.items() if role != WEIGHT):
+    if any(thing.deferred for role, thing in parameter.scaled.items() if role != WEIGHT):
         return StepPasses.TWICE
     weight = parameter.weight
-    if not isinstance(weight, ScaledTensor) or not weight.is_late:
+    if not isinstance(weight, ScaledTensor) or not weight.deferred:
         return StepPasses.ONCE
     if not _is_float32(parameter.master):
         return StepPasses.TWICE
@@ -60,7 +60,7 @@ def _is_float32(state: StoredTensor | None) -> bool:
 
 def _stored(
     state: StoredTensor | None,
-    which: Copy,
+    which: Orientation,
     tile: tuple[int, int],
     measures: bool,
     writes: bool,
@@ -75,28 +75,30 @@ def _stored(
         dtype, stochastic = state.tensor.dtype, options.pop("stochastic") and state.tensor.dtype is not torch.float32
         rule = None
         if dtype is torch.float16 and stochastic:
-            rule = sr.scale_rule(FP16_1X128.copies[Copy.ROWWISE], Scaling(), torch.float32, state.tensor.device)
+            rule = sr.scale_rule(FP16_1X128.copies[Orientation.ROWWISE], Scaling(), torch.float32, state.tensor.device)
         return ks.StateConfig(
             state.kind.value, km.TYPES[dtype], rule, writes=writes, stochastic=stochastic,
             keep_positive=options["keep_positive"] and dtype is not torch.float32,
         )  # fmt: skip
     copy = state.fmt.copies[which]
     given, second = state.is_given(copy), copy.amax is not None
-    rows, cols = (tile[dim] if covers == ALL else min(covers, tile[dim]) for dim, covers in enumerate(copy.block))
+    rows, cols = (
+        tile[dim] if block_shape == ALL else min(block_shape, tile[dim]) for dim, block_shape in enumerate(copy.block)
+    )
     device = next(iter(state.components.values())).device
-    all_rows, all_cols = (covers == ALL for covers in copy.block)
+    all_rows, all_cols = (block_shape == ALL for block_shape in copy.block)
     return ks.StateConfig(
         state.kind.value, rule=sr.scale_rule(copy, state.scaling, torch.float32, device),
         block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
         row_all=all_rows, col_all=all_cols, given=given, second=second, measures=measures and given,
-        measures_second=measures and second and which is Copy.ROWWISE, writes=writes, **options,
+        measures_second=measures and second and which is Orientation.ROWWISE, writes=writes, **options,
     )  # fmt: skip
 
 
 def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
     """What a kernel must know of the low bytes beside a weight's codes."""
     assert isinstance(weight, ScaledTensor)
-    copy = weight.fmt.copies[Copy.ROWWISE]
+    copy = weight.fmt.copies[Orientation.ROWWISE]
     device = weight.components[copy.codes.name].device
     rule = sr.scale_rule(copy, weight.scaling, torch.float32, device)
     rule = rule._replace(element=ql.element(copy.codes.encoding.extended, device))
@@ -112,9 +114,11 @@ def step_kernel_config(
     written = writes_weight and (master is None or master.kind is not StateKind.REMAINDER)
 
     def state(value: StoredTensor | None, keep_positive: bool = False) -> ks.StateConfig:
-        return _stored(value, Copy.ROWWISE, tile, measures, writes_states, stochastic=True, keep_positive=keep_positive)
+        return _stored(
+            value, Orientation.ROWWISE, tile, measures, writes_states, stochastic=True, keep_positive=keep_positive
+        )
 
-    def weight(which: Copy) -> ks.StateConfig:
+    def weight(which: Orientation) -> ks.StateConfig:
         of_own = master is None and isinstance(p.weight, ScaledTensor)
         return _stored(
             p.weight, which, tile, measures, written, stochastic=master is None, own_words=of_own, keep_positive=False
@@ -122,7 +126,7 @@ def step_kernel_config(
 
     specs = p.algorithm.states
     state1, *others = (state(p.stored[spec.role], spec.nonnegative) for spec in specs)
-    rowwise = weight(Copy.ROWWISE)
+    rowwise = weight(Orientation.ROWWISE)
     high = rowwise.kind == StateKind.SCALED and written and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
@@ -132,7 +136,9 @@ def step_kernel_config(
         p.algorithm.value, len(specs), state1, others[0] if others else ks.StateConfig(StateKind.ABSENT.value),
         _split(p.weight, writes_states) if master is not None and master.kind is StateKind.SPLIT else state(master),
         rowwise,
-        weight(Copy.COLUMNWISE) if isinstance(p.weight, ScaledTensor) else ks.StateConfig(StateKind.ABSENT.value),
+        weight(Orientation.COLUMNWISE)
+        if isinstance(p.weight, ScaledTensor)
+        else ks.StateConfig(StateKind.ABSENT.value),
         state(p.stored.get(AVERAGE)),
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import Component, Copy
+from quantshard.formats import Component, Orientation
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.optimizer import multi_tensor as km
@@ -196,14 +196,14 @@ class StepLaunchPlan:
             p.stream, p.key, p.key_stream, redo,
         ]  # fmt: skip
         for role in p.roles:
-            row += self._slot(number, role, p.stored.get(role), Copy.ROWWISE)
-        row += self._slot(number, WEIGHT, p.weight, Copy.COLUMNWISE)
-        return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Copy.ROWWISE)
+            row += self._slot(number, role, p.stored.get(role), Orientation.ROWWISE)
+        row += self._slot(number, WEIGHT, p.weight, Orientation.COLUMNWISE)
+        return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Orientation.ROWWISE)
 
-    def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Copy) -> list[int]:
+    def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Orientation) -> list[int]:
         """Addresses of `ks.SLOT`."""
         if not isinstance(thing, ScaledTensor):
-            present = thing is not None and which is Copy.ROWWISE
+            present = thing is not None and which is Orientation.ROWWISE
             return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
         copy = thing.fmt.copies.get(which)
         if copy is None:

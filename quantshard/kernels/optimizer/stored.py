@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quantshard.formats import ALL, Copy, Format, QuantizedCopy, Scaling
+from quantshard.formats import ALL, Format, Orientation, OrientedCodes, Scaling
 from quantshard.numerics import adam, lion, muon
 from quantshard.numerics.states import MASTER, WEIGHT, StateKind, StateSpec
 from quantshard.sharding import Shard
@@ -69,18 +69,18 @@ class ScaledTensor:
 
     def __post_init__(self) -> None:
         assert all(part.is_contiguous() for part in self.components.values())
-        assert not self.fmt.copies[Copy.ROWWISE].codes.encoding.bits == 4 or self.shard.origin[1] % 2 == 0
+        assert not self.fmt.copies[Orientation.ROWWISE].codes.encoding.bits == 4 or self.shard.origin[1] % 2 == 0
 
     @property
-    def is_late(self) -> bool:
+    def deferred(self) -> bool:
         """True if any of its scales needs amaxes of more than a tile."""
         return any(self.is_later(copy) for copy in self.fmt.copies.values())
 
-    def is_later(self, copy: QuantizedCopy) -> bool:
+    def is_later(self, copy: OrientedCodes) -> bool:
         """True if scales of that copy do."""
         return self.is_given(copy) or copy.amax is not None
 
-    def is_given(self, copy: QuantizedCopy) -> bool:
+    def is_given(self, copy: OrientedCodes) -> bool:
         """True if the grid of blocks does."""
         return ALL in copy.block or copy.scale.name in self.shared
 

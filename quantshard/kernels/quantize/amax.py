@@ -37,7 +37,7 @@ from quantshard.numerics import Pair
 
 @triton.jit
 def amax_kernel(
-    x_ptrs, row_stride, col_stride, where, grids, shape, other_where, other_grids, other_shape, poisons,
+    x_ptrs, row_stride, col_stride, where, grids, shape, other_where, other_grids, other_shape, nan_flags,
     PARTS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     for part in tl.static_range(PARTS):
@@ -46,9 +46,9 @@ def amax_kernel(
             at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
             values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
             x = ql.widen(values)
-            if poisons[part] is not None:
+            if nan_flags[part] is not None:
                 infinite = ql.largest_bits(x) >= 0x7F800000
-                tl.atomic_max(ql.as_bits(poisons[part]), NAN, mask=infinite, sem="relaxed")
+                tl.atomic_max(ql.as_bits(nan_flags[part]), NAN, mask=infinite, sem="relaxed")
             measure(
                 x, row, col, where, grids[part], shape, other_where, other_grids[part], other_shape, values.dtype, H, T
             )  # fmt: skip
@@ -82,13 +82,13 @@ def _measure(x, row, col, where, grid_ptr, shape, H: tl.constexpr):
 
 
 def block_amax(
-    x: Tensor, covers: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
+    x: Tensor, block_shape: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
 ) -> Tensor:
-    """Largest |x| per block: float32, one entry for each block of `covers` elements that x [R, C] touches.
+    """Largest |x| per block: float32, one entry for each block of `block_shape` elements that x [R, C] touches.
 
     x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
     """
-    ((found, _),) = block_amaxes([x], BlockAmaxes(covers, hadamard), origin=origin)
+    ((found, _),) = block_amaxes([x], BlockAmaxes(block_shape, hadamard), origin=origin)
     assert found is not None
     return found
 
@@ -97,13 +97,13 @@ def block_amaxes(
     xs: Sequence[Tensor],
     one: BlockAmaxes | None,
     two: BlockAmaxes | None = None,
-    poisons: Sequence[Tensor | None] | None = None,
+    nan_flags: Sequence[Tensor | None] | None = None,
     origin: Pair = (0, 0),
 ) -> list[tuple[Tensor | None, Tensor | None]]:
     """The same of several matrices of one shape, strides, dtype and device, as `one` says, and of their transposes, as
     `two` does, by one kernel.
 
-    Amaxes of more than one grid may be flat. `poisons`: for each perhaps a float32 scalar, not negative, made NaN if
+    Amaxes of more than one grid may be flat. `nan_flags`: for each perhaps a float32 scalar, not negative, made NaN if
     not all values are finite, else left as it is.
     """
     x = xs[0]
@@ -114,7 +114,7 @@ def block_amaxes(
         launch_kernel(
             amax_kernel, (*plan.programs, len(xs)), x.device,
             tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, others, plan.other_spans,
-            (None,) * len(xs) if poisons is None else tuple(poisons),
+            (None,) * len(xs) if nan_flags is None else tuple(nan_flags),
             PARTS=len(xs), **plan.kinds, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return found
@@ -178,9 +178,9 @@ def _measured(
         return Region(*shape, shape[1], *origin), None, None
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if blocks.hadamard else 0)
     down, across = (
-        touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), blocks.covers, strict=True)
+        touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
     )
-    how = tiling(blocks.covers, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
+    how = tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
     how = how._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
     return Region(rows, cols, shape[1], *origin), (down, across), how
 

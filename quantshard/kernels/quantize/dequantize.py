@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL, QuantizedCopy, Scaling
+from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
@@ -61,23 +61,23 @@ def _dequantize(matrix, H: tl.constexpr):
 
 
 def dequantize(
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     parts: Mapping[str, Tensor],
     shape: tuple[int, int],
     origin: tuple[int, int] = (0, 0),
     dtype: torch.dtype = torch.float32,
-    poison: Tensor | None = None,
+    nan_flag: Tensor | None = None,
 ) -> Tensor:
     """The touched components of one copy -> [R, C] of `dtype`, rounded once: exactly what they stand for, in float32.
 
-    Arguments as of `numerics.dequantize`; `poison`: float32 scalar, 0 or NaN, which makes all of it NaN. With a packed
-    encoding, `origin` has an even column.
+    Arguments are those of `numerics.dequantize`. `nan_flag`: float32 scalar, 0 or NaN, which makes all of it NaN. With
+    a packed encoding, `origin` has an even column.
     """
-    return dequantize_matrices(copy, [(parts, shape, origin)], dtype, poison)[0]
+    return dequantize_matrices(copy, [(parts, shape, origin)], dtype, nan_flag)[0]
 
 
 def dequantize_matrices(
-    copy: QuantizedCopy, stored: Sequence[StoredParts], dtype: torch.dtype, poison: Tensor | None = None
+    copy: OrientedCodes, stored: Sequence[StoredParts], dtype: torch.dtype, nan_flag: Tensor | None = None
 ) -> list[Tensor]:
     """The same of several on one device, by one kernel."""
     device = stored[0][0][copy.codes.name].device
@@ -89,7 +89,7 @@ def dequantize_matrices(
         if out.numel() > 0:
             amax = None if copy.amax is None else parts[copy.amax.name]
             arguments.append((
-                (codes, codes.stride(0), codes.shape[1]), (scale, amax, poison, *scale.stride(), *scale.shape),
+                (codes, codes.stride(0), codes.shape[1]), (scale, amax, nan_flag, *scale.stride(), *scale.shape),
                 out, out.stride(0), where,
             ))  # fmt: skip
             grid = [*map(max, grid, tiles(where, how))]
@@ -101,7 +101,7 @@ def dequantize_matrices(
     return results
 
 
-def tiles_of(copy: QuantizedCopy, device: torch.device) -> KernelConfig:
+def tiles_of(copy: OrientedCodes, device: torch.device) -> KernelConfig:
     """Tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))

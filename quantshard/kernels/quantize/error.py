@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import ALL, QuantizedCopy, Scaling
+from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
@@ -314,7 +314,7 @@ def add_error(
     sums: Tensor,
     extremes: Tensor,
     x: Tensor,
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     parts: Mapping[str, Tensor],
     origin: tuple[int, int] = (0, 0),
     hadamard: bool = False,
@@ -339,7 +339,7 @@ def add_error(
 
 @lru_cache(MOST_PLANS)
 def _plan(
-    copy: QuantizedCopy,
+    copy: OrientedCodes,
     shape: tuple[int, int],
     origin: tuple[int, int],
     device: torch.device,

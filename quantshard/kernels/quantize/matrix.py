@@ -27,7 +27,7 @@ from quantshard.kernels.quantize import hadamard
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.kernels.quantize.targets import (
-    EpilogueRequest,
+    KernelOutputs,
     QuantizedOutput,
     QuantizeRequest,
     Targets,
@@ -235,7 +235,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
         if out.second_scale is not None:
             encoding: tl.constexpr = rule.stored
             whole = second * (1.0 / (rule.element.max * encoding.max))
-            if H.poison == "amax":
+            if H.nan_flag == "amax":
                 whole = tl.where(second < float("inf"), whole, float("nan"))
             tl.store(out.second_scale, whole, mask=(row <= where.row_origin) & (col <= where.col_origin))
         to = out.scale
@@ -245,8 +245,8 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
             order = tl.arange(0, ENTRIES)
             stored, flat = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
-            if H.poison == "given":
-                stored += tl.load(out.poison)
+            if H.nan_flag == "given":
+                stored += tl.load(out.nan_flag)
             if H.decoded:
                 scale = tl.gather(decode_scale(stored, second, rule), order, 0)
                 decoded = _as_held(scale, ROWS, COLS, H)
@@ -255,13 +255,13 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
         else:
             stored, multiplier = sr.scales(amax, second, rule)
-            if H.poison == "amax" and rule.kind == 0:
+            if H.nan_flag == "amax" and rule.kind == 0:
                 stored = tl.where(amax < float("inf"), stored, float("nan"))
-            if H.poison == "given":
-                stored += tl.load(out.poison)
+            if H.nan_flag == "given":
+                stored += tl.load(out.nan_flag)
             if H.decoded:
                 decoded = decode_scale(stored, second, rule)
-            elif H.poison == "apart":
+            elif H.nan_flag == "apart":
                 tl.atomic_max(ql.as_bits(out.scale + at), stored.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
             else:
                 tl.store(to + at, stored, mask=inside)
@@ -355,13 +355,13 @@ def quantize_matrix(
 
     `next_amax`: float32 scalar, made the larger of itself and the amax of x.
     """
-    one, two = quantize_matrices([x], [EpilogueRequest(request, other, amax=next_amax)])[0]
+    one, two = quantize_matrices([x], [KernelOutputs(request, other, amax=next_amax)])[0]
     assert one is not None
     return one, two
 
 
 def quantize_matrices(
-    xs: Sequence[Tensor], requests: Sequence[EpilogueRequest], swizzle: SwizzleRequest | None = None
+    xs: Sequence[Tensor], requests: Sequence[KernelOutputs], swizzle: SwizzleRequest | None = None
 ) -> list[Targets]:
     """The same of several matrices of one shape, strides, dtype and device, by one kernel.
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantshard.kernels import language as ql
-from quantshard.kernels.quantize.targets import MOST_PLANS, EpilogueRequest, QuantizeRequest, Rounding
+from quantshard.kernels.quantize.targets import MOST_PLANS, KernelOutputs, QuantizeRequest, Rounding
 from quantshard.numerics import Pair
 
 
@@ -161,7 +161,7 @@ def _drawing(
 
 
 def random_arguments_of(
-    requests: Sequence[EpilogueRequest],
+    requests: Sequence[KernelOutputs],
 ) -> tuple[tuple[Any, ...], tuple[int, ...], list[Rounding | None]]:
     """Those of several matrices that are quantized alike, in one launch: a key and draw for each of `KEYS`.
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import QuantizedCopy, Scaling
+from quantshard.formats import OrientedCodes, Scaling
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 
@@ -26,7 +26,7 @@ def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, 
     tl.store(multiplier_ptr + at, multiplier, mask=valued)
 
 
-def scales(amax: Tensor, copy: QuantizedCopy, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The scales to store, and the multipliers (float32) of values of `dtype`, both of the shape of the grid `amax`.
 
     Only for copies with one scale: with two, the multiplier depends on the amax of the whole tensor as well.

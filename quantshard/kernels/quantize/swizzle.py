@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantshard.formats import QuantizedCopy
+from quantshard.formats import OrientedCodes
 from quantshard.kernels import language as ql
 from quantshard.kernels import workspace
 from quantshard.kernels.launch import launch_kernel
@@ -125,14 +125,14 @@ class SwizzleRequest:
 
     def __init__(
         self,
-        copy: QuantizedCopy,
+        copy: OrientedCodes,
         matrices: Sequence[tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]],
         turned: bool,
     ) -> None:
         self.device, self.launched, self.tiles = matrices[0][1].device, False, 0
         self.results: list[SwizzleResult] = []
         arguments = []
-        for shape, codes, scales, amax, poison, other in matrices:
+        for shape, codes, scales, amax, nan_flag, other in matrices:
             size, transposed, tiles = _plan(copy, shape, turned)
             made = None
             if turned:
@@ -144,7 +144,7 @@ class SwizzleRequest:
             arguments.append((
                 *shape, (codes, codes.stride(0), as_known(made)) if turned else None,
                 (scales, *(strides[::-1] if turned else strides), as_known(laid)),
-                None if second is None else (amax, second), poison, as_known(other),
+                None if second is None else (amax, second), nan_flag, as_known(other),
                 0 if other is None else other.numel() // 512 // -(shape[0] // -TILE),
             ))  # fmt: skip
             self.tiles += tiles
@@ -162,7 +162,7 @@ class SwizzleRequest:
 
 
 @lru_cache(MOST_PLANS)
-def _plan(copy: QuantizedCopy, shape: Pair, turned: bool) -> tuple[int, Pair, int]:
+def _plan(copy: OrientedCodes, shape: Pair, turned: bool) -> tuple[int, Pair, int]:
     """How many scales there are, the shape of the transposed codes, and how many tiles there are."""
     rows, cols = shape[::-1] if turned else shape
     size = swizzled_size(rows, -(cols // -(copy.block[0] if turned else copy.block[1])))
@@ -171,6 +171,6 @@ def _plan(copy: QuantizedCopy, shape: Pair, turned: bool) -> tuple[int, Pair, in
 
 
 @lru_cache(MOST_PLANS)
-def _config(copy: QuantizedCopy, parts: int, turned: bool) -> SwizzleConfig:
+def _config(copy: OrientedCodes, parts: int, turned: bool) -> SwizzleConfig:
     encoding, (high, wide) = copy.codes.encoding, copy.block[::-1] if turned else copy.block
     return SwizzleConfig(parts, turned, encoding.bits, high, wide, 1.0 / (encoding.max * copy.scale.encoding.max))

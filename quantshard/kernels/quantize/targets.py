@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import TensorWrapper
 
-from quantshard.formats import ALL, QuantizedCopy, Scaling
+from quantshard.formats import ALL, OrientedCodes, Scaling
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels import workspace
@@ -43,7 +43,7 @@ class KernelConfig(NamedTuple):
     `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
     `words_transposed`: random words are `RandomBits.transposed`; `words_shared`: the other direction has drawn them.
     `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column; `swizzled`: as
-    `swizzling.swizzled` has them. `poison`: see `Poison`. `decoded`: see `QuantizeSpec`.
+    `swizzling.swizzled` has them. `nan_flag`: see `Poison`. `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class KernelConfig(NamedTuple):
     pairs: bool = False
     by_columns: bool = False
     swizzled: bool = False
-    poison: Poison = ""
+    nan_flag: Poison = ""
     decoded: bool = False
 
 
@@ -97,13 +97,13 @@ class QuantizeSpec(NamedTuple):
     given, flat, as `swizzling.swizzled` has them; and the second scale itself beside its amax.
     """
 
-    copy: QuantizedCopy
+    copy: OrientedCodes
     scaling: Scaling
     origin: Pair = (0, 0)
     transposed: bool = False
     by_columns: bool = False
     given: Given = ""
-    poison: Poison = ""
+    nan_flag: Poison = ""
     decoded: bool = False
     ready: bool = False
 
@@ -125,7 +125,7 @@ class QuantizeRequest(NamedTuple):
     `given`: float32, the touched grid of `numerics.encode_scales`, or of amaxes, as `spec.given` says.
     `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, unless multipliers are given.
     `words`: for stochastic rounding; those of the transformed and padded matrix.
-    `scale`: where the scale goes, which is zero, if others poison it. `poison`: what is given as `spec.poison` says.
+    `scale`: where the scale goes, which is zero, if others make it NaN. `nan_flag`: given as `spec.nan_flag` says.
     """
 
     spec: QuantizeSpec
@@ -133,7 +133,7 @@ class QuantizeRequest(NamedTuple):
     second_amax: Tensor | None = None
     words: RandomBits | None = None
     scale: Tensor | None = None
-    poison: Tensor | None = None
+    nan_flag: Tensor | None = None
 
 
 class QuantizedOutput(NamedTuple):
@@ -143,7 +143,7 @@ class QuantizedOutput(NamedTuple):
     unless multipliers are `given`. `grid_row` and `grid_col`: strides of either, or of swizzled scales the tiles of a
     row. `second`: amax of the whole tensor, and `second_scale` the scale that it makes, if a product is to read it.
     `transposed`: codes of the transpose, [C, R] and packed likewise. `next_amax`: float32 scalar, made the larger of
-    itself and the amax of the values. `poison`: of the request.
+    itself and the amax of the values. `nan_flag`: of the request.
     """
 
     codes: Any
@@ -157,19 +157,19 @@ class QuantizedOutput(NamedTuple):
     transposed: Any
     transposed_cols: int
     next_amax: Any
-    poison: Any
+    nan_flag: Any
 
 
 class BlockAmaxes(NamedTuple):
     """The blocks of a matrix that are measured; `hadamard`: of its rows after `numerics.hadamard16`."""
 
-    covers: Pair
+    block_shape: Pair
     hadamard: bool = False
 
     @property
     def finite(self) -> Pair:
         """Rows and columns of a block within one tile."""
-        rows, cols = self.covers
+        rows, cols = self.block_shape
         return 1 if rows == ALL else rows, 1 if cols == ALL else cols
 
 
@@ -181,7 +181,7 @@ class AmaxRequest(NamedTuple):
     grids: tuple[Tensor | None, Tensor | None]
 
 
-class EpilogueRequest(NamedTuple):
+class KernelOutputs(NamedTuple):
     """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
 
     Args:
@@ -198,7 +198,7 @@ class EpilogueRequest(NamedTuple):
     other: QuantizeRequest | None = None
     high: Tensor | None = None
     amax: Tensor | None = None
-    poison: Tensor | None = None
+    nan_flag: Tensor | None = None
     sums: Tensor | None = None
     measured: AmaxRequest | None = None
 
@@ -267,7 +267,7 @@ class QuantizeLayout(NamedTuple):
             codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
         return QuantizedOutput(
             codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, second_scale, transposed,
-            0 if self.transposed is None else self.transposed[1], next_amax, request.poison,
+            0 if self.transposed is None else self.transposed[1], next_amax, request.nan_flag,
         )  # fmt: skip
 
 
@@ -366,7 +366,9 @@ def layout(
     assert not (spec.decoded and spec.given == "multipliers"), "values are made of codes and scales"
     rows, cols = shape[0], shape[1] + padding(shape[1], spec)
     packed = 1 if spec.decoded else 8 // copy.codes.encoding.bits
-    down, across = (touched(o, n, covers) for o, n, covers in zip(origin, (rows, cols), copy.block, strict=True))
+    down, across = (
+        touched(o, n, block_shape) for o, n, block_shape in zip(origin, (rows, cols), copy.block, strict=True)
+    )
     by_columns, coded, stored = spec.by_columns and not spec.given, torch.uint8, copy.scale.encoding.storage
     scale: tuple[int, ...] = (down, across)
     strides = (1, down) if by_columns else (across, 1)
@@ -392,7 +394,7 @@ def layout(
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,
-        poison=spec.poison,
+        nan_flag=spec.nan_flag,
         decoded=spec.decoded,
     )
     return QuantizeLayout(
@@ -424,7 +426,7 @@ class StoredBytes(TensorWrapper):  # type: ignore[misc]
 _UNKNOWN = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
-def hides_from_kernels(copy: QuantizedCopy) -> bool:
+def hides_from_kernels(copy: OrientedCodes) -> bool:
     """True if PyTorch's dtype of codes or scales is none that Triton knows."""
     return copy.codes.encoding.multiplied in _UNKNOWN or copy.scale.encoding.multiplied in _UNKNOWN
 
@@ -450,11 +452,11 @@ def tiling(block: tuple[int, int], tile: tuple[int, int], rule: sr.ScaleRule) ->
     return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
 
-def touched(origin: int, size: int, covers: int) -> int:
+def touched(origin: int, size: int, block_shape: int) -> int:
     """How many entries of one dim of the grid the elements [origin, origin + size) touch."""
-    if covers == ALL:
+    if block_shape == ALL:
         return 1
-    return -((origin + size) // -covers) - origin // covers if size else 0
+    return -((origin + size) // -block_shape) - origin // block_shape if size else 0
 
 
 WARPS = 8

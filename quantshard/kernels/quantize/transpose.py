@@ -64,7 +64,7 @@ def by_columns(
     are laid out by columns, [n, blocks of C]: n is a multiple of 4, and behind the blocks of R there are zeros.
     """
     results, arguments, grid = [], [], [0, 0]
-    for x, scales, poison in matrices:
+    for x, scales, nan_flag in matrices:
         rows, cols = x.shape
         out, laid = torch.empty_strided((rows, cols), (1, rows), dtype=dtype, device=x.device), None
         of_scales: tuple[Any, ...] = (None, 0, 0, None, 0, None)
@@ -72,7 +72,7 @@ def by_columns(
             down, across = scales.shape
             length = down + -down % 4
             laid = torch.empty_strided((length, across), (1, length), dtype=torch.float32, device=x.device)
-            of_scales = scales, *scales.stride(), laid, length, poison
+            of_scales = scales, *scales.stride(), laid, length, nan_flag
         results.append((out, laid))
         if x.numel() > 0:
             arguments.append((x, out, rows, cols, x.stride(0), *of_scales))

@@ -18,7 +18,7 @@ from quantshard.modules.base.assignment import PiecewiseAssignment
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
-from quantshard.recipe import Cell, Recipe, TensorRole, resolve, stock_name
+from quantshard.recipe import QuantSpec, Recipe, TensorRole, resolve, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -144,7 +144,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         setattr(self, name, new)
 
     def _empty_weight(
-        self, name: str, cell: Cell | None, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+        self, name: str, cell: QuantSpec | None, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> nn.Parameter:
         """A parameter without values: of a format, or in high precision."""
         shape: tuple[int, int] = self._weights[name].shape

@@ -25,7 +25,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, operands
 from quantshard.gemm.operand_reader import ReadOperand
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, operand_usage
-from quantshard.gemm.right_operands import RightOperands
+from quantshard.gemm.weight_operands import WeightOperands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -120,33 +120,42 @@ class LinearBackward(NamedTuple):
         """
         rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
         wanted = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
-        rights = self.rights(tensors) if needed.x else None
-        ways = gradient_operands(rows, self.call, self.state, wanted, rights)
-        return self.gradients(ways, tensors, needed, x_wgrad, rights)
+        weight_operands = self.weight_operands(tensors) if needed.x else None
+        out_grads = gradient_operands(rows, self.call, self.state, wanted, weight_operands)
+        return self.gradients(out_grads, tensors, needed, x_wgrad, weight_operands)
 
-    def rights(self, tensors: Sequence[Tensor]) -> RightOperands:
+    def weight_operands(self, tensors: Sequence[Tensor]) -> WeightOperands:
         """The weights for dgrad; of several it is in float32, or in the dtype of the input where that is wider."""
         held: list[Operand] = []
         for part in range(self.parts):
             held.append(weight_operand(tensors[part], part, self.call, self.state))
         summed = self.parts > 1 and self.dtype.itemsize <= 4
-        return RightOperands(held, torch.float32 if summed else self.dtype)
+        return WeightOperands(held, torch.float32 if summed else self.dtype)
 
     def gradients(
         self,
-        ways: Iterable[GemmOperands],
+        out_grads: Iterable[GemmOperands],
         tensors: Sequence[Tensor],
         needed: LinearGradMask,
         x_wgrad: WgradOperand | None = None,
-        rights: RightOperands | None = None,
+        weight_operands: WeightOperands | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The same from the gradients of the outputs as the GEMMs read them; `rights`: of `self.rights`, if they were
         asked for before."""
         weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
-        if rights is None and needed.x:
-            rights = self.rights(weights)
+        if weight_operands is None and needed.x:
+            weight_operands = self.weight_operands(weights)
         dx, dws, dbs = backward_gemms(
-            ways, weights, rights, x_wgrad, self.call, self.state, self.x_shape, self.dtype, self.bias_dtypes, needed
+            out_grads,
+            weights,
+            weight_operands,
+            x_wgrad,
+            self.call,
+            self.state,
+            self.x_shape,
+            self.dtype,
+            self.bias_dtypes,
+            needed,
         )
         return dx, [*dws, *dbs]
 
@@ -328,13 +337,13 @@ def forward_gemms(
     partial = split is not None and split.dim == 1  # each rank has a part of every sum
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
     held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
-    rights = RightOperands(held, dtype, transpose_b=True)
+    weight_operands = WeightOperands(held, dtype, transpose_b=True)
     if read is None:
         usage = operand_usage(True, keeps_input, passing=1)
-        read = gemm_operands(source, TensorRole.INPUT, call, state, usage, rights=rights)
+        read = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
     seen: Sequence[ReadOperand | None] = [None] * len(held)
-    if rights.reads_together:
-        seen, _ = rights.read([read.first] * len(held))
+    if weight_operands.reads_together:
+        seen, _ = weight_operands.read([read.first] * len(held))
     for w, of_weight, bias in zip(held, seen, biases, strict=True):
         y = backend.matmul(
             read.first, w, dtype, transpose_b=True, bias=None if partial else bias,
@@ -348,9 +357,9 @@ def forward_gemms(
 
 
 def backward_gemms(
-    ways: Iterable[GemmOperands],
+    out_grads: Iterable[GemmOperands],
     weights: Sequence[Tensor],
-    rights: RightOperands | None,
+    weight_operands: WeightOperands | None,
     x_wgrad: WgradOperand,
     call: LinearContext,
     state: LinearState,
@@ -372,26 +381,26 @@ def backward_gemms(
         x_wgrad = x_wgrad.whole()
     held: Sequence[Operand] = []
     read: Sequence[ReadOperand | None] = [None] * len(weights)
-    poisoned = False
-    if rights is not None:
-        held = rights.operands
-        left = iter(ways)
+    has_nan = False
+    if weight_operands is not None:
+        held = weight_operands.operands
+        left = iter(out_grads)
         first = next(left)
         if isinstance(first.first, QuantizedStorage):
-            ways = [first, *left]
-            if rights.reads_together:
-                poisons, others = [each.poison for each in ways], [each.second.operand for each in ways]
-                read, poisoned = rights.read([each.first for each in ways], poisons, others)
+            out_grads = [first, *left]
+            if weight_operands.reads_together:
+                nan_flags, others = [each.nan_flag for each in out_grads], [each.second.operand for each in out_grads]
+                read, has_nan = weight_operands.read([each.first for each in out_grads], nan_flags, others)
         else:  # each goes when it was multiplied, before the next is made
             held = backend.values_together(first.first, held, x_dtype)
-            ways = _all([first], left)
+            out_grads = _all([first], left)
         del first
-    each = iter(ways)
+    each = iter(out_grads)
     for part, weight in enumerate(weights):
         found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
-        if rights is not None:
+        if weight_operands is not None:
             dx = backend.matmul(
-                found.first, held[part], rights.out_dtype, poison=found.poison, precision=x_dtype,
+                found.first, held[part], weight_operands.out_dtype, nan_flag=found.nan_flag, precision=x_dtype,
                 fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read[part],
             )  # fmt: skip
             summands.append(dx)
@@ -400,7 +409,7 @@ def backward_gemms(
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
-                found.second.operand, x_wgrad.operand, weight.dtype, poison=None if poisoned else found.poison,
+                found.second.operand, x_wgrad.operand, weight.dtype, nan_flag=None if has_nan else found.nan_flag,
                 precision=x_dtype,
                 transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
                 fast=Gemm.WGRAD in call.recipe.fast_gemms,

@@ -18,14 +18,14 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, limits, private_torch
 from quantshard.collectives import delayed_scaling, process_groups
 from quantshard.errors import UnsupportedOperationError
-from quantshard.formats import ALL, Copy, Encoding
+from quantshard.formats import ALL, Encoding, Orientation
 from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import cells
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
 from quantshard.modules.gemms.operand_watch import watch
-from quantshard.recipe import Cell, TensorRole
+from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import KEY, QuantizedStorage
@@ -46,13 +46,13 @@ class ExpertsReader:
 
     def __init__(self) -> None:
         self._storages: list[ReferenceType[QuantizedStorage]] = []
-        self._cell: Cell | None = None
+        self._cell: QuantSpec | None = None
         self._found: ExpertWeights | None = None
 
     def __reduce__(self) -> Any:
         return ExpertsReader, ()  # a copy of a module has other weights
 
-    def read(self, weights: Sequence[QuantizedTensor], cell: Cell | None) -> ExpertWeights | None:
+    def read(self, weights: Sequence[QuantizedTensor], cell: QuantSpec | None) -> ExpertWeights | None:
         """Weights as kernels read them; None unless they are quantized by `cell`, alike, and all of each is there."""
         storages = [weight.quantized_storage for weight in weights]
         if self._found is not None and self._cell == cell and [known() for known in self._storages] == storages:
@@ -64,8 +64,8 @@ class ExpertsReader:
         return found
 
 
-def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: Cell) -> ExpertWeights | None:
-    copy, extents = cell.format.copies[Copy.ROWWISE], storages[0].shard.extents
+def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: QuantSpec) -> ExpertWeights | None:
+    copy, extents = cell.format.copies[Orientation.ROWWISE], storages[0].shard.extents
     for storage in storages:
         if storage.shard.extents != extents or (storage.cell is not cell and storage.cell != cell):
             return None
@@ -134,20 +134,22 @@ class ExpertsLayer(NamedTuple):
         if not self.block:
             codes = self._by_experts(values, role, segments)
             return codes, codes
-        poison = None
+        nan_flag = None
         if role is TensorRole.GRAD_OUTPUT:
-            poison = torch.ones(len(segments), dtype=torch.float32, device=values.device)
+            nan_flag = torch.ones(len(segments), dtype=torch.float32, device=values.device)
         one, two = (
-            None if cell is None else QuantizeRequest(QuantizeSpec(cell.format.copies[Copy.ROWWISE], cell.scaling))
+            None
+            if cell is None
+            else QuantizeRequest(QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling))
             for cell in cells(self.call.recipe, role)
         )
         assert one is not None
         found, transposed = grouped_kernel.quantize_expert_blocks(
-            values, segments, one, two if second else None, poison
+            values, segments, one, two if second else None, nan_flag
         )
         encoding = one.spec.copy.codes.encoding
         first, *more = (
-            EncodedRows(target.codes, target.scale, encoding, self.block, poison)
+            EncodedRows(target.codes, target.scale, encoding, self.block, nan_flag)
             for target in (found, transposed)
             if target is not None and target.scale is not None
         )
@@ -176,15 +178,15 @@ class ExpertsLayer(NamedTuple):
         """Under one scale for each expert."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
-        copy = cell.format.copies[Copy.ROWWISE]
+        copy = cell.format.copies[Orientation.ROWWISE]
         notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes
         amaxes = self.past(role)
         if amaxes is None:
             amaxes = grouped_kernel.expert_amaxes(values, segments)
         stored, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
         seen = torch.zeros_like(stored) if notes else None
-        poisoned = stored if role is TensorRole.GRAD_OUTPUT else None
-        codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, poisoned)
+        has_nan = stored if role is TensorRole.GRAD_OUTPUT else None
+        codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, has_nan)
         if seen is not None:
             keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
             amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], seen, self.amax_group)
@@ -198,7 +200,7 @@ class ExpertsLayer(NamedTuple):
 
 
 def are_readable(
-    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: Cell | None, x: Tensor, reader: ExpertsReader
+    weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: QuantSpec | None, x: Tensor, reader: ExpertsReader
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
     """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
 

@@ -17,21 +17,21 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, private_torch
 from quantshard.gemm import operands, scaled_products
 from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
-from quantshard.gemm.right_operands import RightOperands
+from quantshard.gemm.weight_operands import WeightOperands
 from quantshard.kernels import workspace
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.input_amax import input_amax
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
 from quantshard.modules.gemms.operand_watch import OperandWatch, watch
-from quantshard.recipe import Cell, CellPair, Recipe, TensorRole
+from quantshard.recipe import CellPair, QuantSpec, Recipe, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import TensorProducer
-    from quantshard.kernels.fused.epilogue import EpilogueRequest
+    from quantshard.gemm.producers import TensorSource
+    from quantshard.kernels.fused.epilogue import KernelOutputs
 
 
 @dataclass
@@ -45,8 +45,8 @@ class WgradOperand:
     operand: Operand
     transposed: bool
     split: OperandSplit | None = None
-    cell: Cell | None = None
-    words: operands.WordsOf | None = None
+    cell: QuantSpec | None = None
+    words: operands.RandomBitsFn | None = None
 
     def whole(self) -> WgradOperand:
         """This operand with the pieces of all ranks: a collective call if it is split."""
@@ -63,14 +63,14 @@ class WgradOperand:
 class GemmOperands(NamedTuple):
     """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
 
-    `sums`: over tokens, float32. `poison`: float32 scalar, NaN if not all values are finite, else 0: codes saturate, so
-    an infinite gradient would come out finite, and the optimizer would not skip the step.
+    `sums`: over tokens, float32. `nan_flag`: float32 scalar, NaN if not all values are finite, otherwise 0. Codes
+    saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step.
     """
 
     first: Operand
     second: WgradOperand
     sums: Tensor | None = None
-    poison: Tensor | None = None
+    nan_flag: Tensor | None = None
 
 
 def gemm_operands(
@@ -80,7 +80,7 @@ def gemm_operands(
     state: LinearState,
     wanted: OperandUsage,
     part: int = 0,
-    rights: RightOperands | None = None,
+    weight_operands: WeightOperands | None = None,
 ) -> GemmOperands:
     """An input or output gradient [tokens, features] for its two GEMMs.
 
@@ -89,23 +89,23 @@ def gemm_operands(
     operands is multiplied with, which the same kernel may lay out.
     """
     if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, wanted, part, values.like).of(values, rights)
+        return OperandRequest(role, call, state, wanted, part, values.like).of(values, weight_operands)
     values, pair = private_torch.plain(values), call.recipe.activations[role]
     split = state.split(role)
     if _fits_kernels(values, split, pair):
-        return OperandRequest(role, call, state, wanted, part, values).of(TensorProducer(values), rights)
+        return OperandRequest(role, call, state, wanted, part, values).of(TensorSource(values), weight_operands)
     first, second = pair
     delayed = DelayedScale.of(role, first or second, call, state, part)
     if delayed is not None and delayed.notes:
         delayed.note(values)
     amax = input_amax(values, role, call, split, wanted) if delayed is None else delayed.amax
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
-    poison = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.poison else None
+    nan_flag = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.nan_flag else None
     sums = values.float().sum(0) if wanted.sums else None
     words = GradientRandomBits(state, part)
     watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
     as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted, watching)
-    return GemmOperands(as_is, kept, sums, poison)
+    return GemmOperands(as_is, kept, sums, nan_flag)
 
 
 def gradient_operands(
@@ -113,12 +113,12 @@ def gradient_operands(
     call: LinearContext,
     state: LinearState,
     wanted: Sequence[OperandUsage],
-    rights: RightOperands | None = None,
+    weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
     """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
     other that are alike, else one at a time. `rights`: the weights, as of `gemm_operands`."""
     if len(grads) == 1:
-        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0], rights=rights)
+        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0], weight_operands=weight_operands)
         return
     pair = cells(call.recipe, TensorRole.GRAD_OUTPUT)
 
@@ -135,20 +135,20 @@ def gradient_operands(
             continue
         asked = [OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts]
         yield from operands_together(
-            asked, [TensorProducer(value) for value in values], rights if len(parts) == len(grads) else None
+            asked, [TensorSource(value) for value in values], weight_operands if len(parts) == len(grads) else None
         )
 
 
 def operands_together(
-    asked: Sequence[OperandRequest], given: Sequence[TensorProducer], rights: RightOperands | None = None
+    asked: Sequence[OperandRequest], given: Sequence[TensorSource], weight_operands: WeightOperands | None = None
 ) -> list[GemmOperands]:
     """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
     plan = asked[0].plan
-    if rights is not None and rights.reads_together:
-        given[0].swizzle = plan.swizzle_request(rights)
+    if weight_operands is not None and weight_operands.reads_together:
+        given[0].swizzle = plan.swizzle_request(weight_operands)
     outputs = outputs_of(asked, given)
-    found = TensorProducer.emit_all(given, outputs)
-    kept: Sequence[TensorProducer | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
+    found = TensorSource.emit_all(given, outputs)
+    kept: Sequence[TensorSource | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
     taken = [
         each.taken(told, targets, values)
         for each, told, targets, values in zip(asked, outputs, found, kept, strict=True)
@@ -159,21 +159,21 @@ def operands_together(
     return taken
 
 
-def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorProducer]) -> list[EpilogueRequest]:
+def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorSource]) -> list[KernelOutputs]:
     """What a kernel is told for several matrices whose values are there, and whose amaxes are taken here if need be."""
     plan = asked[0].plan
     if not plan.reads_values:
         return [each.outputs() for each in asked]
-    poisons = [
-        workspace.zero(each.device) if plan.raised and source.poison is None else source.poison
+    nan_flags = [
+        workspace.zero(each.device) if plan.raised and source.nan_flag is None else source.nan_flag
         for each, source in zip(asked, given, strict=True)
     ]
-    amaxes = plan.measure(given, asked[0].known, poisons)
-    return [each.outputs(both, poison) for each, both, poison in zip(asked, amaxes, poisons, strict=True)]
+    amaxes = plan.measure(given, asked[0].known, nan_flags)
+    return [each.outputs(both, nan_flag) for each, both, nan_flag in zip(asked, amaxes, nan_flags, strict=True)]
 
 
 def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> bool:
-    return split is None and kernel_dispatch.has_kernels(values) and producers.covers(values.dtype, by)
+    return split is None and kernel_dispatch.has_kernels(values) and producers.block_shape(values.dtype, by)
 
 
 def cells(recipe: Recipe, role: TensorRole) -> CellPair:
@@ -214,7 +214,7 @@ class OperandRequest:
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = GradientRandomBits(state, part) if self.plan.draws else None
 
-    def of(self, source: producers.OperandProducer, rights: RightOperands | None = None) -> GemmOperands:
+    def of(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
         """All that is wanted, from one read of the source, or from two where an amax must be known first."""
         known = source.known(self.plan)
         given = source.measured(self.plan) if self.plan.reads_values and known is None else None
@@ -226,8 +226,8 @@ class OperandRequest:
         if self.amaxes is not None and measured is not None:
             self.amaxes[TensorRole.INPUT, 0] = measured.view(())
         emitter = source if given is None else given
-        if rights is not None and rights.reads_together and isinstance(emitter, TensorProducer):
-            emitter.swizzle = self.plan.swizzle_request(rights)
+        if weight_operands is not None and weight_operands.reads_together and isinstance(emitter, TensorSource):
+            emitter.swizzle = self.plan.swizzle_request(weight_operands)
         taken = self.taken(outputs, emitter.emit(outputs), given)
         if self.watching is not None:
             values = (source.measured() if given is None else given).values
@@ -235,29 +235,29 @@ class OperandRequest:
         return taken
 
     def outputs(
-        self, amaxes: producers.BothAmaxes | None = None, measured_poison: Tensor | None = None
-    ) -> EpilogueRequest:
-        """The same as a kernel is told it; `amaxes`: if not by those of the past; `measured_poison`: what was raised as
-        they were measured."""
+        self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None
+    ) -> KernelOutputs:
+        """Kernel arguments. `amaxes`: current ones (None: delayed scaling). `measured_nan_flag`: set while they were
+        measured."""
         (one, two, *_, raised, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
         amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
-        poison = workspace.zero(device) if raised and measured_poison is None else measured_poison
+        nan_flag = workspace.zero(device) if raised and measured_nan_flag is None else measured_nan_flag
         sums = noted = first = second = None
         if delayed is not None and delayed.notes:
             noted = delayed.slot(device)
         if self.wanted.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
         if one is not None:
-            first = one.request(amax, None if words is None else words.by_rows, poison)
+            first = one.request(amax, None if words is None else words.by_rows, nan_flag)
         if two is not None:
-            second = two.request(other_amax, None if words is None else words.by_columns, poison)
-        return EpilogueRequest(first, second, None, noted, poison if raised == "quantizing" else None, sums)
+            second = two.request(other_amax, None if words is None else words.by_columns, nan_flag)
+        return KernelOutputs(first, second, None, noted, nan_flag if raised == "quantizing" else None, sums)
 
     def taken(
-        self, outputs: EpilogueRequest, targets: producers.Targets, given: TensorProducer | None = None
+        self, outputs: KernelOutputs, targets: producers.Targets, given: TensorSource | None = None
     ) -> GemmOperands:
         """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, *_, poison, _, _), (found, turned), wanted = self.plan, targets, self.wanted
+        (one, two, *_, nan_flag, _, _), (found, turned), wanted = self.plan, targets, self.wanted
         values = None if given is None else given.values
         first: Operand | None = None if one is None or found is None else one.operand(found)
         second: Operand | None = None if two is None or turned is None else two.operand(turned)
@@ -270,15 +270,15 @@ class OperandRequest:
             first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
         return GemmOperands(
             first, WgradOperand(kept, second is not None),
-            outputs.sums, outputs.poison if poison == "scalar" else None,
+            outputs.sums, outputs.nan_flag if nan_flag == "scalar" else None,
         )  # fmt: skip
 
 
 def _in_pieces(
     values: Tensor,
     role: TensorRole,
-    first: Cell | None,
-    second: Cell | None,
+    first: QuantSpec | None,
+    second: QuantSpec | None,
     split: OperandSplit | None,
     amax: Tensor | None,
     words: GradientRandomBits,
@@ -308,7 +308,7 @@ def _in_pieces(
 
 
 def _quantized(
-    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
+    values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
 ) -> QuantizedStorage:
     """This rank's piece of an operand."""
     shape = (values.shape[0], values.shape[1])
@@ -322,7 +322,7 @@ def _gathered(piece: Operand, split: OperandSplit) -> Operand:
 
 
 def _transposed_operand(
-    values: Tensor, cell: Cell, split: OperandSplit | None, amax: Tensor | None, words: operands.WordsOf
+    values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
 ) -> WgradOperand:
     """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
     if split is None or split.dim == 1:  # features stay apart
@@ -341,7 +341,7 @@ def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
     first, second = pair
     if second is None or not serves_both(first, second):
         return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.covers(values.dtype, pair)
+    return kernel_dispatch.kernels_on(values.device) and producers.block_shape(values.dtype, pair)
 
 
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:

@@ -23,7 +23,7 @@ from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
-from quantshard.recipe import Cell, TensorRole
+from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAMS_PER_RANK, next_draw
 
@@ -99,12 +99,12 @@ class GradientRandomBits:
         self.drawn: tuple[int, int | Tensor] | None = None
 
     @property
-    def by_rows(self) -> operands.WordsOf:
+    def by_rows(self) -> operands.RandomBitsFn:
         """Words of dgrad's operand, for any rectangle of it."""
         return partial(self._words, False)
 
     @property
-    def by_columns(self) -> operands.WordsOf:
+    def by_columns(self) -> operands.RandomBitsFn:
         """Words of wgrad's operand, which is the transpose."""
         return partial(self._words, True)
 
@@ -150,7 +150,7 @@ class DelayedScale:
     recomputation scale by the same amax. All output gradients of a layer share one history, as one GEMM's would.
     """
 
-    def __init__(self, role: TensorRole, cell: Cell, call: LinearContext, state: LinearState, part: int) -> None:
+    def __init__(self, role: TensorRole, cell: QuantSpec, call: LinearContext, state: LinearState, part: int) -> None:
         self._role, self._call, self._state, self._part = role, call, state, part
         known = call.amaxes.get((role, part))
         infers = state.stage is not None and state.stage.infers
@@ -166,7 +166,7 @@ class DelayedScale:
 
     @staticmethod
     def of(
-        role: TensorRole, cell: Cell | None, call: LinearContext, state: LinearState, part: int = 0
+        role: TensorRole, cell: QuantSpec | None, call: LinearContext, state: LinearState, part: int = 0
     ) -> DelayedScale | None:
         """None unless `cell` scales by past amaxes."""
         if cell is None or not cell.scaling.history:

@@ -22,7 +22,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import WgradOperand, cells, keeps_transposed
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.structure import StepStructure, structure_of
-from quantshard.recipe import Cell, Recipe, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -198,7 +198,7 @@ class SavedInput(NamedTuple):
     `shape`: rows and columns.
     """
 
-    cell: Cell | None
+    cell: QuantSpec | None
     transposed: bool
     shape: tuple[int, int]
 
@@ -231,7 +231,7 @@ class SavedInput(NamedTuple):
             return [like.new_empty(self.shape)]
         found = []
         for component in self.cell.format.components:
-            covered = zip(self.shape, component.covers, strict=True)
+            covered = zip(self.shape, component.block_shape, strict=True)
             grid = [1 if cover == ALL else sharding.ceil_div(size, cover) for size, cover in covered]
             found.append(like.new_empty(grid, dtype=component.encoding.storage))
         return found

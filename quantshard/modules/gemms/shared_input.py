@@ -18,9 +18,9 @@ from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, cells, gemm_operands
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.recipe import Cell, Recipe, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
 
-Wanted = tuple[int, tuple[Cell | None, Cell | None], bool]
+Wanted = tuple[int, tuple[QuantSpec | None, QuantSpec | None], bool]
 """How often an input was changed in place when its operands were made, by which cells, and if those of wgrad too."""
 
 

@@ -1,0 +1,1 @@
+"""Other programs: their models, frameworks, checkpoints and names."""

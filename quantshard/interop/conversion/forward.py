@@ -1,0 +1,179 @@
+"""The class of a converted model: its forward enters a recipe, so that no training loop needs an autocast, and what a
+framework's method of it would write as if codes were values is refused, until that framework's integration does it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantshard.errors import ConfigurationError, warn_user
+from quantshard.interop.conversion import optimizer_watch
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.modules import autocast
+from quantshard.modules.contexts import context
+from quantshard.recipe import Recipe, stock_name
+
+RECIPE = "quantshard_recipe"
+"""The model's attribute with the recipe of most of its layers, or its name."""
+
+ENTERS = "quantshard_enters_recipe"
+"""The model's attribute that says whether its forward enters the recipe."""
+
+SAVE = "save_pretrained"
+"""The method of transformers' and diffusers' models that writes what is in the state dict as values."""
+
+SAVERS: list[tuple[type, Callable[..., Any]]] = []
+"""Base classes of models, and the function that replaces their `SAVE`: it takes the model, the plain class's method and
+that method's arguments. Integrations add theirs when they are imported."""
+
+_INTEGRATION = ("transformers.modeling_utils", "quantshard.interop.frameworks.transformers")
+"""A framework's module, and the integration that `guard_saving` imports if that module is there already."""
+
+_SAVING_CLASSES = (
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("diffusers.models.modeling_utils", "ModelMixin"),
+)
+"""Whose `SAVE` is guarded where it is defined too: a model may be converted in part, and its own class stay."""
+
+_ACCELERATOR = ("accelerate.accelerator", "Accelerator", "save_model")
+"""The method of accelerate that writes a model's state dict."""
+
+_PLAIN = "_quantshard_plain_class"
+_GUARDED = "_quantshard_guarded"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
+    """Make `model.forward` run under `autocast(recipe)`, unless its caller is in an autocast or `enters` is False.
+
+    The model's class becomes a subclass of the same name: an attribute `forward` would be bound to this very object,
+    and a copy of the model would call it. FSDP2 changes classes in the same way. So do the classes of modules within
+    that can be saved, and used, by themselves, as the decoder in a language model.
+    """
+    guard_saving()
+    for module in model.modules():
+        if module is model or hasattr(type(module), SAVE):
+            setattr(module, RECIPE, stock_name(recipe) or recipe)
+            setattr(module, ENTERS, enters)
+            if not hasattr(type(module), _PLAIN):
+                module.__class__ = _entering(type(module))
+
+
+def leave_recipe(model: nn.Module) -> None:
+    """Undo `enter_recipe`."""
+    for module in model.modules():
+        plain = getattr(type(module), _PLAIN, None)
+        if plain is not None:
+            module.__class__ = plain
+            delattr(module, RECIPE)
+            delattr(module, ENTERS)
+
+
+def guard_saving() -> None:
+    """Enable the integration with transformers, and let no other framework write codes of a converted model as values.
+
+    Covers only the frameworks that are imported already.
+    """
+    framework, integration = _INTEGRATION
+    if not SAVERS and framework in sys.modules:
+        # integrations import this package, so this one is imported by a variable name, and only if it can be
+        with suppress(ImportError):
+            importlib.import_module(integration)
+    for home, name in _SAVING_CLASSES:
+        kind = getattr(sys.modules.get(home), name, None)
+        if kind is not None and not hasattr(getattr(kind, SAVE), _GUARDED):
+            setattr(kind, SAVE, _saving_in_part(getattr(kind, SAVE)))
+    home, name, method = _ACCELERATOR
+    kind = getattr(sys.modules.get(home), name, None)
+    if kind is not None and not hasattr(getattr(kind, method), _GUARDED):
+        setattr(kind, method, _telling_of_codes(getattr(kind, method)))
+
+
+def _telling_of_codes(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, ConvertedLinear) for each in model.modules()):
+            warn_user(
+                f"Accelerator.{plain.__name__}: weights of this {type(model).__name__} are quantized, and codes are "
+                "written beside scales; a plain model, and from_pretrained, would read these codes as values. "
+                "Read them into a model that is converted alike, or write what others read: save_pretrained with "
+                "quantshard.integrations.transformers, or quantshard.revert(model) first"
+            )
+        return plain(self, model, *args, **kwargs)
+
+    setattr(save, _GUARDED, True)
+    return save
+
+
+def _entering(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that enters a recipe; one for each class, so that copies have the class of their original."""
+    if plain in _CLASSES:
+        return _CLASSES[plain]
+
+    @functools.wraps(plain.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (
+            not torch.compiler.is_compiling()
+            and self.training
+            and torch.is_grad_enabled()
+            and not context.is_rehearsed()
+        ):
+            optimizer_watch.note_forward(self)
+        # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
+        if context.in_autocast() or not getattr(self, ENTERS, False):
+            return plain.forward(self, *args, **kwargs)
+        with autocast(recipe=getattr(self, RECIPE)):
+            return plain.forward(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: int) -> Any:
+        """Pickled and copied by the plain class, which can be imported."""
+        return _blank, (plain,), self.__dict__
+
+    names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
+    if hasattr(plain, SAVE):
+        names[SAVE] = _saving(getattr(plain, SAVE))
+    entering = type(plain.__name__, (plain,), names)
+    entering.__module__, entering.__qualname__ = plain.__module__, plain.__qualname__
+    _CLASSES[plain] = entering
+    return entering
+
+
+def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
+    guarded = _saving(plain)
+
+    @functools.wraps(plain)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # a class that enters a recipe has come here by its own guard
+        in_part = not hasattr(type(self), _PLAIN) and any(isinstance(each, ConvertedLinear) for each in self.modules())
+        return (guarded if in_part else plain)(self, *args, **kwargs)
+
+    setattr(save, _GUARDED, True)
+    return save
+
+
+def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        saver = next((saver for kind, saver in SAVERS if isinstance(self, kind)), None)
+        if saver is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{SAVE} would write the codes of quantized weights as if they were values; call "
+                "quantshard.revert(model) first, or for transformers: import quantshard.integrations.transformers"
+            )
+        return saver(self, functools.partial(plain, self), *args, **kwargs)
+
+    return save
+
+
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    """Without state, which copying sets later: a module may hold itself."""
+    guard_saving()
+    entering = _entering(plain)
+    return entering.__new__(entering)

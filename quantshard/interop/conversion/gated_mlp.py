@@ -1,0 +1,238 @@
+"""The gated MLPs of transformers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, as one step of autograd.
+
+The three linear layers stay what they are, under their names: an MLP gets a class whose forward takes their weights and
+quantizes their input once, and the activation where it is computed (`modules/fused.py` `mlp`). Where a call of a layer
+would do more than multiply, since it has hooks, was wrapped or exchanged, its class's own forward calls the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from quantshard import limits, private_torch
+from quantshard.errors import warn_once
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.modules import fused
+from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
+from quantshard.modules.contexts import context, context_warnings
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.fused_norm import NormInput
+from quantshard.modules.gemms import compiled, functional, operator_arguments
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import PreparedLinear
+from quantshard.modules.gemms.linear_state import LinearState
+from quantshard.modules.layernorm_mlp import activate_stored
+from quantshard.recipe import Recipe
+
+GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
+"""The names of the linear layers."""
+
+FAMILIES = {
+    "LlamaMLP": "llama",
+    "MistralMLP": "mistral",
+    "Qwen2MLP": "qwen2",
+    "Qwen3MLP": "qwen3",
+    "Qwen3MoeMLP": "qwen3_moe",
+    "GemmaMLP": "gemma",
+    "Gemma2MLP": "gemma2",
+    "Gemma3MLP": "gemma3",
+}
+"""The classes whose forward is the formula above, and where in transformers they are."""
+
+ACTIVATIONS = {
+    "torch.nn.modules.activation.SiLU": "swiglu",
+    "transformers.activations.SiLUActivation": "swiglu",
+    "transformers.activations.GELUTanh": "geglu",
+    "torch.nn.modules.activation.ReLU": "reglu",
+}
+"""By the class of act_fn, what `LayerNormMLP` calls the gated activation."""
+
+_UNFUSED = "unfused mlp"
+_PLAIN = "_quantshard_plain_mlp"
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+class _GatedLayers(Protocol):
+    """The children of such an MLP."""
+
+    gate_proj: ConvertedLinear
+    up_proj: ConvertedLinear
+    down_proj: ConvertedLinear
+    act_fn: nn.Module
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """True if a module is, by the names of its layers, a gated MLP of some kind."""
+    return all(name in dict(module.named_children()) for name in LAYERS)
+
+
+def unknown(module: nn.Module) -> str:
+    """Why a candidate may compute something else than the formula; "" if it does not."""
+    kind = type(module)
+    family = FAMILIES.get(kind.__name__)
+    if family is None or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
+        return f"{kind.__module__.split('.')[0]}.{kind.__name__} is no class whose forward is known"
+    if "forward" in vars(module) or kind.forward.__module__ != kind.__module__:
+        return f"the forward of {kind.__name__} was exchanged"
+    others = {name for name, _ in module.named_children()} - {*LAYERS, "act_fn"}
+    if others or next(iter(module.parameters(recurse=False)), None) is not None:
+        return f"it holds more than its layers ({', '.join(sorted(others)) or 'parameters'})"
+    found = getattr(module, "act_fn", None)
+    return "" if activation_of(found) else f"its act_fn is a {type(found).__name__}, which no kernel has"
+
+
+def activation_of(act_fn: object) -> str:
+    """The gated activation that a module makes of a gate; "" if it is none that is known."""
+    kind = type(act_fn)
+    name = ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}", "")
+    if name == "geglu" and not isinstance(getattr(act_fn, "act", None), functools.partial):
+        return ""  # another way to take tanh, with other roundings
+    return name
+
+
+def fuse(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
+    """Make an MLP whose layers were converted compute them as one; see `unknown`. `activation_storage`: how its gate
+    and up are kept."""
+    module.__class__ = _fused(type(module))
+    cast(Any, module)._activation_storage = activation_storage
+    _renew(module)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse` in all of a model."""
+    for module in model.modules():
+        plain = getattr(type(module), _PLAIN, None)
+        if plain is not None:
+            module.__class__ = plain
+            del module._handle, module._activation_storage
+
+
+class FusedGatedMLP(nn.Module):
+    """What the class of a fused MLP has in front of its own."""
+
+    _handle: Tensor
+    _activation_storage: str = HIGH_PRECISION
+
+    def forward(self, x: Tensor) -> Any:
+        if not self._is_fused():
+            return super().forward(x)  # type: ignore[misc]
+        entered = cast(_GatedLayers, self).gate_proj.own_autocast()
+        if entered is None:
+            return self._computed(x)
+        with entered:
+            return self._computed(x)
+
+    def _is_fused(self) -> bool:
+        """Whether calling the layers would do no more than computing with their weights; says so once if not."""
+        for name in LAYERS:
+            child = getattr(self, name)
+            if type(child) is not ConvertedLinear or not private_torch.runs_forward_alone(child):
+                self._tell(name, child)
+                return False
+        act_fn = cast(_GatedLayers, self).act_fn
+        if not activation_of(act_fn) or not private_torch.runs_forward_alone(act_fn):
+            self._tell("act_fn", act_fn)
+            return False
+        return True
+
+    def _tell(self, name: str, child: nn.Module) -> None:
+        kind, at = type(child).__name__, type(self).__name__
+        is_other = name != "act_fn" and type(child) is not ConvertedLinear
+        if not torch.compiler.is_compiling():
+            at = context_warnings.name_of(self)
+        why = f"is a {kind}" if is_other else "has hooks or was exchanged"
+        _tell_of_calls(at, name, why, context.current_setting(), self._activation_storage)
+
+    def _computed(self, x: Tensor) -> Tensor:
+        own = cast(_GatedLayers, self)
+        gate_proj = own.gate_proj
+        x = gate_proj.checked_input(x)
+        gate, up = gate_proj.ready(x.shape, x.device), own.up_proj.ready(x.shape, x.device)
+        down = own.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
+        activation, storage = activation_of(own.act_fn), STORAGES[self._activation_storage]
+        if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
+            assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
+            return self._in_graph(x, [gate, up], activation, down)
+        fc1, front = PreparedLinear.joined([gate, up]), NormInput(x)
+        if fused.fits(front, fc1, down):
+            return fused.mlp(front, fc1, activation, down, storage=storage)[0]
+        inner = functional.linear(x, fc1)
+        return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
+
+    def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
+        """The same in a graph that is being traced, as layers of this module."""
+        weights = [layer.weights[0] for layer in first]
+        biases = [layer.biases[0] for layer in first]
+        names = (f"{GATE}.weight", f"{UP}.weight")
+        fc1 = first[0]._replace(weights=weights, biases=biases, module=self._handle, names=names)
+        fc2 = last._replace(module=self._handle, names=(f"{DOWN}.weight",))
+        front, storage = NormInput(x), STORAGES[self._activation_storage]
+        if fused.fits(front, fc1, fc2):
+            return fused.mlp(front, fc1, activation, fc2, storage=storage)[0]
+        inner = compiled.traced_linear(x, fc1)
+        return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
+
+    # What operators ask of a module
+
+    def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
+        states = [self._layer_of(name).state_by(recipe) for name in weights]
+        return states[0] if len(states) == 1 else LinearState.joined(states)
+
+    def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
+        """That of a layer; see `QuantizedModule.weight_operand`."""
+        return self._layer_of(name).weight_operand("weight", call, device)
+
+    def _layer_of(self, name: str) -> ConvertedLinear:
+        return cast(ConvertedLinear, self.get_submodule(name.removesuffix(".weight")))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self._handle = operator_arguments.handle_beside(self, self._handle)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _renew(self)  # a copy is another module
+
+
+@private_torch.constant_in_graphs
+def _tell_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
+    if context.setting(setting).strict:
+        raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
+    kept = "" if storage == HIGH_PRECISION else f", and keeps gate and up as they are in place of {storage}"
+    warn_once(
+        _UNFUSED,
+        f"{mlp}: {layer} {why}, so this MLP calls its layers one by one, with other roundings of the activation than "
+        f"as one{kept}; in convert, modules='linear' does so from the start",
+    )
+
+
+def _renew(module: nn.Module) -> None:
+    device = next(module.parameters()).device
+    cast(Any, module)._handle = operator_arguments.handle(cast(operator_arguments.LinearModule, module), device)
+
+
+def _fused(plain: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that computes as one; one for each class, so that copies have the class of their original."""
+    if plain not in _CLASSES:
+
+        def reduce(self: nn.Module, protocol: int) -> Any:
+            """Pickled and copied by the plain class, which can be imported."""
+            return _blank, (plain,), self.__dict__
+
+        names = {"__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
+        found = type(plain.__name__, (FusedGatedMLP, plain), names)
+        found.__qualname__ = plain.__qualname__
+        _CLASSES[plain] = found
+    return _CLASSES[plain]
+
+
+def _blank(plain: type[nn.Module]) -> nn.Module:
+    """Without state, which copying sets later."""
+    kind = _fused(plain)
+    return kind.__new__(kind)

@@ -1,0 +1,207 @@
+"""torchtitan: its linear layers with quantized weights, and FusedAdam, switched on by its overrides or a converter."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config.override import derive
+from torchtitan.models.common.linear import Linear as PlainLinear
+from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
+
+from quantshard.errors import ConfigurationError
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.interop.conversion.selection import HEADS, ROUTERS
+from quantshard.modules import quantized_model_init
+from quantshard.modules.contexts.layer_recipes import matches
+from quantshard.optimizers import FusedAdam
+from quantshard.recipe import AUTO, concrete_name, resolve
+from quantshard.tensor.components import FORMAT_SUFFIX
+
+__all__ = ["TitanConverter", "TitanLinear", "TitanOptimizers"]
+
+LAYERS = ["*.attention.*", "*.feed_forward.*", "*.shared_experts.w?"]
+"""Where the override `linear` takes linear layers: not the head, and no router."""
+
+ADAMS = {"AdamW": True, "Adam": False}
+"""Names of optimizers in torchtitan's configs, and FusedAdam's `adam_w_mode` for them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanLinearConfig(PlainLinear.Config):
+    """As of torchtitan's Linear. `recipe`: the name of one."""
+
+    recipe: str = AUTO
+
+
+class TitanLinear(ConvertedLinear, Module):
+    """A linear layer of torchtitan's whose weight is quantized; it enters its recipe unless its caller is in one."""
+
+    Config = TitanLinearConfig
+    _param_init: dict[str, Callable[..., Any]] | None = None  # set by torchtitan, after the constructor
+
+    def __init__(self, config: TitanLinearConfig) -> None:
+        recipe = resolve(config.recipe)
+        with quantized_model_init(recipe=recipe):
+            super().__init__(config.in_features, config.out_features, bias=config.bias)
+        self.recipe = self.model_recipe = concrete_name(config.recipe)
+
+    def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
+        """As of Linear."""
+        return super().forward(input)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """As torchtitan's, where that leaves weights to FSDP2.
+
+        Raises:
+            ConfigurationError: there is tensor parallelism, or another backend than "partial_dtensor".
+        """
+        layer = f"{type(self).__name__} [{self.out_features}, {self.in_features}]"
+        if parallel_dims.tp > 1:
+            raise ConfigurationError(
+                f"{layer}: quantized weights of torchtitan's models are not cut by tensor parallelism; use "
+                f"--parallelism.tensor_parallel_degree 1 instead of {parallel_dims.tp}"
+            )
+        if parallel_dims.spmd_backend != "partial_dtensor":
+            raise ConfigurationError(
+                f"{layer}: quantized weights are sharded by FSDP2 alone, and {parallel_dims.spmd_backend!r} would "
+                "make DTensors of them before; use --parallelism.spmd_backend partial_dtensor"
+            )
+        super().parallelize(parallel_dims)
+
+    def _init_self_parameters(self) -> None:
+        """Each of the config's initializers fills a whole weight, by the weight's key: the same on any mesh."""
+        given = self._param_init or {}
+        if given:
+            for name, spec in self._weights.items():
+                self._weights[name] = replace(spec, init_method=given[name])
+        self.reset_parameters()
+        for name in self._vectors if given else ():
+            given[name](self.get_parameter(name))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As Linear's; but whole codes are cut here: torchtitan joins those of a fused projection on every rank."""
+        live = self.state_dict(prefix=prefix, keep_vars=True)
+        fitting = {key: _as_live(value, live.get(key)) for key, value in state_dict.items() if key.startswith(prefix)}
+        super()._load_from_state_dict(fitting, prefix, *args)
+
+
+def _as_live(value: Any, live: Any) -> Any:
+    """A replicated DTensor with the placements of the tensor that it goes to."""
+    if isinstance(value, DTensor) and isinstance(live, DTensor) and all(p.is_replicate() for p in value.placements):
+        return value.redistribute(live.device_mesh, live.placements)
+    return value
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanConverterConfig(QuantizationConverter.Config):
+    """`filter`: patterns of names, as of `quantshard.convert`; by default all but the head and routers."""
+
+    recipe: str = AUTO
+    filter: list[str] = field(default_factory=list)
+
+
+class TitanConverter(QuantizationConverter):
+    """The converter of a model's linear layers, for `model_registry(flavor, converters=[TitanConverter.Config()])`."""
+
+    Config = TitanConverterConfig
+
+    def __init__(self, config: TitanConverterConfig) -> None:
+        resolve(config.recipe)
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """The config with `TitanLinear.Config` in the place of the chosen linear layers; the same object, changed.
+
+        Raises:
+            ConfigurationError: no layer is chosen, or a pattern matches none.
+        """
+        found = [each for each in model_config.traverse(PlainLinear.Config) if type(each[1]) is PlainLinear.Config]
+        self._check_patterns([name for name, *_ in found])
+        chosen = [each for each in found if self._chooses(each[0])]
+        for _, config, parent, attribute in chosen:
+            new = derive(config, TitanLinearConfig, recipe=self.config.recipe)
+            if isinstance(parent, list):
+                parent[attribute] = new
+            else:
+                setattr(parent, attribute, new)
+        logger.info(f"quantshard: {len(chosen)} of {len(found)} linear layers have weights of {self.config.recipe}")
+        return model_config
+
+    def _check_patterns(self, names: list[str]) -> None:
+        ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+        for pattern in self.config.filter:
+            if not any(matches(pattern, name) for name in names):
+                raise ConfigurationError(
+                    f"TitanConverter(filter={pattern!r}) matches none of the {len(names)} plain linear layers; their "
+                    f"names end in {ends}"
+                )
+        if not any(map(self._chooses, names)):
+            raise ConfigurationError(
+                f"TitanConverter chooses none of the model's {len(names)} plain linear layers ({ends}); others may be "
+                "converted already"
+            )
+
+    def _chooses(self, name: str) -> bool:
+        if self.config.filter:
+            return any(matches(pattern, name) for pattern in self.config.filter)
+        return name.rsplit(".", 1)[-1] not in HEADS | ROUTERS
+
+
+@dataclass(kw_only=True, slots=True)
+class TitanOptimizersConfig(OptimizersContainer.Config):
+    """As of torchtitan's OptimizersContainer. Its `implementation` means nothing here."""
+
+
+class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
+    """torchtitan's optimizers, with FusedAdam for AdamW and Adam."""
+
+    Config = TitanOptimizersConfig
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., FusedAdam]:
+        if name not in ADAMS:
+            raise ConfigurationError(
+                f"TitanOptimizers: {name!r} has no masters for quantized weights; use one of {', '.join(ADAMS)} in "
+                "optimizer.param_groups"
+            )
+        return partial(FusedAdam, adam_w_mode=ADAMS[name])
+
+    @staticmethod
+    def _build_impl_kwargs(config: Any) -> dict[str, Any]:
+        return {}
+
+
+def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
+    """A method of torchtitan's that refuses quantized weights where its argument of that name is true."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        tagged = [key.removesuffix(FORMAT_SUFFIX) for key in given["state_dict"] if key.endswith(FORMAT_SUFFIX)]
+        if given.get(flag) and tagged:
+            raise ConfigurationError(
+                f"torchtitan's adapter to Hugging Face would take the codes of {len(tagged)} quantized weights "
+                f"({tagged[0]}, ...) for values, and leave out their scales; save with last_save_in_hf=False, write "
+                "the values of quantshard.checkpoints.high_precision_state_dict(model); load such files by "
+                "quantshard.checkpoints.load_high_precision(model, state_dict)"
+            )
+        return method(*args, **kwargs)
+
+    return checked
+
+
+# The adapter maps names, and drops those that it does not know, in silence: there is no place for a check of ours.
+CheckpointManager.dcp_save = _guarded(CheckpointManager.dcp_save, "to_hf")
+CheckpointManager.dcp_load = _guarded(CheckpointManager.dcp_load, "from_hf")

@@ -1,0 +1,183 @@
+"""The Trainer of transformers over quantized weights: its optimizer, its replicas, its checkpoints.
+
+`integrations/transformers.py` has these names too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, cast
+
+import transformers
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+from torch.optim import Optimizer
+from transformers import PreTrainedConfig, TrainingArguments
+from transformers.utils import CONFIG_NAME, logging
+
+from quantshard.distributed.replicas import check_replicas
+from quantshard.errors import ConfigurationError, warn_user
+from quantshard.interop.frameworks import transformers_files as files
+from quantshard.interop.frameworks.accelerate import check_before_sharding, replica_arguments, warn_of_replicas
+from quantshard.interop.frameworks.transformers_checkpoint import load_weights, weight_files
+from quantshard.optimizers import FusedAdam
+
+ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
+"""The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
+
+ADAPTERS_ALONE: Final = "_hf_peft_config_loaded"
+"""The mark of transformers' models of which adapters alone are saved and loaded; there is no public one."""
+
+_TOLD: Final = "_told_of_plain_model"
+"""A Trainer's attribute that says that its model was found plain."""
+
+_LOGGER: Final = logging.get_logger("transformers.trainer")
+
+
+class AdamFactory:
+    """What the Trainer makes `FusedAdam` by: called with the model, it has the parameters' names.
+
+    Parameters of two dims and more decay, as by the Trainer's rule.
+    """
+
+    def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [(name, param) for name, param in named if (param.ndim > 1) == decays], "weight_decay": decay}
+            for decays, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        return FusedAdam([group for group in groups if group["params"]], **options)
+
+
+def adam(args: TrainingArguments, **options: Any) -> tuple[type[AdamFactory], dict[str, Any]]:
+    """`FusedAdam` with a Trainer's settings: `transformers.Trainer(..., optimizer_cls_and_kwargs=adam(args))`.
+
+    Args:
+        args: learning rate, betas, epsilon and weight decay are taken from here.
+        options: of `FusedAdam`, as `exp_avg_dtype`.
+    """
+    given = {
+        "lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }  # fmt: skip
+    return AdamFactory, {**given, **options}
+
+
+class QuantizedTraining:
+    """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
+
+    The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
+    weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
+    the whole model. Else checkpoints are read by the names that `from_pretrained` knows, and a weight that is in none
+    is an error.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = cast(Any, self).accelerator
+        accelerator.ddp_handler = replica_arguments(accelerator)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The Trainer's AdamW as `FusedAdam`.
+
+        Raises:
+            ConfigurationError: it is to be another one, or checkpoints are to be of a kind that cannot be resumed.
+            RankMismatchError: replicas hold different bits.
+        """
+        trainer = cast(Any, self)
+        whole = trainer.model if model is None else model
+        if files.quantized_weights(whole):
+            if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
+                trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
+            if trainer.args.fsdp and not trainer.is_fsdp_enabled:
+                warn_of_replicas(trainer.accelerator)
+            if trainer.is_fsdp_enabled:
+                _check_sharded_checkpoints(trainer)
+                if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # rank 0's is read then
+                    check_before_sharding(whole)
+            elif trainer.args.world_size > 1:
+                check_replicas(whole)
+        elif not vars(self).setdefault(_TOLD, False):
+            vars(self)[_TOLD] = True
+            warn_user(
+                f"QuantizedTraining: {type(whole).__name__} has no quantized weight, and is trained as by the Trainer "
+                "alone; call quantshard.convert(model, recipe) before, or use the Trainer alone, which takes plain "
+                "models",
+                is_counted=True,
+            )
+        return super().create_optimizer(model)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer; of a model sharded by FSDP2 rank 0 writes the whole, which the Trainer leaves out where
+        checkpoints are sharded."""
+        trainer = cast(Any, self)
+        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        if plugin is not None and _internal_call and output_dir is not None:
+            # sharded files come after the Trainer has looked, on each rank, whether there is such a folder to be best
+            os.makedirs(output_dir, exist_ok=True)
+        if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            plugin.state_dict_type = kept
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As the Trainer, but by the names that `from_pretrained` knows; see `transformers_checkpoint.load_weights`."""
+        trainer = cast(Any, self)
+        whole = trainer.model if model is None else model
+        if not _is_read_here(trainer, whole, resume_from_checkpoint):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        _log_of_release(resume_from_checkpoint)
+        load_weights(whole, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As the Trainer, but as any checkpoint is read."""
+        trainer = cast(Any, self)
+        best = trainer.state.best_model_checkpoint
+        if not _is_read_here(trainer, trainer.model, best):
+            return super()._load_best_model()  # type: ignore[misc]
+        _LOGGER.info(f"Loading best model from {best} (score: {trainer.state.best_metric}).")
+        load_weights(trainer.model, best)
+
+
+def _is_read_here(trainer: Any, model: nn.Module, folder: str) -> bool:
+    """Whether a checkpoint is one of the whole model; what shards it, and PEFT, have their own ways."""
+    has_adapters = hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False)
+    is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or has_adapters)
+    return is_whole and bool(weight_files(folder))
+
+
+def _log_of_release(folder: str) -> None:
+    """What the Trainer says of a checkpoint that another transformers has written."""
+    if not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
+        return
+    release = PreTrainedConfig.from_json_file(os.path.join(folder, CONFIG_NAME)).transformers_version
+    if release not in (None, transformers.__version__):
+        _LOGGER.warning(
+            f"You are resuming training from a checkpoint trained with {release} of Transformers but your current "
+            f"version is {transformers.__version__}. This is not recommended and could yield to errors or unwanted "
+            "behaviors."
+        )
+
+
+def _check_sharded_checkpoints(trainer: Any) -> None:
+    kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+    if "FULL" in kind and getattr(trainer.args.save_strategy, "value", "no") != "no":
+        raise ConfigurationError(
+            "TrainingArguments(fsdp_config): checkpoints of state_dict_type 'FULL_STATE_DICT', the default, cannot be "
+            "resumed, since codes would be sent without scales; set fsdp_config={'state_dict_type': "
+            "'SHARDED_STATE_DICT'}, with which save_model writes the whole model too"
+        )
+
+
+def _default_optimizer(args: TrainingArguments) -> tuple[type[AdamFactory], dict[str, Any]]:
+    name = getattr(args.optim, "value", args.optim)
+    if name not in ADAMS:
+        raise ConfigurationError(
+            f"TrainingArguments(optim={name!r}): this optimizer was not tried on quantized weights; leave the default, "
+            "which is FusedAdam then, or pass optimizers= or optimizer_cls_and_kwargs="
+        )
+    return adam(args)

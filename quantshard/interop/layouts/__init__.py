@@ -1,0 +1,9 @@
+"""Layouts: a model's weights as other programs store them, in safetensors; export and import."""
+
+from quantshard.interop.layouts.inspection import inspect
+from quantshard.interop.layouts.loading import Import, load
+from quantshard.interop.layouts.names import LLAMA, Names
+from quantshard.interop.layouts.table import LAYOUTS, Layout
+from quantshard.interop.layouts.writing import Export, export
+
+__all__ = ["LAYOUTS", "LLAMA", "Export", "Import", "Layout", "Names", "export", "inspect", "load"]

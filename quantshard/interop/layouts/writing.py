@@ -1,0 +1,490 @@
+"""Export: a checkpoint's model as safetensors that other programs read, one weight in memory at a time.
+
+Codes and scales go over as bytes where the grids agree. Where they do not, the weight is refused with the numbers; or,
+with `lossy`, quantized anew, from its master where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments, suggests_names
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.store import local
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.foreign import FieldReader, open_regular
+from quantshard.formats import ALL, Format, Orientation
+from quantshard.interop.layouts import conversion, files, table
+from quantshard.interop.layouts.conversion import InexactConversionError, RowRun
+from quantshard.interop.layouts.files import TensorBatch
+from quantshard.interop.layouts.names import IDENTITY, HeadCounts, Names, check_distinct, default_names
+from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
+from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
+
+LINEAR: Final = re.compile(r"_proj\.weight$")
+"""Finds, by their names, the weights that a quantized layout quantizes where the checkpoint is in high precision:
+embeddings, norms and the output head stay as they are."""
+
+_FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
+"""What tells apart the names of weights that vLLM fuses: with a * in its place they are equal. (Those of q, k, v and of
+gate, up stay apart: one module is an attention, the other an MLP.)"""
+
+MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
+"""Of which an export takes values."""
+
+NOTED_AMAX: Final = "quantshard.amax."
+"""Prefix of the entries of a header that note weights' amaxes, in hexadecimal digits and so exactly: the second scale
+is rounded, and an import of our own export brings every bit back (`conversion.amax_of`)."""
+
+HEAD: Final = "lm_head"
+CONFIGURATION: Final = "config.json"
+_CONFIGURATION = ArgumentKind(f"{MAPPING.wanted}, or {PATH.wanted}", (*MAPPING.types, *PATH.types))
+MOST, MOST_HEADS = 1 << 30, 1 << 16
+"""The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
+_EMBEDDING: Final = "model.embed_tokens.weight"
+
+_CENTERED_FAMILIES: Final = frozenset(
+    "gemma gemma2 gemma3 gemma3_text nemotron qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next "
+    "recurrent_gemma vaultgemma".split()
+)
+"""Families (model_type) of transformers whose normalizations multiply by 1 + weight."""
+
+_GAMMA: Final = re.compile(r"norm\d*[._]weight$")
+"""Finds weights of normalizations by their names."""
+
+
+@dataclass
+class Export:
+    """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
+
+    `exact`: names of the weights whose codes and scales are as they were. `requantized`: name -> why. `high_precision`:
+    name -> shape of the tensors in their own dtype, or in that of a plain layout. `rounded`: names of the tensors whose
+    1 + weight has more bits than their dtype. `masters`, `averages`: of how many tensors the values came from masters,
+    or from averages of the weights.
+    """
+
+    path: Path
+    layout: Layout
+    exact: list[str] = field(default_factory=list)
+    requantized: dict[str, str] = field(default_factory=dict)
+    high_precision: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+    masters: int = 0
+    averages: int = 0
+    bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """A report."""
+        found = [
+            f"{self.path}: {self.layout.name}, {self.bytes} bytes; {len(self.exact)} weights exact, "
+            f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
+        ]
+        found += table.lossy_lines(self.requantized)
+        if self.rounded:
+            found.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
+        if self.masters:
+            found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
+        if self.averages:
+            found.append(f"values of {self.averages} tensors are those of the averages of the weights (EMA)")
+        return found + self.notes
+
+
+@suggests_names
+def export(
+    checkpoint: str | os.PathLike[str],
+    layout: str,
+    out: str | os.PathLike[str],
+    *,
+    names: Names | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    values: str = "masters",
+    lossy: bool = False,
+    zero_centered_gamma: bool | None = None,
+) -> Export:
+    """Write the model of a checkpoint as safetensors in a layout. One process; it holds one weight at a time.
+
+    Args:
+        checkpoint: written by any number of processes, with `quantshard.checkpoints.save` or `dcp.save`.
+        layout: a name of `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), of which the first row is
+            taken that is exact.
+        out: a directory that does not exist; it appears under this name when it is complete.
+        names: our names -> theirs. Default: Llama's for a model of `TransformerLayer`, else the model's own.
+        config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
+            Default: the checkpoint's own directory, if it has one (an import's). Plain layouts under the model's own
+            names need none.
+        max_shard_bytes: of one file, where a file holds more than one weight.
+        values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
+            "ema": of the averages that the optimizer kept, for all tensors that have one; codes and scales are then
+            made of these, to the nearest, in any layout and without `lossy`.
+        lossy: quantize anew what does not go over exactly.
+        zero_centered_gamma: whether norm weights are stored as gamma - 1, for a checkpoint that does not record it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
+        ConfigurationError: an argument is wrong, a weight has no name there, or does not go over exactly; the message
+            has the numbers. Nothing is left in `out`.
+    """
+    check_arguments("export", PATH, checkpoint=checkpoint, out=out)
+    check_arguments("export", _CONFIGURATION.or_none, config=config)
+    check_arguments("export", WHOLE_NUMBER, max_shard_bytes=max_shard_bytes)
+    if values not in (MASTERS, WEIGHTS, AVERAGES):
+        raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
+    if max_shard_bytes < 1:
+        raise ConfigurationError(f"export(max_shard_bytes={max_shard_bytes}): must be 1 or more")
+    target = local(out, "an export")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is not overwritten; export to another directory")
+    source = CheckpointModel(checkpoint)
+    if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
+        config = checkpoint
+    described, chosen = _config(config), names or default_names(source.weights)
+    tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
+    plan = _ExportPlan(
+        source, table.find(layout, tags), chosen, described, values, lossy, Export(target, _NONE),
+        set() if files_center_gamma(described) else _zero_centered(source, zero_centered_gamma),
+    )  # fmt: skip
+    groups = plan.groups()
+    if config is None and not (chosen is IDENTITY and plan.layout.is_plain):
+        raise ConfigurationError(
+            f"{checkpoint} does not record its model's configuration; name a folder with config.json by --config"
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
+    try:
+        folder.chmod(0o777 & ~_umask())  # as mkdir would make it; mkdtemp makes folders for their owner alone
+        plan.report.bytes = files.write_safetensors(folder, groups, max_shard_bytes, plan.noted)
+        _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
+        os.rename(folder, target)
+    except OSError as error:
+        whose = "" if error.filename is None else f" ({error.filename})"
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}{whose}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # after the rename there is none
+    return plan.report
+
+
+_NONE: Final = table.LAYOUTS["plain-fp32"]  # stands in a report until `_ExportPlan.groups` puts its own there
+
+
+def _umask() -> int:
+    before = os.umask(0)  # the only way to read it is to set it
+    os.umask(before)
+    return before
+
+
+def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = local(config, "a configuration")
+    return files.read_layout_json(path / CONFIGURATION if path.is_dir() else path)
+
+
+def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
+    """The numbers of heads in a Hugging Face configuration, if it says them.
+
+    Raises:
+        ConfigurationError: they are no numbers of heads.
+    """
+    fields = FieldReader(config, CONFIGURATION)
+    queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
+    groups = fields.integer("num_key_value_heads", 1, MOST_HEADS) or queries
+    return None if queries is None or groups is None else HeadCounts(queries, groups)
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face configuration says that the output head is the embedding.
+
+    Raises:
+        ConfigurationError: it says neither.
+    """
+    return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
+
+
+def files_center_gamma(config: Mapping[str, Any]) -> bool:
+    """Whether a Hugging Face configuration is of a family whose files store norm weights as gamma - 1.
+
+    Raises:
+        ConfigurationError: its model_type is not text.
+    """
+    return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
+
+
+def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
+    """Names of the norm weights that a checkpoint stores as gamma - 1; `is_centered`: what the caller says.
+
+    Raises:
+        ConfigurationError: nobody says it of a checkpoint whose norm weights are nearer to 0 than to 1.
+    """
+    described = manifest.read_manifest(source.path)
+    if is_centered is None and described is not None and described.zero_centered is not None:
+        return set(described.zero_centered)
+    gammas = [w for name, w in source.weights.items() if len(w.shape) == 1 and _GAMMA.search(name)]
+    if is_centered is None and gammas:
+        mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
+        if mean.abs() < 0.5:
+            raise ConfigurationError(
+                f"{source.path} does not record zero_centered_gamma, and its norm weights average {float(mean):.2g}; "
+                "pass zero_centered_gamma=True or False (--zero-centered, --no-zero-centered)"
+            )
+    return {weight.name for weight in gammas} if is_centered else set()
+
+
+def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
+    layout, ignore = plan.report.layout, plan.ignored()
+    # of the configuration that was given: it may be of other weights
+    config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
+    if not config:
+        plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
+    if not layout.is_plain:
+        config["quantization_config"] = layout.config(ignore)
+    files.write_json(folder / CONFIGURATION, config)
+    if layout.producer is not None:
+        files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
+    found = [] if beside is None or not Path(beside).is_dir() else files.companions(Path(beside))
+    for path in found:
+        # no link is followed, and no pipe waited for: the folder may come from anybody
+        with open_regular(path) as file, open(folder / path.name, "wb") as copy:
+            shutil.copyfileobj(file, copy)
+    plan.report.notes += files.copied_lines(found)
+
+
+@dataclass
+class _ExportPlan:
+    """Which tensors there will be, in their order, and how each is made."""
+
+    source: CheckpointModel
+    layout: Layout
+    names: Names
+    config: dict[str, Any]
+    values: str
+    lossy: bool
+    report: Export
+    zero_centered: set[str]
+    noted: dict[str, str] = field(default_factory=dict)
+
+    def groups(self) -> list[TensorBatch]:
+        self.report.layout = self.layout
+        if self.values == AVERAGES and not any(map(self.source.has_average, self.source.weights)):
+            raise ConfigurationError(
+                f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; "
+                f"train with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
+            )
+        heads, found = heads_of(self.config), []
+        weights = self._untied()
+        lacking = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
+        if lacking:
+            raise ConfigurationError(
+                f"{len(lacking)} tensors of {self.source.path} have no name there (first: {lacking[0]}); give a map of "
+                "names (--names)"
+            )
+        for weight in weights:
+            for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
+                found.append(self._group(weight, name, runs))
+        check_distinct(name for group in found for name in group.tensors)
+        shapes = {name: shape for group in found for name, (_, shape) in group.tensors.items()}
+        self._check_sizes(shapes)
+        self._say(shapes)
+        return found
+
+    def _untied(self) -> list[CheckpointWeight]:
+        """The weights, without an output head that the configuration says is the embedding.
+
+        Raises:
+            ConfigurationError: it says so, and they differ.
+        """
+        weights = list(self.source.weights.values())
+        if not is_tied(self.config):
+            return weights
+        at = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
+              if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
+        if len(at) < 2:
+            return weights
+        head, table_ = at[f"{HEAD}.weight"], at[_EMBEDDING]
+        if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
+            raise ConfigurationError(
+                f"the configuration says tie_word_embeddings, but {head.name} and {table_.name} differ; set it to false"
+            )
+        return [weight for weight in weights if weight is not head]
+
+    def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
+        rows = sum(run.length for run in runs)
+        chosen = (
+            None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
+        )
+        quantizes = weight.tag is not None or (self._is_high_precision() and LINEAR.search(name) is not None)
+        if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
+            return self._plain_group(weight, name, (rows, *weight.shape[1:]), chosen)
+        shape = (rows, weight.shape[1])
+        make = self._quantized(weight, name, chosen)
+        stem = name.removesuffix("weight")
+        if stem == name:
+            raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
+        tensors = {stem + key: described for key, described in conversion.shapes(self.layout, *shape).items()}
+        scale = self._input_scale(weight)
+        if scale is not None:
+            tensors[stem + str(self.layout.input_scale)] = (torch.float32, ())
+
+        def made() -> dict[str, Tensor]:
+            found = {stem + key: tensor for key, tensor in make().items()}
+            return found if scale is None else {**found, stem + str(self.layout.input_scale): scale}
+
+        return TensorBatch(tensors, made)
+
+    def _is_high_precision(self) -> bool:
+        return all(weight.tag is None for weight in self.source.weights.values())
+
+    def _plain_group(
+        self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
+    ) -> TensorBatch:
+        plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast, so that it is refused below
+        dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
+        if dtype not in files.DTYPES:
+            raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
+        read = self._reading(weight, self.layout.is_plain)
+        self.report.high_precision[name] = shape
+
+        def make() -> dict[str, Tensor]:
+            values = read(weight)
+            if weight.name in self.zero_centered:
+                values = values.double() + 1
+                if not torch.equal(values.to(dtype).double(), values):
+                    self.report.rounded.append(name)
+            return {name: (values if rows is None else values[rows]).to(dtype).reshape(shape)}
+
+        return TensorBatch({name: (dtype, shape)}, make)
+
+    def _quantized(
+        self, weight: CheckpointWeight, name: str, rows: Tensor | None
+    ) -> Callable[[], Mapping[str, Tensor]]:
+        shape = (weight.shape[0], weight.shape[1])
+        why = self._why_not(weight, rows)
+        if self._is_averaged(weight):
+            why = "its values are those of the average"
+        elif why is None:
+            fmt = weight.format
+            self.report.exact.append(name)
+            self._note_amax(weight, name, fmt)
+            return lambda: conversion.to_layout(self.layout, fmt, self.source.parts(weight), shape, rows)
+        elif not self.lossy:
+            raise ConfigurationError(
+                f"{weight.name} [{shape[0]}, {shape[1]}], {weight.tag or 'in high precision'}, does not go into "
+                f"{self.layout.name} exactly: {why}; choose another layout, or allow requantization (--lossy)"
+            )
+        self.report.requantized[name] = why
+        read, fmt = self._reading(weight, True), self.layout.row()
+
+        def make() -> Mapping[str, Tensor]:
+            values = read(weight)
+            values = values.float() if rows is None else values[rows].float()
+            return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
+
+        return make
+
+    def _is_averaged(self, weight: CheckpointWeight) -> bool:
+        return self.values == AVERAGES and self.source.has_average(weight.name)
+
+    def _reading(self, weight: CheckpointWeight, is_anew: bool) -> Callable[[CheckpointWeight], Tensor]:
+        """How the values of a weight are read; `is_anew`: they are written in another dtype or format than its own."""
+        if self._is_averaged(weight):
+            self.report.averages += 1
+            return self.source.average
+        if is_anew and self.values == MASTERS and self.source.has_master(weight.name):
+            self.report.masters += 1
+            return self.source.master
+        return self.source.values
+
+    def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
+        """Why a weight does not go over exactly; None if it does. Only scales are read: codes are many."""
+        cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
+        found = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
+        if found.kind == UNDEFINED:
+            raise ConfigurationError(f"{weight.name} does not go into {self.layout.name}: {found.why}")
+        if found.kind != EXACT:
+            return found.why
+        assert cell is not None
+        try:
+            shape = (weight.shape[0], weight.shape[1])
+            conversion.layout_scales(self.layout, cell.format, self.source.scales(weight), shape, rows)
+        except InexactConversionError as error:
+            return str(error)
+        return None
+
+    def _note_amax(self, weight: CheckpointWeight, name: str, fmt: Format) -> None:
+        amax = fmt.copies[Orientation.ROWWISE].amax
+        if amax is not None:
+            self.noted[NOTED_AMAX + name] = float(self.source.scales(weight)[amax.name]).hex()
+
+    def _input_scale(self, weight: CheckpointWeight) -> Tensor | None:
+        if self.layout.input_scale is None:
+            return None
+        amax = self.source.input_amax(weight.name)
+        assert amax is not None
+        assert self.layout.element is not None
+        return torch.tensor(amax / self.layout.element.max, dtype=torch.float32, device="cpu")
+
+    def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        fields = FieldReader(self.config, CONFIGURATION)
+        wanted = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
+        held = shapes.get(_EMBEDDING)
+        if held is not None and None not in wanted and tuple(held) != wanted:
+            raise ConfigurationError(
+                f"the configuration says vocab_size {wanted[0]} and hidden_size {wanted[1]}, but {_EMBEDDING} is "
+                f"{list(held)}; pass the configuration of this model"
+            )
+
+    def ignored(self) -> list[str]:
+        """The modules whose weights stay in high precision, and the output head, even where it is the embedding."""
+        kept = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
+        return sorted({HEAD, *(name.removesuffix(".weight") for name in kept)})
+
+    def _say(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        notes, layout = self.report.notes, self.layout
+        if self.names is IDENTITY:
+            notes.append("names are the model's own")
+        if self.zero_centered:
+            notes.append(f"{len(self.zero_centered)} norm weights, stored as gamma - 1, are written as gamma")
+        ragged = [
+            f"{name} {list(shape)}"
+            for name, shape in shapes.items()
+            if name.endswith(layout.codes_key) and len(shape) == 2 and name not in self.report.high_precision
+            and any(size % block for size, block in zip(shape, layout.block, strict=True) if block != ALL)
+        ]  # fmt: skip
+        if ragged and not layout.whole_blocks:  # `conversion.shapes` refused such
+            notes.append(
+                f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
+                "refuses some tensor-parallel sizes, and transformers dequantizes such weights wrongly"
+            )
+        amaxes: dict[str, set[str]] = {}
+        for name, amax in self.noted.items():
+            amaxes.setdefault(_FUSED.sub("*_proj", name), set()).add(amax)
+        differing = sum(len(found) > 1 for found in amaxes.values())
+        if differing:
+            notes.append(
+                f"{differing} groups of q, k, v or gate, up have different second scales: vLLM fuses these and takes "
+                "the largest without changing the scales of the blocks, which costs accuracy there"
+            )
+        if layout.is_plain and not self.report.masters and not self.report.averages:
+            notes.append("values are those of the weights, dequantized: the checkpoint names no masters, or none asked")
+        if layout.second is not None:
+            notes.append(
+                "weight-only: dynamic scaling of activations knows no activation scale, so readers compute in BF16; "
+                "the second scale is rounded to float32 once more, so values may differ in the last digits of float32"
+            )

@@ -1,0 +1,475 @@
+"""TransformerEngine's checkpoint -> ours: weights, masters, moments and step counts, and a list of what is not exact.
+
+A checkpoint of the model that is to go on, as it was saved when new, says what the converted one must hold: every entry
+of it gets its value from TransformerEngine's, or is listed. Codes and scales are moved; a weight is quantized anew only
+where its format here cannot hold what is stored, and then it is said why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from quantshard import numerics, recipe
+from quantshard.argument_kinds import PATH, check_arguments, suggests_names
+from quantshard.checkpoints import saving
+from quantshard.checkpoints.disk import commit, manifest
+from quantshard.checkpoints.disk.commit import CommitWriter
+from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.inspect.contents import TensorGroup
+from quantshard.checkpoints.untrusted.extras import EXTRA
+from quantshard.errors import CheckpointError
+from quantshard.formats import Format, Orientation, Scaling
+from quantshard.interop.layouts.conversion import InexactConversionError
+from quantshard.interop.transformer_engine.pieces import WeightPiece
+from quantshard.interop.transformer_engine.stored import (
+    EXTRA_STATE,
+    NAMED,
+    SETTINGS,
+    STATE_ROLES,
+    TargetCheckpoint,
+    TransformerEngineCheckpoint,
+)
+from quantshard.interop.transformer_engine.weights import components_of, values_of
+from quantshard.numerics import split_codes
+from quantshard.numerics.adam import EXP_AVG_SQ
+from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
+from quantshard.optimizers.state import assign, make_state
+from quantshard.state_cells import STATE_CELLS
+from quantshard.tensor.components import FORMAT_SUFFIX
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
+
+_MODEL, _STATE = "model.", "optimizer.state."
+
+_FAR = 0.5
+"""How far a weight may be from its master, of the master's norm. Four bits give about 0.1, another weight 1.4."""
+
+
+@dataclass
+class Conversion:
+    """What `convert` did. `exact`: names of the tensors that went over bit for bit; `inexact`: names of the others, and
+    why they did not; `own`: entries that come from the new model, and why; `left`: what was left behind, and why."""
+
+    source: str
+    out: str
+    exact: list[str] = field(default_factory=list)
+    inexact: dict[str, str] = field(default_factory=dict)
+    own: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """What to tell a reader: every tensor that is not exact has a line."""
+        return [
+            f"{len(self.exact)} tensors bit for bit, {len(self.inexact)} not exactly",
+            *(f"  not exact: {name}: {why}" for name, why in sorted(self.inexact.items())),
+            *(f"  this model's own: {name}: {why}" for name, why in sorted(self.own.items())),
+            *(f"  left behind: {name}: {why}" for name, why in sorted(self.left.items())),
+        ]
+
+
+@suggests_names
+def convert(
+    source: Path_, like: Path_, out: Path_, *, model: str = "model", optimizer: str = "optimizer", lossy: bool = False
+) -> Conversion:
+    """Write TransformerEngine's DCP checkpoint anew as one of ours. One process, no process group, no GPU.
+
+    TransformerEngine need not be installed, and nothing of the files is run. Memory is that of the whole checkpoint.
+
+    Args:
+        source: a checkpoint of `torch.distributed.checkpoint`, written with TransformerEngine 2.17 or later by any
+            number of ranks: its model's state dict under `model` ("": at the top), its FusedAdam's, if it is there,
+            under `optimizer`.
+        like: a checkpoint of the same model built of our modules, by `checkpoints.save`; its names, formats and state
+            dtypes are those of the result. Its optimizer was built by `FusedAdam(model.named_parameters(), ...)`.
+        out: a directory that does not exist.
+        lossy: whether what is not exact is written nevertheless.
+
+    Raises:
+        CheckpointError: a file cannot be read, is of another model, or something is not exact and `lossy` is not given;
+            nothing was written.
+    """
+    check_arguments("convert", PATH, source=source, like=like, out=out)
+    if Path(out).exists():
+        raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
+    job = _CheckpointConverter(
+        TransformerEngineCheckpoint(source, model, optimizer), TargetCheckpoint(like), Conversion(str(source), str(out))
+    )
+    state = job.run()
+    inexact = job.report.inexact
+    if inexact and not lossy:
+        name, why = next(iter(sorted(inexact.items())))
+        raise CheckpointError(
+            f"{source}: {len(inexact)} tensors do not go over exactly, the first {name}: {why}; build the model of "
+            "--like so that they do, or allow it (lossy=True, --lossy)"
+        )
+    saving.write_checkpoint(state, CommitWriter(commit.begin(out), job.facts()))
+    return job.report
+
+
+class _CheckpointConverter:
+    """One conversion: entries of the new checkpoint are made one after the other, by their keys."""
+
+    def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
+        self.source, self.like, self.report = source, like, report
+        source.split_gates(name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL))
+        self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
+        self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
+        self.states = source.states(self.own_names) if self.has_optimizer else {}
+        # names say whose a state is; numbers do so only by the model's order, which `_check_master` doubts
+        self.is_numbered = self.has_optimizer and bool(source.numbered(self.own_names))
+        self.made: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """The nested state of the new checkpoint."""
+        self._check_same_model()
+        for name, group in self.like.groups.items():
+            if name.startswith(_MODEL):
+                self.made.update(self._parameter(group))
+        if self.has_optimizer:
+            for number, name, _ in self.like.parameters:
+                for role in STATE_ROLES:
+                    self.made.update(self._state(number, name, role))
+            self.made.update(self._settings())
+        self._copy_own()
+        self._tell_left()
+        lacking = [key for key in self.made if key not in self.like.paths]
+        if lacking:
+            raise CheckpointError(f"{self.like.path} is damaged: it lacks {lacking[0]}")
+        return _nested({self.like.paths[key]: value for key, value in self.made.items()})
+
+    def facts(self) -> dict[str, Any]:
+        """What the manifest says of the run: its step, recipe and mesh."""
+        groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
+        steps = {self.made[f"{group}.step"] for group in groups}
+        like = manifest.read_manifest(self.like.path)
+        return {
+            "step": steps.pop() if len(steps) == 1 else None,
+            "recipe": None if like is None else like.recipe,
+            "mesh": None,
+            "zero_centered": None if like is None else like.zero_centered,
+        }
+
+    # The model ------------------------------------------------------------------------------------------------------
+
+    def _check_same_model(self) -> None:
+        like, source = self.like, self.source
+        own = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
+        missing = sorted(name for name in own - set(source.names) if not self._is_own(name))
+        # TransformerEngine's modules save an `_extra_state`, empty or a pickle: `_tell_left` says what is not read
+        unknown = sorted(name for name in set(source.names) - own if not name.endswith(EXTRA_STATE))
+        if missing or unknown:
+            raise CheckpointError(
+                f"{source.path} is of another model than {like.path}: it lacks {len(missing)} tensors (first: "
+                f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
+            )
+        for name in sorted(own & set(source.names)):
+            there, here = source.size(source.model + name), like.groups[_MODEL + name].shape
+            if tuple(there) != here:
+                raise CheckpointError(
+                    f"{source.path}: {name} has shape {list(there)} there and {list(here or ())} in {like.path}"
+                )
+
+    def _is_own(self, name: str) -> bool:
+        """Whether TransformerEngine has no such tensor: random keys, draw counts and amax histories."""
+        weight = any(
+            name.endswith(end) and _MODEL + name.removesuffix(end) in self.like.groups
+            for end in (f"_{KEY}", f"_{DRAWS}")
+        )
+        return weight or name.endswith(AMAX_HISTORY)
+
+    def _parameter(self, group: TensorGroup) -> dict[str, Any]:
+        """The entries of one tensor of the model."""
+        name, shape = group.name.removeprefix(_MODEL), group.shape
+        if self._is_own(name) and name not in self.source.names:
+            return {}
+        assert shape is not None
+        pieces = self.source.pieces(self.source.model + name)
+        self._check_master(name, pieces, shape)
+        if group.format is None:
+            return {group.name: self._plain(name, pieces, shape, getattr(torch, group.tag))}
+        parts = self._components(name, pieces, group.format, (shape[0], shape[1]))
+        return {group.parts[part]: value for part, value in parts.items()}
+
+    def _check_master(self, name: str, pieces: list[Any], shape: tuple[int, ...]) -> None:
+        """Numbered states are taken to be in the model's order: a master that is far from its weight says otherwise."""
+        master = self._master(name) if self.is_numbered else None
+        if master is None:
+            return
+        distance, norm = (values_of(pieces, shape).float() - master).norm(), master.norm()
+        if distance > _FAR * norm:
+            raise CheckpointError(
+                f"{self.source.path}: its optimizer numbers the states, and the master that by the model's order is "
+                f"{name}'s is {float(distance / norm):.2g} of its norm away from this weight; {NAMED}"
+            )
+
+    def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
+        # TransformerEngine dequantizes shards that it cannot quantize (MXFP8: rows that are no multiple of 32)
+        quantized = [piece for piece in pieces if isinstance(piece, WeightPiece)]
+        try:
+            if len(quantized) < len(pieces):
+                raise InexactConversionError(
+                    f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there, or have "
+                    "a block of gate and up rows"
+                )
+            parts, left = components_of(quantized, fmt, shape)
+        except InexactConversionError as error:
+            master = self._master(name)
+            values = values_of(pieces, shape).float() if master is None else master
+            by = "what its codes stand for" if master is None else "its master"
+            self.report.inexact[name] = f"{error}; quantized anew to {fmt.name}, from {by}"
+            return numerics.quantize(values, fmt, _scaling_of(fmt))
+        notes = sorted({note for piece in quantized for note in piece.notes})
+        self.report.left.update({name: "; ".join(left)} if left else {})
+        self._note(name, "; ".join(notes))
+        return parts
+
+    def _plain(self, name: str, pieces: list[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = values_of(pieces, shape)
+        found = values.to(dtype)
+        there = {piece.kind for piece in pieces if isinstance(piece, WeightPiece)}
+        was = ", ".join(there) or str(values.dtype)
+        self._note(name, "" if torch.equal(found.to(values.dtype), values) else f"{was} there, rounded to {dtype} here")
+        return found
+
+    def _note(self, name: str, why: str) -> None:
+        if why:
+            self.report.inexact[name] = why
+        else:
+            self.report.exact.append(name)
+
+    # The optimizer --------------------------------------------------------------------------------------------------
+
+    def _stored_state(self, name: str, role: str) -> Tensor | None:
+        """A state as it is stored: FusedAdam's `state_dict` makes float32 of all but the remainders of masters."""
+        key, source = self.states.get(name, {}).get(role), self.source
+        if key is None:
+            return None
+        # numbered in another order than the model's, a state would mostly be that of a parameter of another shape
+        sizes = source.size(key), source.size(source.model + name)
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{source.path}: {key} has shape {list(sizes[0])}, {name}, whose it would be, {list(sizes[1])}; {NAMED}"
+            )
+        found: Tensor = source.value(key)
+        return found
+
+    def _master(self, name: str) -> Tensor | None:
+        """The float32 master of a parameter, or None. With `store_param_remainders` TransformerEngine stores only its
+        low half, int16; the high half is the parameter."""
+        found = self._stored_state(name, MASTER)
+        if found is None or found.dtype != torch.int16:
+            return None if found is None else found.float()
+        high = self.source.value(self.source.model + name)
+        if high.dtype != torch.bfloat16:
+            raise CheckpointError(
+                f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks, and it is one of "
+                f"{high.dtype}"
+            )
+        return numerics.join_bfloat16(high, found)
+
+    def _state(self, number: int, name: str, role: str) -> dict[str, Any]:
+        """The entries of one state of one parameter."""
+        key = f"{_STATE}{number}.{role}"
+        values = self._master(name) if role == MASTER else self._stored_state(name, role)
+        if key + REMAINDER_SUFFIX in self.like.groups:
+            return self._remainder(key + REMAINDER_SUFFIX, name, values)
+        group, label = self.like.groups.get(key), f"{name} {role}"
+        if group is None:
+            if values is not None:
+                self._leave_state(name, role, values)
+            return {}
+        shape = tuple(group.shape or ())
+        if values is not None and tuple(values.shape) != shape:
+            raise CheckpointError(
+                f"{self.like.path}: {key} has shape {list(shape)}, {label} {list(values.shape)} there"
+            )
+        if values is None:
+            values = (
+                self._values_here(name) if role == MASTER else torch.zeros(shape, dtype=torch.float32, device="cpu")
+            )
+            self.report.own[label] = "seeded from the weight" if role == MASTER else "zero, as before a first step"
+        entry = self.like.entries[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.properties.dtype not in STATE_CELLS:
+            raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
+        # a stand-in for the parameter, of which a state needs the shape and the device alone
+        state = make_state(
+            torch.empty(shape, dtype=torch.float32, device="cpu"),
+            entry.properties.dtype,
+            nonnegative=role == EXP_AVG_SQ,
+        )
+        assign(state, values.float())
+        if label not in self.report.own:
+            is_same = torch.equal(state.read(), values.float())
+            self._note(label, "" if is_same else f"{values.dtype} there, rounded to {group.tag} here")
+        return {f"{_STATE}{number}.{entry}": tensor for entry, tensor in state.tensors(role).items()}
+
+    def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
+        """The entry of a master's low half. Its high half is the parameter, which is replaced here if it differs."""
+        weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
+        if self.like.groups[_MODEL + name].format is not None:
+            return {key: self._low_bytes(name, master)}
+        if weight.dtype != torch.bfloat16:
+            raise CheckpointError(
+                f"{self.like.path}: {key} is the low half of a master, and {name}, the high one, {weight.dtype}"
+            )
+        if master is None:
+            master = weight.float()
+            self.report.own[label] = "seeded from the weight"
+        high, low = numerics.split_bfloat16(master)
+        if not torch.equal(high, weight):
+            self.made[_MODEL + name] = high
+            self.report.exact = [one for one in self.report.exact if one != name]
+            self.report.inexact[name] = "it is the upper half of its master here, which is rounded otherwise there"
+        if label not in self.report.own:
+            self.report.exact.append(label)
+        # bytes, as `optimizers.state.RemainderState` keeps them
+        return {key: low.contiguous().view(torch.uint8).reshape(*low.shape, 2)}
+
+    def _low_bytes(self, name: str, master: Tensor | None) -> Tensor:
+        """The low bytes of a master whose high ones are a weight's codes, which stay."""
+        label, group = f"{name} {MASTER}", self.like.groups[_MODEL + name]
+        assert group.format is not None
+        parts = {part: self.made[key] for part, key in group.parts.items()}
+        if master is None:
+            self.report.own[label] = "seeded from the weight"
+            return torch.zeros_like(self.made[_MODEL + name])
+        copy = group.format.copies[Orientation.ROWWISE]
+        low = split_codes.low_bytes(master, copy, parts)
+        is_same = torch.equal(split_codes.dequantize(copy, parts, low), master)
+        self._note(label, "" if is_same else f"{master.dtype} there, of 16 bits with the weight's codes here")
+        return low
+
+    def _leave_state(self, name: str, role: str, values: Tensor) -> None:
+        if role == MASTER and torch.equal(self._values_here(name), values):
+            return  # the weight has the same values, so nothing is lost
+        self.report.inexact[f"{name} {role}"] = (
+            "the optimizer of --like has none for this parameter, so it is left behind"
+        )
+
+    def _values_here(self, name: str) -> Tensor:
+        """The float32 values of a parameter as it was just made."""
+        group = self.like.groups[_MODEL + name]
+        if group.format is None:
+            return self.made[group.name].float()
+        parts = {part: self.made[key] for part, key in group.parts.items()}
+        copy = next(iter(group.format.copies.values()))
+        assert group.shape is not None
+        return numerics.dequantize(copy, parts, (group.shape[0], group.shape[1]))
+
+    def _settings(self) -> dict[str, Any]:
+        """TransformerEngine's settings for our groups: all parameters of one of ours must have the same there."""
+        there, found = self.source.settings(self.own_names), dict[str, Any]()
+        for _, name, group in self.like.parameters:
+            for setting in SETTINGS:
+                key = f"{group}.{setting}"
+                if setting not in there.get(name, {}) or key not in self.like.entries:
+                    continue
+                value = _plain_setting(there[name][setting])
+                if not _is_setting(setting, value):
+                    raise CheckpointError(
+                        f"{self.source.path}: {name} has {setting} {value!r:.60} there, which is none"
+                    )
+                if found.setdefault(key, value) != value:
+                    raise CheckpointError(
+                        f"{self.source.path}: {name} has {setting} {value!r} there, other parameters of its group in "
+                        f"{self.like.path} {found[key]!r}; give --like the groups that the optimizer had"
+                    )
+        for group in dict.fromkeys(group for _, _, group in self.like.parameters):
+            if f"{group}.step" not in found:
+                raise CheckpointError(f"{self.source.path}: its optimizer says no step; it was saved before the first")
+        return found
+
+    # What is neither ------------------------------------------------------------------------------------------------
+
+    def _copy_own(self) -> None:
+        """Take the remaining entries from --like: the new model's own, and settings that TransformerEngine lacks."""
+        kept = []
+        for key in self._remaining():
+            value = self.like.value(key)
+            if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
+                # a new model's history has the amaxes of its initial weights, and these are others
+                value = torch.zeros_like(value)
+            self.made[key] = value
+            if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
+                kept.append(key)
+        for what, why, ends in (
+            ("random keys and draw counts", "TransformerEngine has none", (f"_{KEY}", f"_{DRAWS}")),
+            ("amax histories", "they start empty: the scales of the first steps are other ones", AMAX_HISTORY),
+        ):
+            if any(key.endswith(ends) for key in kept):
+                self.report.own[what] = why
+                kept = [key for key in kept if not key.endswith(ends)]
+        settings = sorted({key.rpartition(".")[2] for key in kept if key.startswith("optimizer.param_groups.")})
+        if settings:
+            self.report.own["optimizer settings"] = f"{', '.join(settings)}, which TransformerEngine does not save"
+        extra = [key for key in kept if key.startswith(f"{EXTRA}.")]
+        self.report.own.update(dict.fromkeys(extra, f"as {self.like.path} has it"))
+
+    def _remaining(self) -> Iterator[str]:
+        for key in self.like.entries:
+            if key not in self.made and (self.has_optimizer or not key.startswith("optimizer.")):
+                if not (key.startswith(_STATE) and not isinstance(self.like.entries[key], BytesStorageMetadata)):
+                    yield key
+
+    def _tell_left(self) -> None:
+        source, left = self.source, self.report.left
+        for name in source.names:
+            if name.endswith(EXTRA_STATE) and self._holds(source.model + name):
+                left[name] = "a pickle of delayed scaling's amax histories and scales, which is not read"
+        if not self.has_optimizer:
+            left["optimizer"] = "there are no states, or the checkpoint of --like has no optimizer"
+        for key in source.entries:
+            if not key.startswith((source.model, source.optimizer)):
+                left[key] = "it is neither the model's nor the optimizer's"
+
+    def _holds(self, key: str) -> bool:
+        entry = self.source.entries[key]
+        return isinstance(entry, BytesStorageMetadata) or entry.size.numel() > 0
+
+
+def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """A state dict from its entries by their paths. Numbers in a path are keys of dicts, as those of the optimizer's
+    states are; only its groups are a list."""
+    root: dict[Any, Any] = {"model": {}, EXTRA: {}}
+    for path, value in made.items():
+        at = root
+        if path[0] == EXTRA:  # an entry of `extra` is one object, whatever dots are in its key (docs/format.md)
+            path = (EXTRA, ".".join(map(str, path[1:])))
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+            if not isinstance(at, dict):
+                raise CheckpointError(f"the checkpoint of --like is damaged: {part} is an entry and has entries")
+        at[path[-1]] = value
+    optimizer = root.get("optimizer")
+    groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    if isinstance(optimizer, dict) and isinstance(groups, dict) and all(type(number) is int for number in groups):
+        optimizer["param_groups"] = [groups[number] for number in sorted(groups)]
+    return root
+
+
+def _plain_setting(value: Any) -> Any:
+    """A setting as our groups have it. With `capturable` TransformerEngine keeps some as tensors."""
+    found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return tuple(found) if isinstance(found, list) else found
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    if name == "betas":
+        return isinstance(value, tuple) and len(value) == 2 and all(isinstance(beta, float) for beta in value)
+    if name == "step":  # not isinstance: a bool is an int
+        return type(value) is int and 0 <= value < 1 << 62
+    return isinstance(value, bool | int | float)
+
+
+def _scaling_of(fmt: Format) -> Scaling:
+    """How the first named recipe whose weights have this format scales them; without powers of two if none has."""
+    cells = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
+    found = next((cell for cell in cells if cell is not None and cell.format == fmt), None)
+    return Scaling(power_of_two=False) if found is None else Scaling(power_of_two=found.scaling.power_of_two)

@@ -1,0 +1,267 @@
+"""One quantized tensor of TransformerEngine, as its pickle describes it: codes and scales, without padding.
+
+DCP stores each shard of a weight by `torch.save` of TransformerEngine's tensor class, whose pickle is a call of one
+function by class, with the inner tensors and a few numbers. Nothing is called here: the arguments are looked at. Their
+order and the layouts are those of TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and
+`get_scale_shape`); earlier releases pickle a method instead, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.checkpoints.untrusted.entries import RecordedCall
+from quantshard.errors import CheckpointError
+from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Encoding, Orientation
+from quantshard.sharding import ceil_div
+
+_PACKAGE = "transformer_engine.pytorch."
+_ENUMS = (f"{_PACKAGE}constants.DType", "transformer_engine_torch.DType")
+_ELEMENTS = {7: E4M3, 8: E5M2, 10: E2M1}
+"""Element encodings by their number in TransformerEngine's DType (`common/include/transformer_engine.h`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class CopyPiece:
+    """One quantized copy of a rectangle: `codes` uint8 [rows, cols], one per byte, and a grid of `scales`.
+
+    Each scale is for a `block` of rows and columns, counted from the rectangle's first. `amax`: float32 [1, 1], from
+    which a second scale derives.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    amax: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPiece:
+    """A rectangle of a weight, at `origin`, as TransformerEngine quantized it. `notes`: what is odd about it."""
+
+    kind: str
+    origin: tuple[int, int]
+    shape: tuple[int, int]
+    element: Encoding
+    scale: Encoding
+    planes: Mapping[Orientation, CopyPiece]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyLayout:
+    """How one copy is laid out: the rows and columns of a block; whether codes, scales are stored transposed."""
+
+    which: Orientation
+    block: tuple[int, int]
+    codes_transposed: bool = False
+    scales_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorClass:
+    """A tensor class: the arguments of its function in their order, of which older releases lack the last ones."""
+
+    name: str
+    module: str
+    function: str
+    quantizers: tuple[str, ...]
+    arguments: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], tuple[int, int], tuple[int, int]], WeightPiece]
+
+    @property
+    def call(self) -> str:
+        """The function by which a pickle makes such a tensor, by its full name."""
+        return f"{_PACKAGE}tensor.{self.module}.{self.function}"
+
+
+def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
+    """What a pickled tensor of TransformerEngine holds of a weight's rectangle.
+
+    Raises:
+        CheckpointError: it is no matrix, contradicts itself, or has a layout that is not known.
+    """
+    kind = _BY_CALL.get(call.name)
+    if kind is None:
+        raise CheckpointError(f"it is a {call.name}, which is no weight")
+    if len(shape) != 2 or len(call.args) > len(kind.arguments):
+        raise CheckpointError(f"it is a {kind.name} of shape {list(shape)} with {len(call.args)} arguments")
+    fields = dict.fromkeys(kind.arguments) | dict(zip(kind.arguments, call.args, strict=False))
+    if not isinstance(fields["shape"], tuple) or tuple(fields["shape"]) != tuple(shape):
+        raise CheckpointError(f"its {kind.name} has not the shape {list(shape)}, which the metadata say")
+    return kind.read(fields, (origin[0], origin[1]), (shape[0], shape[1]))
+
+
+def _element(fields: Mapping[str, Any]) -> Encoding:
+    code = fields["element"]
+    number = code.args[0] if isinstance(code, RecordedCall) and code.name in _ENUMS and len(code.args) == 1 else code
+    found = _ELEMENTS.get(number) if type(number) is int else None
+    if found is None:
+        shown = number if type(number) is int else type(number).__name__
+        raise CheckpointError(f"its codes are of TransformerEngine's DType {shown}, which is not known here")
+    return found
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"its {what} is no tensor")
+    return value
+
+
+def _one(value: Any, what: str) -> Tensor:
+    """A tensor of one number, as [1, 1]."""
+    found = _tensor(value, what)
+    if found.numel() != 1:
+        raise CheckpointError(f"its {what} has {found.numel()} numbers, not one")
+    return found.reshape(1, 1)
+
+
+def _flag(value: Any, what: str) -> bool:
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"its {what} is neither true nor false")
+    return bool(value)
+
+
+def _plane(
+    fields: Mapping[str, Any], side: _CopyLayout, shape: tuple[int, int], element: Encoding, scale: Encoding
+) -> CopyPiece | None:
+    """One copy, in the order of the weight's rows and columns; None if it is not stored."""
+    prefix = side.which.value
+    if fields[f"{prefix}_data"] is None:
+        return None
+    codes = _tensor(fields[f"{prefix}_data"], f"{prefix} data")
+    scales = _tensor(fields[f"{prefix}_scale_inv"], f"{prefix} scale")
+    stored = (shape[1], shape[0]) if side.codes_transposed else shape
+    width = ceil_div(stored[1], max(1, 8 // element.bits))
+    if codes.itemsize != 1 or tuple(codes.shape) != (stored[0], width):
+        raise CheckpointError(
+            f"its {prefix} data are {codes.dtype} {list(codes.shape)}, not bytes {[stored[0], width]}"
+        )
+    codes = numerics.unpack(codes.view(torch.uint8), element, stored[1])
+    rows, cols = (ceil_div(size, block) for size, block in zip(shape, side.block, strict=True))
+    kept = (cols, rows) if side.scales_transposed else (rows, cols)
+    if scales.ndim != 2 or scales.shape[0] < kept[0] or scales.shape[1] < kept[1]:
+        raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(kept)} are needed")
+    scales = scales[: kept[0], : kept[1]]  # the rest is padding
+    if scale.bits == 8 and scales.itemsize == 1:
+        scales = scales.contiguous().view(scale.storage)
+    elif scale == FP32 and scales.is_floating_point():
+        scales = scales.float()
+    if scales.dtype != scale.storage:
+        raise CheckpointError(f"its {prefix} scales are {scales.dtype}, not {scale.storage}")
+    amax = fields.get(f"{prefix}_amax")
+    return CopyPiece(
+        codes.t() if side.codes_transposed else codes,
+        scales.t() if side.scales_transposed else scales,
+        side.block,
+        None if amax is None else _one(amax, f"{prefix} amax").float(),
+    )
+
+
+def _piece(
+    kind: str,
+    fields: Mapping[str, Any],
+    origin: tuple[int, int],
+    shape: tuple[int, int],
+    scale: Encoding,
+    *sides: _CopyLayout,
+) -> WeightPiece:
+    element = _element(fields)
+    if _flag(fields.get("swizzled"), "with_gemm_swizzled_scales"):
+        raise CheckpointError(
+            f"its {kind} has scales in the order of a GEMM ('swizzled'); save with optimize_for_gemm=False"
+        )
+    found = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
+    there = {which: plane for which, plane in found.items() if plane is not None}
+    if not there:
+        raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
+    saved = {fields[f"{which.value}_scale_inv"].dtype for which in there} if scale == FP32 else set()
+    notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in saved if dtype != torch.float32)
+    return WeightPiece(kind, origin, shape, element, scale, there, notes)
+
+
+def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    scale, transposed = _one(fields["scale_inv"], "scale"), fields["data"] is None
+    given = {
+        "element": fields["element"],
+        "rowwise_data": fields["columnwise_data" if transposed else "data"],
+        "rowwise_scale_inv": scale,
+    }
+    return _piece(
+        "Float8Tensor",
+        given,
+        origin,
+        shape,
+        FP32,
+        _CopyLayout(Orientation.ROWWISE, (ALL, ALL), codes_transposed=transposed),
+    )
+
+
+def _blockwise(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    sides = (
+        (_CopyLayout(Orientation.ROWWISE, (128, 128)), _CopyLayout(Orientation.COLUMNWISE, (128, 128), True, True))
+        if _flag(fields["is_2d"], "is_2D_scaled")
+        else (
+            _CopyLayout(Orientation.ROWWISE, (1, 128), False, True),
+            _CopyLayout(Orientation.COLUMNWISE, (128, 1), True, False),
+        )
+    )
+    return _piece("Float8BlockwiseQTensor", fields, origin, shape, FP32, *sides)
+
+
+def _mxfp8(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    sides = (_CopyLayout(Orientation.ROWWISE, (1, 32)), _CopyLayout(Orientation.COLUMNWISE, (32, 1)))
+    return _piece("MXFP8Tensor", fields, origin, shape, E8M0, *sides)
+
+
+def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
+    kind = "NVFP4Tensor"
+    largest = fields["e4m3_max"]
+    if _flag(fields["row_scaled"], "row_scaled_nvfp4") or not (
+        largest is None or (type(largest) is int and largest == E4M3.max)
+    ):
+        raise CheckpointError(
+            f"its {kind} has a second scale for each row, or one for block scales up to another number; formats "
+            f"here have one for the tensor, for block scales up to {E4M3.max:g}"
+        )
+    sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
+    found = _piece(kind, fields, origin, shape, E4M3, *sides)
+    if any(plane.amax is None for plane in found.planes.values()):
+        raise CheckpointError(f"its {kind} has no amax, without which its scales mean nothing")
+    return found
+
+
+_COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+_KINDS = (
+    _TensorClass(
+        "Float8Tensor", "float8_tensor", "_make_float8_tensor_in_reduce_ex",
+        ("Float8Quantizer", "Float8CurrentScalingQuantizer"),
+        ("data", "element", "scale_inv", "dtype", "shape", "columnwise_data"), _per_tensor,
+    ),
+    _TensorClass(
+        "Float8BlockwiseQTensor", "float8_blockwise_tensor", "_make_float8_blockwise_tensor_in_reduce_ex",
+        ("Float8BlockQuantizer",),
+        ("shape", *_COPIES, "element", "dtype", "quantizer", "is_2d", "data_format"), _blockwise,
+    ),
+    _TensorClass(
+        "MXFP8Tensor", "mxfp8_tensor", "_make_mxfp8_tensor_in_reduce_ex", ("MXFP8Quantizer",),
+        (*_COPIES, "element", "dtype", "shape", "quantizer", "swizzled"), _mxfp8,
+    ),
+    _TensorClass(
+        "NVFP4Tensor", "nvfp4_tensor", "_make_nvfp4_tensor_in_reduce_ex", ("NVFP4Quantizer",),
+        ("shape", *_COPIES, "rowwise_amax", "columnwise_amax", "element", "dtype", "quantizer", "swizzled",
+         "row_scaled", "four_over_six", "e4m3_max"), _nvfp4,
+    ),
+)  # fmt: skip
+_BY_CALL = {kind.call: kind for kind in _KINDS}
+
+CALLS = frozenset(
+    {*_BY_CALL, *_ENUMS, *(f"{_PACKAGE}tensor.{kind.module}.{name}" for kind in _KINDS for name in kind.quantizers)}
+)
+"""All that a weight's pickle names beside tensors; a quantizer's content is not looked at."""

@@ -1,0 +1,272 @@
+"""The two checkpoints that a conversion reads: TransformerEngine's, and one of the model that is to go on.
+
+Nothing in them is run (docs/security.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.inspect import contents
+from quantshard.checkpoints.inspect.contents import TensorGroup
+from quantshard.checkpoints.untrusted.entries import RecordedCall
+from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.errors import CheckpointError
+from quantshard.interop.layouts.source import are_named
+from quantshard.interop.transformer_engine.pieces import CALLS, WeightPiece, piece_of
+from quantshard.interop.transformer_engine.weights import rows_of, values_of
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
+from quantshard.numerics.states import MASTER
+
+STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
+SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
+"""What TransformerEngine's FusedAdam keeps for each group of parameters."""
+
+EXTRA_STATE = "_extra_state"
+
+NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
+"""What to do where it is not known whose states are whose."""
+
+
+class TransformerEngineCheckpoint:
+    """TransformerEngine's checkpoint: the two trees of the given prefixes ("": at the top), and what is beside them."""
+
+    def __init__(self, path: Path_, model: str, optimizer: str) -> None:
+        self.path, self.model, self.optimizer = path, f"{model}." if model else "", f"{optimizer}."
+        self.metadata = read_metadata(path, packed=True)
+        self.reader = SafeReader(path, self.metadata)
+        self.entries = self.metadata.state_dict_metadata
+        order = self.metadata.planner_data or self.entries  # as the state dict had it, whichever rank wrote what
+        self.names = [
+            key.removeprefix(self.model)
+            for key in order
+            if key.startswith(self.model) and not key.startswith(self.optimizer) and key in self.entries
+        ]
+        self.stored_names = self.names
+        self._halves: dict[str, tuple[str, int]] = {}
+        if not self.names:
+            tops = sorted({key.partition(".")[0] for key in self.entries})
+            raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
+
+    def split_gates(self, own: Iterable[str]) -> None:
+        """Show the gated `fc1_weight` and `fc1_bias`, gate over up, as the two tensors that `own` names."""
+        their_of = {name: name.replace("fc1_gate_", "fc1_").replace("fc1_up_", "fc1_") for name in own}
+        halves: dict[str, list[str]] = {}
+        for name, theirs in their_of.items():
+            if name not in self.names and theirs in self.names and not self.size(self.model + theirs)[0] % 2:
+                halves.setdefault(theirs, []).append(name)
+                self._halves[self.model + name] = (self.model + theirs, int("fc1_up_" in name))
+        self.names = [part for name in self.names for part in halves.get(name, [name])]
+
+    def _stored_name(self, name: str) -> str:
+        """The name under which TransformerEngine has a parameter of ours."""
+        return self._halves.get(self.model + name, (self.model + name, 0))[0].removeprefix(self.model)
+
+    def pieces(self, key: str) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
+        """The shards of a tensor that hold any of it: quantized ones, or their place and values.
+
+        Raises:
+            CheckpointError: naming the tensor; it is damaged, or of a class or release that is not known.
+        """
+        if key in self._halves:
+            whole, half = self._halves[key]
+            rows = self.size(key)[0]
+            return rows_of(self.pieces(whole), half * rows, (half + 1) * rows)
+        found: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
+        try:
+            for chunk, stored in self.reader.stored(key, CALLS):
+                if not chunk.sizes.numel():
+                    continue
+                origin = tuple(chunk.offsets)
+                found.append(
+                    piece_of(stored, origin, tuple(chunk.sizes))
+                    if isinstance(stored, RecordedCall)
+                    else (origin, stored)
+                )
+        except CheckpointError as error:
+            old = "getattr" in str(error)
+            hint = "; TransformerEngine before 2.17 wrote it: load and save it with 2.17 or later" if old else ""
+            raise CheckpointError(f"{self.path}: {key}: {error}{hint}") from error
+        return found
+
+    def size(self, key: str) -> torch.Size:
+        """The shape of a tensor.
+
+        Raises:
+            CheckpointError: it is no tensor.
+        """
+        if key in self._halves:
+            rows, *others = self.size(self._halves[key][0])
+            return torch.Size((rows // 2, *others))
+        entry = self.entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.path}: {key} is no tensor")
+        return entry.size
+
+    def value(self, key: str) -> Any:
+        """A plain tensor, whole, or an object.
+
+        Raises:
+            CheckpointError: naming the entry; it is damaged, or neither.
+        """
+        if isinstance(self.entries.get(key), BytesStorageMetadata):
+            try:
+                return self.reader.object(key)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {error}") from error
+        return values_of(self.pieces(key), self.size(key))
+
+    # The optimizer --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def has_optimizer(self) -> bool:
+        """Whether there are optimizer states."""
+        return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)
+
+    def states(self, own: list[str]) -> dict[str, dict[str, str]]:
+        """The keys of the optimizer's states, by a parameter's name and by role. `own`: the names of all parameters.
+
+        Raises:
+            CheckpointError: the states are numbered, and it is not known which parameters are meant; or a state is none
+                of a parameter, or not of FusedAdam.
+        """
+        start, numbered = f"{self.optimizer}state.", self.numbered(own)
+        stored = {self._stored_name(name) for name in own}
+        found: dict[str, dict[str, str]] = {}
+        for key in self.entries:
+            if not key.startswith(start):
+                continue
+            which, _, role = key.removeprefix(start).rpartition(".")
+            name = numbered.get(which, which)
+            if name not in stored or role not in STATE_ROLES:
+                raise CheckpointError(
+                    f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
+                )
+            found.setdefault(name, {})[role] = key
+        for name in own:
+            half = self._halves.get(self.model + name)
+            if half is not None:
+                states = found.get(self._stored_name(name), {})
+                found[name] = {role: f"{start}{name}.{role}" for role in states}
+                self._halves.update({found[name][role]: (key, half[1]) for role, key in states.items()})
+        return found
+
+    def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
+        """Each parameter's `SETTINGS`, as far as its group has them.
+
+        Raises:
+            CheckpointError: see `states`.
+        """
+        numbered, found = self.numbered(own), {}
+        for which in self._groups:
+            fields = {field: self.value(key) for field, key in self._groups[which].items() if field in SETTINGS}
+            members = self._members(which)
+            for member in [which] if members is None else members:
+                found[numbered.get(str(member), str(member))] = fields
+        return {name: found[stored] for name in own if (stored := self._stored_name(name)) in found}
+
+    @cached_property
+    def _groups(self) -> dict[str, dict[str, str]]:
+        """The entries of each group, by its number, or in a flattened state dict by a parameter's name."""
+        start, found = f"{self.optimizer}param_groups.", dict[str, dict[str, str]]()
+        for key in self.entries:
+            if key.startswith(start):
+                which, _, field = key.removeprefix(start).rpartition(".")
+                found.setdefault(which, {})[field] = key
+        return found
+
+    def _members(self, which: str) -> list[Any] | None:
+        key = self._groups[which].get("params")
+        return None if key is None else self._list(key)
+
+    def _list(self, key: str) -> list[Any]:
+        found = self.value(key)
+        if not isinstance(found, list | tuple) or not all(type(member) in (int, str) for member in found):
+            raise CheckpointError(f"{self.path}: {key} is no list of numbers or names")
+        return list(found)
+
+    def numbered(self, own: list[str]) -> dict[str, str]:
+        """Number -> name, where states are numbered: by the groups' names, else in the order of the model.
+
+        Raises:
+            CheckpointError: see `states`.
+        """
+        groups = [(self._members(which), self._groups[which].get("param_names")) for which in self._groups]
+        numbers = [str(member) for members, _ in groups for member in members or ()]
+        if not numbers or not all(number.isdigit() for number in numbers):
+            return {}
+        if all(names is not None for _, names in groups):
+            names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
+        else:
+            stored = {self._stored_name(name) for name in own}
+            names = [name for name in self.stored_names if name in stored]
+            if len(groups) > 1:
+                raise CheckpointError(
+                    f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"
+                )
+        if len(names) != len(numbers):
+            raise CheckpointError(
+                f"{self.path}: its optimizer has {len(numbers)} numbered parameters, the model {len(names)}; {NAMED}"
+            )
+        return dict(zip(numbers, names, strict=True))
+
+
+class TargetCheckpoint:
+    """A checkpoint of the model that is to go on: what the converted one must hold, and in which formats."""
+
+    def __init__(self, path: Path_) -> None:
+        self.path, self.reader = path, contents.opened(path)
+        self.metadata = self.reader.read_metadata()
+        self.entries = self.metadata.state_dict_metadata
+        self.groups: Mapping[str, TensorGroup] = {group.name: group for group in contents.groups(self.reader)}
+        wrong = [line for group in self.groups.values() for line in group.wrong]
+        self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
+        if not wrong and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
+            wrong = ["it does not say where entries stand in a state dict"]
+        if wrong:
+            raise CheckpointError(f"{path} cannot serve as --like: {wrong[0]}")
+
+    def value(self, key: str) -> Any:
+        """A plain tensor, whole, or an object.
+
+        Raises:
+            CheckpointError: naming the entry; there is none, or it is damaged.
+        """
+        if isinstance(self.entries.get(key), BytesStorageMetadata):
+            return self.reader.object(key)
+        return self.reader.tensor(key)
+
+    @cached_property
+    def parameters(self) -> list[tuple[int, str, str]]:
+        """The optimizer's parameters: the number, the name and the key of the group of each.
+
+        Raises:
+            CheckpointError: the optimizer was built without names, or with others than the model's.
+        """
+        found = []
+        for key in self.entries:
+            if key.startswith("optimizer.param_groups.") and key.endswith(".params"):
+                group = key.removesuffix(".params")
+                if f"{group}.param_names" not in self.entries:
+                    raise CheckpointError(
+                        f"{self.path}: its optimizer does not name its parameters; build it by "
+                        "FusedAdam(model.named_parameters(), ...), so that it is known whose states are whose"
+                    )
+                names, numbers = self.value(f"{group}.param_names"), self.value(key)
+                if not are_named(names, numbers):
+                    raise CheckpointError(
+                        f"{self.path} is damaged: {key} and {group}.param_names are no names of numbers"
+                    )
+                found += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
+        unknown = [name for _, name, _ in found if f"model.{name}" not in self.groups]
+        if unknown:
+            raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")
+        return found

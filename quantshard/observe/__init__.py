@@ -1,7 +1,0 @@
-"""Looking at a model: what is stored, sent and computed, and why."""
-
-from quantshard.observe.explain import explain
-from quantshard.observe.step_memory import PhaseMemory, StepMemory
-from quantshard.observe.table import Report, Row, Totals
-
-__all__ = ["PhaseMemory", "Report", "Row", "StepMemory", "Totals", "explain"]

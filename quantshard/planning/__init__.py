@@ -1,6 +1,0 @@
-"""What a model that nobody has wrapped yet would cost on a rank of any mesh, and what a training step takes there."""
-
-from quantshard.planning.plan import plan
-from quantshard.planning.rehearsal import TrainingStep
-
-__all__ = ["TrainingStep", "plan"]

@@ -1,0 +1,1 @@
+"""Programs around the library: commands, trainer, reports, planning and the self-test."""

@@ -1,0 +1,191 @@
+"""`quantshard debug`: which GEMMs and operands of a run lose most by being quantized, and which layers to spare."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantshard.errors import ConfigurationError
+from quantshard.tools.observe.table import FittedTable
+from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
+from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal.screen import Screen, say_whole
+from quantshard.tools.trainer import debugging
+from quantshard.tools.trainer.debugging import DebugReport, DebugSource, ModelPair
+
+_SHOWN = 20
+"""Rows of the table without --wide."""
+_PICTURES = (".png", ".svg", ".pdf")
+_OPERANDS = (
+    ("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"),
+    ("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"),
+)  # fmt: skip
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("debug", no_args_is_help=True)(debug)
+
+
+def debug(
+    source: Annotated[str, typer.Argument(metavar="X", help="a run, or a checkpoint of one")],
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="other text than the run's; repeatable")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="sequences of the batch")] = 4,
+    end_to_end: Annotated[
+        bool, typer.Option("--end-to-end", help="quantize one layer at a time too, a pass for each, and rank by that")
+    ] = False,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
+    ] = None,
+    remove: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="suggest the fewest layers with this share of the squared errors"),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="draw the errors: .png, .svg or .pdf; must be new")
+    ] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="every operand")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="all of it, as JSON")] = False,
+) -> None:
+    """Compare a run's model with itself in float32, in one batch forward and backward, in one process.
+
+    Each operand of each GEMM is quantized alone, and ranked by the error that it adds to the result. The last line says
+    which layers stand out and should stay in BF16, as `train --recipe` takes it: those with errors above twice the
+    median and above the median + 6 MAD.
+    """
+    if remove is not None and not 0 < remove < 1:
+        raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
+    if picture is not None:
+        _check_picture(picture)
+    for path in data or ():
+        inputs.existing(path, "text")
+    found = debugging.find(source, checkpoints)
+    pair = ModelPair(found, debugging.batch_of(found, data or (), batch))
+    report = pair.compare(end_to_end)
+    suggestion = pair.suggestion(report, remove)
+    if picture is not None:
+        outputs.write_file(picture, _drawn(report, picture.suffix[1:]))
+    if json_:
+        say_whole(json.dumps(_as_json(found, report, suggestion), indent=2))
+        return
+    _show(found, report, suggestion, batch, wide)
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix not in _PICTURES:
+        raise ConfigurationError(f"--picture {path}: its name must end in one of {', '.join(_PICTURES)}")
+    if path.exists() or path.is_symlink():
+        raise ConfigurationError(f"--picture {path} exists; name another file")
+    outputs.check_writable(path)
+
+
+def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
+    screen = Screen(wide=wide)
+    screen.lines(
+        f"{found.checkpoint}: recipe {found.settings.recipe!r} beside float32, {batch} sequences of "
+        f"{found.settings.seq_length}",
+        f"loss {report.loss:.6f}, in float32 {report.exact_loss:.6f}; error of the gradient {report.gradient:.2%}",
+    )
+    if report.layers:
+        screen.lines("", "quantized alone, by the error of the whole gradient:")
+        screen.print(_layer_table(report.layers if wide else report.layers[:_SHOWN]))
+    screen.lines("", "operands quantized alone, by the error of their GEMM:")
+    screen.print(_gemm_table(report.gemms if wide else report.gemms[:_SHOWN]))
+    if not wide and len(report.gemms) > _SHOWN:
+        screen.lines(f"and {len(report.gemms) - _SHOWN} more: --wide or --json has them")
+    screen.lines(
+        "Gaussian: the error of independent normal values in the same format",
+        *_verdict(suggestion),
+    )
+    if suggestion.kept:
+        screen.print(f"--recipe '{suggestion.recipes}'", soft_wrap=True)
+
+
+def _verdict(suggestion: RecipeSuggestion) -> list[str]:
+    if not suggestion.kept:
+        return [
+            f"No layer stands out: the largest error is {suggestion.ratio:.2g} times the median of "
+            f"{suggestion.layers} layers. Keep the recipe."
+        ]
+    return [
+        f"{len(suggestion.kept)} of {suggestion.layers} layers have {suggestion.removed:.0%} of the squared errors. To "
+        "keep them in BF16:",
+        "",
+    ]
+
+
+def _gemm_table(rows: Sequence[GemmError]) -> FittedTable:
+    columns: dict[str, Any] = {
+        "weight": "left", "GEMM": "left", "operand": "left", "error": "right", "Gaussian": "right", "SQNR": "right",
+    }  # fmt: skip
+    cells = [
+        [row.weight, row.gemm, row.operand, f"{row.error:.3%}", f"{row.gaussian:.3%}", _decibels(row.error)]
+        for row in rows
+    ]
+    return FittedTable(columns, cells, [])
+
+
+def _decibels(error: float) -> str:
+    return f"{-20 * math.log10(error):.1f} dB" if 0 < error < math.inf else ""
+
+
+def _layer_table(rows: Sequence[LayerError]) -> FittedTable:
+    columns: dict[str, Any] = {"layer": "left", "gradient": "right", "loss": "right"}
+    return FittedTable(columns, [[row.layer, f"{row.gradient:.3%}", f"{row.loss:+.2e}"] for row in rows], [])
+
+
+def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion) -> dict[str, Any]:
+    return {
+        "checkpoint": found.checkpoint,
+        "recipe": found.settings.recipe,
+        "loss": report.loss if math.isfinite(report.loss) else str(report.loss),
+        "float32_loss": report.exact_loss,
+        "gradient_error": report.gradient if math.isfinite(report.gradient) else str(report.gradient),
+        "gemms": [asdict(each) for each in report.gemms],
+        "layers": [asdict(each) for each in report.layers],
+        "suggestion": {
+            "keep": list(suggestion.kept),
+            "removed": suggestion.removed,
+            "layers": suggestion.layers,
+            "recipe": suggestion.recipes,
+        },
+    }
+
+
+def _drawn(report: DebugReport, kind: str) -> bytes:
+    """The errors as a map, weights by operands of GEMMs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, since it takes long to import
+    from matplotlib.figure import Figure
+
+    weights = sorted({each.weight for each in report.gemms}, key=_natural)
+    errors = {(each.weight, (each.gemm, each.operand)): each.error for each in report.gemms}
+    table = [[100 * errors.get((weight, operand), 0.0) for operand in _OPERANDS] for weight in weights]
+    figure = Figure(figsize=(9, 1.8 + 0.24 * len(weights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(table, aspect="auto", cmap="magma_r", vmin=0)
+    axes.set_xticks(range(len(_OPERANDS)), [f"{gemm}\n{operand}" for gemm, operand in _OPERANDS])
+    axes.set_yticks(range(len(weights)), [_plain(weight) for weight in weights], fontsize=7)
+    axes.set_title("Error that quantizing one operand adds to its GEMM, %")
+    figure.colorbar(image)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=150)
+    return drawn.getvalue()
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in name.split("."))
+
+
+def _plain(name: str) -> str:
+    """Without what matplotlib would typeset."""
+    return name.replace("$", r"\$")

@@ -1,0 +1,499 @@
+"""`quantshard demo`: train with quantized weights, kill the run, resume it, and compare every bit.
+
+It tells the story with the commands that a user types (`train`, `resume`, `diff`), each in a process of its own, and
+checks what it claims: it fails if bits differ that must not. Chapters, in the order in which they are told:
+
+    1  MXFP8 weights on 2 processes, uninterrupted: what the others are compared with
+    2  the same, killed with SIGKILL between two checkpoints
+    3  resumed on 2 processes: the losses of chapter 1, to the last bit
+    4  its checkpoint loaded by 1 process: the same bits
+    5  resumed on 1 process: the losses of chapter 1 up to rounding
+    6  the same model with BF16 weights: what the 8 bits cost, and what they save
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
+import torch
+import typer
+from rich import box
+from rich.table import Table
+
+from quantshard import checkpoints, recipe
+from quantshard.errors import ConfigurationError, QuantshardError, printable
+from quantshard.tools.observe.table import GATHERED, WEIGHTS
+from quantshard.tools.terminal import outputs
+from quantshard.tools.terminal.screen import Screen, say
+from quantshard.tools.trainer import launch
+from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.settings_file import TABLES, from_mapping, read_settings_file
+
+SETTINGS: dict[str, Any] = {
+    "hidden": 128,
+    "layers": 3,
+    "heads": 4,
+    "seq_length": 128,
+    "steps": 120,
+    "global_batch": 8,
+    "lr": 3e-3,
+    "warmup": 10,
+    "save_every": 20,
+    "eval_every": 20,
+    "eval_sequences": 16,
+    "device": "cpu",
+    "threads": 1,
+}
+"""What all runs have in common: about two minutes on two cores."""
+
+SAMPLE_BYTES = 200
+MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
+"""What differs between runs of the same bits."""
+
+MARK = "demo.toml"
+_POLL_SECONDS = 0.02
+_END_SECONDS = 1.0
+"""Training processes look for their launcher five times a second, and end when it is gone."""
+_KILL_AFTER = 0.5
+"""The run is killed when this share of the steps is done, and then half an interval between checkpoints more."""
+
+_BF16_ROUNDING = 2.0**-9
+"""The largest relative error of rounding to BF16."""
+
+
+class DemoError(QuantshardError):
+    """Something that the demo shows did not come out as it must; the message says what, and where to look."""
+
+
+@dataclass
+class DemoOutcome:
+    """What the chapters found, for the summary."""
+
+    lines: list[tuple[str, str, bool | None]] = field(default_factory=list)
+
+    def add(self, what: str, found: str, holds: bool | None = None) -> None:
+        """Record a line; `holds` says whether a claim is true, None that nothing was claimed."""
+        self.lines.append((what, found, holds))
+
+    @property
+    def failures(self) -> list[str]:
+        """The claims that are not true."""
+        return [what for what, _, holds in self.lines if holds is False]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("demo")(demo)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for all that is written")] = Path("demo-run"),
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file of settings (those of `train`) to use instead")
+    ] = None,
+) -> None:
+    """Train a model with 8-bit weights, kill it, resume it on other numbers of processes, and compare every bit.
+
+    Takes less than four minutes on two CPU cores, and needs no GPU and no download.
+    """
+    settings = _settings(config)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `started` cleans up
+    _prepare(out, settings)
+    story = DemoRun(out, settings)
+    began = time.monotonic()
+    story.tell()
+    story.summary(time.monotonic() - began)
+    if story.outcome.failures:
+        raise DemoError(f"the demo failed: {'; '.join(story.outcome.failures)}; logs and runs are in {out}")
+
+
+def _settings(config: Path | None) -> dict[str, Any]:
+    """What all runs have in common, as TOML has it."""
+    if config is None:
+        return SETTINGS
+    given = {name: value for name, value in read_settings_file(config, follow=True).items() if name not in TABLES}
+    TrainSettings(**(SETTINGS | from_mapping(given, str(config)))).check(str(config))
+    return SETTINGS | given
+
+
+def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
+    """Make the folder; one that an earlier demo wrote is emptied, any other that holds something is refused."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        if out.is_symlink() or not (out / MARK).is_file():
+            raise ConfigurationError(f"{out} exists and is not of an earlier demo; name another folder with --out")
+        outputs.check_folder(out, (MARK,))
+        say(f"(removing the earlier demo in {out})")
+        shutil.rmtree(out)
+    outputs.make_folder(out)
+    outputs.write_file(out / MARK, tomli_w.dumps(dict(settings)), within=out)
+
+
+class DemoRun:
+    """The chapters, and what they share: the folder, the settings and the screen."""
+
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        self.out, self.steps = out, int(settings["steps"])
+        self.save_every = int(settings["save_every"])
+        self.console = Screen(soft_wrap=True)
+        self.outcome = DemoOutcome()
+        self.resumed = self.parameters = 0
+        self.whole, self.killed, self.single, self.bf16 = (
+            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process", "bf16")
+        )
+
+    def tell(self) -> None:
+        """All chapters."""
+        self.say(
+            "quantshard demo: a language model learns Python's standard library, byte by byte. Its weights are 8-bit\n"
+            "numbers (MXFP8), each process holds half of them, and the run is killed on the way.",
+            "",
+            f"All that is written goes to {self.out}. This is a CPU: it has no 8-bit arithmetic, so the formats are",
+            "emulated: the numbers are exactly those of the format. What 8 bits save here, as on a GPU, is memory and",
+            "traffic; only a GPU computes faster with them.",
+        )
+        self.uninterrupted()
+        self.kill()
+        self.resume_on_two()
+        self.load_on_one()
+        self.resume_on_one()
+        self.compare_with_bf16()
+
+    # Chapters --------------------------------------------------------------------------------------------------------
+
+    def uninterrupted(self) -> None:
+        """Chapter 1."""
+        self.chapter(1, "Train with MXFP8 weights on 2 processes, without interruption")
+        self.say(
+            f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
+        )
+        self.train(self.whole, "mxfp8", "--sample-tokens", str(SAMPLE_BYTES))
+        losses = self.losses(self.whole)
+        self.seen(f"the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
+        weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))
+        self.seen(
+            f"each process holds {weights[0]} of weights, {weights[1]} if they were BF16, and in each step gives "
+            f"{gathered[0]} to the all-gathers instead of {gathered[1]}."
+        )
+        self.outcome.add("weights, bytes on each process", f"{weights[0]} ({weights[2]} of BF16's {weights[1]})")
+        self.outcome.add("on the wire, bytes a step", f"{gathered[0]} ({gathered[2]} of BF16's {gathered[1]})")
+        self.show_samples()
+
+    def kill(self) -> None:
+        """Chapter 2."""
+        at = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
+        self.chapter(2, f"Start the same training again, and kill it at step {at}")
+        self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
+        reached = self.train(self.killed, "mxfp8", kill_at=at)
+        shutil.copytree(self.killed.path, self.single.path)
+        self.resumed = self.single.last_complete()[0]
+        self.seen(f"killed when step {reached} was done; the last complete checkpoint is of step {self.resumed}.")
+        self.say(f"  A copy of what is left goes to {self.single.path}, for chapter 5.")
+
+    def resume_on_two(self) -> None:
+        """Chapter 3."""
+        self.chapter(3, "Resume on 2 processes")
+        self.expected(f"steps {self.resumed + 1} to {self.steps} repeat the uninterrupted run to the last bit.")
+        self.resume(self.killed, 2)
+        mine, theirs = (self.metrics(run) for run in (self.killed, self.whole))
+        equal = [step for step in theirs if step in mine and facts(mine[step]) == facts(theirs[step])]
+        differing = sorted(theirs.keys() - set(equal))
+        self.seen(
+            f"loss, held-out loss and gradient norm are equal in {len(equal)} of {len(theirs)} steps"
+            + (f"; the first that differs is step {differing[0]}." if differing else ".")
+        )
+        same = self.diff(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
+        self.outcome.add("resumed on 2: losses bitwise equal", f"{len(equal)} of {len(theirs)} steps", not differing)
+        self.outcome.add("resumed on 2: last checkpoint bitwise equal", "yes" if same else "no", same)
+
+    def load_on_one(self) -> None:
+        """Chapter 4."""
+        self.chapter(4, "Load the checkpoint of 2 processes in 1")
+        self.expected("the bits of a weight do not depend on how many processes hold it.")
+        saved, again = self.killed.checkpoint(self.resumed), self.out / f"resaved-step-{self.resumed:06d}"
+        self.say(f"  checkpoints.load({str(saved)!r}, model, optimizer); checkpoints.save({str(again)!r}, ...)")
+        self.parameters = load_and_save(self.killed, saved, again)
+        same = self.diff(saved, again)
+        self.outcome.add("loaded by 1: weights and optimizer bitwise equal", "yes" if same else "no", same)
+
+    def resume_on_one(self) -> None:
+        """Chapter 5."""
+        self.chapter(5, "Resume the killed run on 1 process")
+        bounds = self.rounding_bounds()
+        self.expected(
+            f"the losses of chapter 1 up to rounding: within {bounds[self.resumed + 1]:.4f} at first, when the weights "
+            f"are the same, and {bounds[self.steps]:.2f} at the end."
+        )
+        self.say(
+            "            (Two processes round their halves of a gradient g to BF16 before adding them, one process",
+            "            rounds the whole: 2 x 2^-9 of it may differ. Adam makes of that at most twice as large",
+            "            a part of a step, and to first order the loss follows by that times",
+            "            lr |g|_1 <= lr sqrt(parameters) |g|_2.)",
+        )
+        self.resume(self.single, 1)
+        mine, theirs = self.losses(self.single), self.losses(self.whole)
+        gaps = {step: abs(mine[step] - theirs[step]) for step in bounds}
+        within = all(gaps[step] <= bounds[step] for step in bounds)
+        largest = max(gaps, key=lambda step: gaps[step])
+        self.seen(
+            f"they differ by at most {gaps[largest]:.5f}, at step {largest}: {'within' if within else 'OUT OF'} bounds."
+        )
+        self.outcome.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
+
+    def compare_with_bf16(self) -> None:
+        """Chapter 6."""
+        self.chapter(6, "Train the same model with BF16 weights")
+        self.say("  The same seed, data and learning rate, on 2 processes. No bits are claimed here, only shown.")
+        self.train(self.bf16, "bf16")
+        heldout = [self.metrics(run)[self.steps]["heldout_loss"] for run in (self.whole, self.bf16)]
+        speed = [self.speed(run) for run in (self.whole, self.bf16)]
+        text = f"{heldout[0]:.4f}, {heldout[1]:.4f} with BF16 ({heldout[0] - heldout[1]:+.4f})"
+        self.seen(f"held-out loss after {self.steps} steps: {text}.")
+        self.seen(
+            f"{speed[0]:,.0f} bytes of text a second; {speed[1]:,.0f} with BF16: {speed_verdict(speed[0] / speed[1])}."
+        )
+        self.outcome.add("held-out loss", text)
+        self.outcome.add("speed on this CPU, emulated", f"{speed[0] / speed[1]:.2f} of BF16's")
+
+    def train(self, run: RunDir, recipe_name: str, *more: str, kill_at: int | None = None) -> int:
+        """`quantshard train` on 2 processes; returns the last step done."""
+        arguments = ["train", "--run", str(run.path), "--recipe", recipe_name, "--nproc-per-node", "2"]
+        return self.follow([*arguments, "--config", str(self.out / MARK), *more], run, kill_at)
+
+    def resume(self, run: RunDir, processes: int) -> None:
+        """`quantshard resume`."""
+        self.follow(["resume", str(run.path), "--nproc-per-node", str(processes)], run, None)
+
+    def follow(self, arguments: list[str], run: RunDir, kill_at: int | None) -> int:
+        """Run a command that trains, show how it gets on, and kill it at a step; returns the last step done."""
+        log = self.out / f"{run.path.name}-{arguments[0]}.log"
+        quarter, shown, step, began = max(1, self.steps // 4), 0, 0, time.monotonic()
+        self.say(f"  $ quantshard {' '.join(arguments)}")
+        with started(arguments, log) as process:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                step = last_step(run)
+                if kill_at is not None and step >= kill_at:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    break
+                if step // quarter > shown // quarter:
+                    shown = step
+                    self.say(f"    step {step}/{self.steps}, loss {self.losses(run)[step]:.4f}")
+            code = process.wait()
+        if kill_at is not None:
+            if code != -signal.SIGKILL:
+                raise DemoError(
+                    f"the run ended before it could be killed at step {kill_at} ({_last_line(log)}); see {log}"
+                )
+            time.sleep(_END_SECONDS)
+        elif code:
+            raise DemoError(f"`quantshard {arguments[0]}` failed: {_last_line(log)} (see {log})")
+        else:
+            self.say(f"    done in {time.monotonic() - began:.0f} s")
+        return last_step(run)
+
+    def diff(self, a: Path | str, b: Path | str) -> bool:
+        """`quantshard diff`: True if the checkpoints are equal."""
+        self.say(f"  $ quantshard diff {a} {b}")
+        result = subprocess.run(_command(["diff", str(a), str(b)]), env=_environment(), capture_output=True, text=True)
+        if result.returncode not in (0, 1):
+            raise DemoError(f"`quantshard diff` failed: {result.stderr.strip()}")
+        self.seen(result.stdout.strip().splitlines()[0])
+        return result.returncode == 0
+
+    def metrics(self, run: RunDir) -> dict[int, dict[str, Any]]:
+        """The records of a run by step."""
+        return {record["step"]: record for record in records(run.metrics)}
+
+    def losses(self, run: RunDir) -> dict[int, float]:
+        """The losses of a run by step."""
+        return {step: float(record["loss"]) for step, record in self.metrics(run).items()}
+
+    def speed(self, run: RunDir) -> float:
+        """Tokens a second, the median of the steps."""
+        return statistics.median(record["tokens_per_s"] for record in records(run.metrics))
+
+    def figures(self, run: RunDir, label: str) -> list[str]:
+        """A line of the totals in the table that `train` printed: the amount, that of BF16, and their ratio."""
+        text = (self.out / f"{run.path.name}-train.log").read_text(encoding="utf-8")
+        found = re.search(rf"^ *{re.escape(label)}.*?  +(\S+ \w+)  +(\S+ \w+)  +([\d.]+)$", text, re.MULTILINE)
+        if found is None:
+            raise DemoError(f"`quantshard train` printed no line {label!r}; see {self.out}")
+        return list(found.groups())
+
+    def rounding_bounds(self) -> dict[int, float]:
+        """For each step after the resumption, how far the losses of 1 and of 2 processes may differ."""
+        bounds, drift = {}, 0.0
+        for step, record in self.metrics(self.whole).items():
+            if step > self.resumed:
+                bounds[step] = _BF16_ROUNDING * record["loss"] + drift
+                drift += 4 * _BF16_ROUNDING * record["lr"] * math.sqrt(self.parameters) * record["grad_norm"]
+        return bounds
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        for line in lines:
+            self.console.print(line)
+
+    def chapter(self, number: int, title: str) -> None:
+        """Begin a chapter."""
+        self.say("", f"[{number}/6] {title}")
+
+    def expected(self, text: str) -> None:
+        """Say what should be seen."""
+        self.say(f"  expected: {text}")
+
+    def seen(self, text: str) -> None:
+        """Say what was seen."""
+        self.say(f"  seen:     {text}")
+
+    def show_samples(self) -> None:
+        """What the model wrote before and after training."""
+        for sample in records(self.whole.samples):
+            self.say(f"  what it writes after {sample['step']} steps:")
+            self.say(*(f"    | {printable(line)}" for line in sample["text"].splitlines()))
+
+    def summary(self, seconds: float) -> None:
+        """The table of what was found, and where the files are."""
+        runs = self.whole, self.killed, self.single, self.bf16
+        picture = self.out / "losses.png"
+        draw(picture, [self.losses(run) for run in runs], self.resumed, self.rounding_bounds())
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for heading in ("what", "found", ""):
+            table.add_column(heading, overflow="fold")
+        for what, found, holds in self.outcome.lines:
+            table.add_row(what, found, "" if holds is None else "ok" if holds else "FAILED")
+        self.say("", "Summary")
+        self.console.print(table)
+        self.say(
+            f"  losses as a picture:     {picture}",
+            f"  the runs:                {', '.join(run.path.name for run in runs)} in {self.out}",
+            "                           (metrics.jsonl: every step; checkpoints: readable by stock PyTorch)",
+            f"  what the commands said:  {self.out / '*.log'}",
+            f"  time taken:              {seconds:.0f} s",
+        )
+
+
+# Running commands
+
+
+@contextmanager
+def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A quantshard command in a process group of its own, which does not outlive the block."""
+    with outputs.create_file(log, within=log.parent) as output:
+        process = subprocess.Popen(
+            _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, launch.command_script(), *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """One thread for a process, and no trace of a launcher that may have started the demo itself."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in launched}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of JSON objects; none if it is not there yet."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def speed_verdict(ratio: float) -> str:
+    """What the speed of emulated MXFP8, as a share of BF16's, shows."""
+    if 0.95 < ratio < 1.05:
+        return "about the same speed"
+    return f"{1 - ratio:.0%} slower, because the format is emulated" if ratio < 1 else f"{ratio - 1:.0%} faster"
+
+
+def last_step(run: RunDir) -> int:
+    """The last step in a run's metrics."""
+    found = records(run.metrics)
+    return int(found[-1]["step"]) if found else 0
+
+
+def load_and_save(run: RunDir, saved: Path | str, again: Path) -> int:
+    """Load a checkpoint into a model that this process holds alone, and save it; returns the number of parameters.
+
+    The model is born of another seed, so that nothing but the checkpoint can make the bits equal.
+    """
+    settings = run.read_config()[0]
+    torch.manual_seed(settings.seed + 1)
+    model = LanguageModel(settings, recipe.resolve(settings.recipe), "cpu")
+    optimizer = make_optimizer(model, settings)
+    extra = checkpoints.load(saved, model, optimizer)
+    checkpoints.save(again, model, optimizer, extra)
+    return sum(param.numel() for param in model.parameters())
+
+
+def facts(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run must repeat of a step: all of its record but speed and memory."""
+    return {name: value for name, value in record.items() if name not in MEASURED}
+
+
+def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds: Mapping[int, float]) -> None:
+    """The losses of the four runs, and how far the resumed ones are from the uninterrupted one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, since it takes long to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    styles: dict[str, dict[str, Any]] = {
+        "MXFP8, uninterrupted": {"color": "C0", "linewidth": 5, "alpha": 0.4},
+        "MXFP8, killed and resumed on 2 processes": {"color": "C3"},
+        "MXFP8, killed and resumed on 1 process": {"color": "C2", "linestyle": ":"},
+        "BF16": {"color": "C7", "linestyle": "--", "linewidth": 1},
+    }
+    for (label, style), by_step in zip(styles.items(), losses, strict=True):
+        above.plot(list(by_step), list(by_step.values()), label=label, **style)
+    above.axvline(resumed, color="black", linewidth=0.5)
+    above.annotate(" resumed here", (resumed, max(losses[0].values())), fontsize="small")
+    above.set_ylabel("loss (nats a byte)")
+    above.legend(fontsize="small")
+    for (label, style), by_step in list(zip(styles.items(), losses, strict=True))[1:3]:
+        gaps = [abs(by_step[step] - losses[0][step]) for step in bounds]
+        below.plot(list(bounds), gaps, label=f"{label}: at most {max(gaps):.2g}", **style)
+    below.plot(list(bounds), list(bounds.values()), "k--", linewidth=0.8, label="bound for 1 process")
+    below.set_yscale("symlog", linthresh=1e-4)
+    below.set_xlabel("step")
+    below.set_ylabel("difference from\nuninterrupted")
+    below.legend(fontsize="small")
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120)
+    outputs.write_file(file, content.getvalue(), within=file.parent)

@@ -1,0 +1,195 @@
+"""`quantshard export` and `quantshard import`: a model's weights to and from the layouts of other programs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantshard import checkpoints, recipe
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.manifest import FileEntry
+from quantshard.checkpoints.disk.store import is_taken, local, locate
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.foreign import regular_content
+from quantshard.interop import layouts
+from quantshard.interop.layouts import Names, names
+from quantshard.interop.layouts.files import SafetensorsFiles, companions, copied_lines, read_layout_json
+from quantshard.interop.layouts.table import LAYOUTS
+from quantshard.interop.layouts.writing import CONFIGURATION
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.tensor import components
+from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal.progress import transfer_bar
+from quantshard.tools.terminal.screen import say
+from quantshard.tools.trainer.models.configuration import config_of_run, settings_of, tokenizer_of_run
+from quantshard.tools.trainer.models.initialization import recipe_of_files
+from quantshard.tools.trainer.models.model import LanguageModel, recipes_of
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.recipes import LayerRecipes
+
+_LONGEST = 1 << 30
+"""The most bytes of a file that is copied beside weights."""
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+MAP = typer.Option(
+    "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
+)
+RECIPE = typer.Option(
+    "--recipe",
+    help=f"one of {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or by layer as of train. Default: that of "
+    f"the files, or {recipe.AUTO}",
+    show_default=False,
+)
+LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("export", no_args_is_help=True)(export)
+    app.command("import", no_args_is_help=True)(import_)
+
+
+def export(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
+    ],
+    layout: Annotated[
+        str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
+    ],
+    out: Annotated[Path, typer.Option(help="a folder that does not exist")],
+    names_file: Annotated[Path | None, MAP] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="with config.json and tokenizer. Default: that of the run, if it is one's"),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="of one file, such as 5GB")] = "5GB",
+    values: Annotated[
+        str, typer.Option(help="of the masters or the weights, in plain layouts; or ema: their averages, in any")
+    ] = "masters",
+    lossy: Annotated[bool, LOSSY] = False,
+    zero_centered_gamma: Annotated[
+        bool | None,
+        typer.Option(
+            "--zero-centered/--no-zero-centered",
+            help="norm weights are gamma - 1, of a checkpoint that does not record it",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
+    inputs.existing(checkpoint, "a checkpoint")
+    tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
+    beside = config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder")
+    with transfer_bar("exporting"):
+        done = layouts.export(
+            checkpoint,
+            layout,
+            out,
+            names=_names(names_file),
+            config=beside,
+            max_shard_bytes=size(max_shard_size),
+            values=values,
+            lossy=lossy,
+            zero_centered_gamma=zero_centered_gamma,
+        )
+    for name, content in tokenizer.items():
+        outputs.write_file(out / name, content)
+    say(*done.lines(), *copied_lines([out / name for name in tokenizer]))
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
+    out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
+    recipe_name: Annotated[str | None, RECIPE] = None,
+    names_file: Annotated[Path | None, MAP] = None,
+    lossy: Annotated[bool, LOSSY] = False,
+) -> None:
+    """Write a checkpoint of quantized weights from safetensors of any layout, or in high precision.
+
+    The checkpoint holds the model alone, by the names of quantshard's own decoder, which train has without --model;
+    `quantshard.layouts.load` loads into a model of yours, sharded, too.
+    """
+    if is_taken(out):
+        raise CheckpointError(f"{out} exists and is not overwritten; import to another directory")
+    folder = local(inputs.existing(folder, "a folder of safetensors with config.json"), "safetensors files")
+    config = read_layout_json(folder / CONFIGURATION)
+    recipe_name = LayerRecipes.parse(recipe_name or recipe_of_files(folder) or recipe.AUTO).text
+    settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
+    # frozen weights keep no values for the masters of an optimizer
+    model = _described(folder, settings, config["vocab_size"]).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            module.reset_parameters()
+            for param in module.parameters(recurse=False):
+                quantized = components.quantized_local(param)
+                if quantized is not None:
+                    quantized.clear_high_precision_init_val()  # four times the weight
+    with transfer_bar("importing"):
+        done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
+        checkpoints.save(out, model, None, {"recipe": recipe_name})
+    copied = _copy_beside(folder, out)
+    say(*done.lines(), *copied)
+    say(f"wrote {out}, weights of quantshard's own decoder by recipe {recipe_name!r}")
+
+
+def _copy_beside(folder: Path, out: str) -> list[str]:
+    """Copy configuration and tokenizer beside the weights, and name them in the manifest; what is said of it."""
+    found, entries = companions(folder, CONFIGURATION), {}
+    for path in found:
+        content = regular_content(path, _LONGEST)
+        _write_beside(out, path.name, content)
+        entries[path.name] = FileEntry(*manifest.digest(content))
+    described = manifest.read_manifest(out)
+    if described is not None:
+        named = replace(described, files={**described.files, **entries})
+        _write_beside(out, manifest.MANIFEST, named.to_json().encode())
+    return copied_lines(found)
+
+
+def _write_beside(folder: str, name: str, content: bytes) -> None:
+    store, place = locate(folder)
+    if store.renames:
+        outputs.write_file(Path(place) / name, content)
+    else:
+        store.write(store.join(place, name), content)
+
+
+def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:
+    """The model on the meta device, which is no larger than what the files hold: else a line could ask for all memory.
+
+    Raises:
+        CheckpointError: it is larger.
+        ConfigurationError: a pattern of its recipes matches nothing.
+    """
+    tensors = SafetensorsFiles(folder).tensors
+    held = 2 * sum(math.prod(shape) for _, shape in tensors.values())  # codes of four bits are two to a byte
+    if settings.layers <= len(tensors):
+        model = LanguageModel(settings, recipes_of(settings), "meta", vocabulary=vocabulary)
+        if sum(param.numel() for param in model.parameters()) <= held:
+            return model
+    raise CheckpointError(
+        f"{folder}: config.json describes a larger model, of {settings.layers} layers, than the {len(tensors)} tensors "
+        "of the files make up"
+    )
+
+
+def size(text: str, option: str = "--max-shard-size") -> int:
+    """Bytes from a text such as 5GB.
+
+    Raises:
+        ConfigurationError: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b?)", text.strip().lower())
+    unit = "" if found is None else found[2].removesuffix("b")
+    if found is None or float(found[1]) <= 0:
+        raise ConfigurationError(f"{option} {text!r} is no size; write it as 5GB or 500MB")
+    return max(1, int(float(found[1]) * _UNITS[unit + "b" if unit else ""]))
+
+
+def _names(path: Path | None) -> Names | None:
+    return None if path is None else names.read_names(inputs.existing(path, "a map of names"))

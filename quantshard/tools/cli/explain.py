@@ -1,0 +1,322 @@
+"""`quantshard explain` and `quantshard plan`: what a model costs, as it is and on a rank of any mesh."""
+
+from __future__ import annotations
+
+import glob
+import json
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from quantshard import limits, recipe
+from quantshard.argument_kinds import meant
+from quantshard.errors import ConfigurationError
+from quantshard.gemm import scaled_products
+from quantshard.numerics.muon import MOMENTUM_BUFFER
+from quantshard.presets import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
+from quantshard.tools import observe, planning
+from quantshard.tools.cli import models
+from quantshard.tools.cli.models import ModelSource
+from quantshard.tools.cli.planned_step import StepOptions, planned_step
+from quantshard.tools.observe.table import Report
+from quantshard.tools.terminal.screen import Screen, say_whole
+from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.optimizer import muon_head
+from quantshard.tools.trainer.settings.mesh import TP, MeshSpec
+from quantshard.tools.trainer.settings.optimizer_states import (
+    FLOAT32_STATES,
+    MASTER_DTYPES,
+    MOMENT_DTYPES,
+    STATE_SETTINGS,
+    SWITCH,
+    as_settings,
+    state_options,
+)
+
+_ALONE = "none"
+"""A mesh without axes."""
+
+_CHOICES = {"master_dtype": tuple(MASTER_DTYPES), "master_remainders": tuple(SWITCH)}
+"""Words of the options that say how masters are kept; others take those of moments."""
+
+_TITLES = {ADAMW: "AdamW", LION: "Lion", MUON: "Muon"}
+
+_WORLD_SIZE = 8
+"""The ranks that are planned for where nothing says how many."""
+
+_CUTS = {
+    **{f"layernorm_qkv.{name}": 0 for name in ("weight", "query_weight", "key_weight", "value_weight")},
+    **{f"fc1_{name}weight": 0 for name in ("", "gate_", "up_")},
+    ".proj.weight": 1,
+    "fc2_weight": 1,
+    **{f"{name}_proj.weight": 0 for name in ("q", "k", "v", "qkv", "gate", "up", "gate_up")},
+    "o_proj.weight": 1,
+    "down_proj.weight": 1,
+}
+_CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
+"""Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
+
+SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
+RECIPE = typer.Option(
+    "--recipe",
+    metavar="NAME",
+    help=f"of a run or a config.json: {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or layer as of train",
+)
+WIDE = typer.Option("--wide", help="every column, and a row for every tensor")
+WIDER = "a wider terminal or --wide has them"
+JSON = typer.Option("--json", help="all of it, as JSON")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("explain", no_args_is_help=True)(explain)
+    app.command("plan", no_args_is_help=True)(plan)
+
+
+def explain(
+    source: Annotated[str, SOURCE],
+    recipe_: Annotated[str | None, RECIPE] = None,
+    wide: Annotated[bool, WIDE] = False,
+    json_: Annotated[bool, JSON] = False,
+) -> None:
+    """Show how each parameter of a model is stored, in how many bytes, and how its GEMMs run, whole in one process.
+
+    A model of a config.json is converted first, without weights (needs transformers).
+    """
+    found = models.find(source, recipe_)
+    if found.settings is None:
+        report = observe.explain(found.model, found.optimizer)
+    else:  # a run says how its optimizer keeps states, of which nothing is made here
+        here = scaled_products.capability_of(torch.device("cuda"))
+        report = planning.plan(found.model, {}, **_states(found, None, {}), ema=found.ema, capability=here)
+    _show(found, found.told, report, wide, json_)
+
+
+def plan(
+    source: Annotated[str, SOURCE],
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help=f"such as dp_shard=64,tp=8; {_ALONE}: one process without FSDP2. Default: that of a run",
+        ),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="ranks, all in dp_shard; or those of the mesh")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="whose share is shown")] = 0,
+    recipe_: Annotated[str | None, RECIPE] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
+    ] = None,
+    no_master_weights: Annotated[bool, typer.Option("--no-master-weights", help="no masters")] = False,
+    master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,
+    master_remainders: Annotated[str | None, typer.Option(help="of masters what weights lack: on, off")] = None,
+    exp_avg_dtype: Annotated[str | None, typer.Option(help=f"Adam's first moment: {', '.join(MOMENT_DTYPES)}")] = None,
+    exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: as the first")] = None,
+    momentum_dtype: Annotated[str | None, typer.Option(help="Muon's momentum: as the first")] = None,
+    ema: Annotated[
+        bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run"),
+    ] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="tokens of a sequence. Default: that of a run")
+    ] = None,
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--recompute", help="each layer is recomputed in backward")
+    ] = False,
+    compute_capability: Annotated[
+        str, typer.Option(metavar="X.Y", help="of the GPU, which says what products are emulated")
+    ] = "9.0",
+    memory: Annotated[
+        float | None, typer.Option(min=0, metavar="GIB", help="of a GPU: tells the largest batch that fits in it")
+    ] = None,
+    wide: Annotated[bool, WIDE] = False,
+    json_: Annotated[bool, JSON] = False,
+) -> None:
+    """Show what one rank of a mesh would hold, send and reduce, the optimizer's states included; nothing is started.
+
+    Repeated layers are sharded one by one, as fully_shard is called. With an axis tp the linear layers of attention
+    and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and
+    gradients too.
+    """
+    found = models.find(source, recipe_)
+    axes, given = _axes(found, mesh, world_size)
+    refused = _refused(found, axes)
+    cuts = _cuts(found.model, axes[TP]) if TP in axes else None
+    asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
+    step, missing = planned_step(found, axes, asked)
+    settings = found.settings
+    moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
+    masters = {"master_dtype": master_dtype, "master_remainders": master_remainders}
+    has_masters = False if no_master_weights else True if any(masters.values()) else None
+    states = {"master_weights": has_masters, **masters, **moments}
+    chosen = _states(found, preset, states, optimizer)
+    report = planning.plan(
+        found.model,
+        axes,
+        layers=huggingface.repeated_layers(found.model),
+        rank=rank,
+        tensor_parallel=cuts,
+        reshard_after_forward=None if settings is None else settings.reshard_after_forward,
+        **chosen,
+        step=step,
+        memory=None if memory is None else int(memory * 2**30),
+        ema=found.ema if ema is None else ema,
+        capability=asked.capability,
+    )
+    axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
+    _show(found, (*found.told, *missing, where, *refused, *_counted(found, chosen["optimizer"])), report, wide, json_)
+
+
+def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
+    """Of a checkpoint with states, whose are counted in their place."""
+    if found.optimizer is None:
+        return ()
+    split = " of the matrices whose momentum it holds, and AdamW's of the others" if optimizer == MUON else ""
+    return (f"states are counted as {_TITLES[optimizer]}'s{split}; explain tells those that are there",)
+
+
+def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
+    """The axes of a mesh, and where they are from, if nobody gave them; none without FSDP2."""
+    if mesh == _ALONE:
+        if world_size not in (None, 1):
+            raise ConfigurationError(f"--mesh {_ALONE} is one process, but --world-size says {world_size}")
+        return {}, ""
+    if mesh is None and world_size is not None:
+        return {"dp_shard": world_size}, ""
+    given = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
+    spec = MeshSpec.parse(mesh or found.mesh or f"dp_shard={_WORLD_SIZE}")
+    if world_size not in (None, spec.processes):
+        raise ConfigurationError(
+            f"--mesh {mesh} is of {spec.processes} ranks, but --world-size says {world_size}; leave one of them out"
+        )
+    if spec.ep > 1:
+        given += ", experts as if FSDP2 sharded them"
+    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, given
+
+
+def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
+    """What the train command would say of a run's batches on this mesh, of which memory can be planned all the same.
+
+    Raises:
+        ConfigurationError: as by the train command: it cannot cut the model so.
+    """
+    if found.settings is None:
+        return ()
+    if not axes:
+        return ("quantshard train calls fully_shard on one process too, which copies what is not quantized",)
+    spec = MeshSpec(**axes)
+    settings = replace(found.settings, mesh=str(spec), dp_replicate=1)
+    settings.check()
+    try:
+        settings.check_ranks(spec.processes)
+    except ConfigurationError as error:
+        return (f"quantshard train would refuse this mesh: {error}",)
+    return ()
+
+
+def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
+    """Which dims the axis "tp" cuts.
+
+    Raises:
+        ConfigurationError: none that is known, or one that comes out uneven.
+    """
+    params = dict(model.named_parameters())
+    names = list(params)
+    cuts = {end: dim for end, dim in _CUTS.items() if any(name.endswith(end) for name in names)}
+    for name, end in ((name, end) for name in names for end in cuts if name.endswith(end)):
+        dim, shape = cuts[end], tuple(params[name].shape)
+        if shape[dim] % ranks:
+            raise ConfigurationError(
+                limits.refusal("uneven axis", f"{name} {shape}, dim {dim} of {shape[dim]} over {ranks} ranks of {TP!r}")
+            )
+    if not cuts:
+        raise ConfigurationError(
+            f"no weight of this model has a name that says how {TP!r} cuts it (as q_proj.weight has; "
+            f"the first is {names[0]}); plan it from Python: quantshard.plan(..., tensor_parallel=...)"
+        )
+    return cuts
+
+
+def _states(
+    found: ModelSource, preset: str | None, given: dict[str, Any], algorithm: str | None = None
+) -> dict[str, Any]:
+    """The optimizer and how it keeps masters and moments, as arguments of `planning.plan`: by a preset, else as the
+    model's run has it; but for what is given.
+
+    Raises:
+        ConfigurationError: there is no such optimizer or preset, a word is none of its options, or an option
+            contradicts it.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    for name, value in asked.items():
+        known = _CHOICES.get(name, tuple(MOMENT_DTYPES))
+        if isinstance(value, str) and value not in known:
+            hint = f"{meant(value, known)}choose one of {', '.join(known)}"
+            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
+    for name in ("master_dtype", "master_remainders") if asked.get("master_weights") is False else ():
+        if name in asked:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} would do nothing beside --no-master-weights; leave one of the two out"
+            )
+    chosen = state_options(preset or "", asked if preset else as_settings(found.states) | asked)
+    told = _algorithm(found, algorithm)
+    unused = UNUSED_OPTIONS[told["optimizer"]]
+    for name in asked:
+        if STATE_SETTINGS[name] in unused:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} would do nothing beside {told['optimizer']}; leave it out"
+            )
+    used = {*STATE_SETTINGS.values()}.difference(unused)
+    return {name: value for name, value in chosen.muon_arguments.items() if name in used} | told
+
+
+def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
+    """The optimizer, and which of the model's layers gives the logits, for Muon."""
+    name = given or (ADAMW if found.settings is None else found.settings.optimizer)
+    if name not in ALGORITHMS:
+        raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
+    if name == MUON and found.is_stored:
+        return {"optimizer": name, "head": _stored_head(found)}
+    head = muon_head(found.model, found.settings) if name == MUON and found.settings is not None else None
+    return {"optimizer": name, "head": head}
+
+
+def _stored_head(found: ModelSource) -> list[str]:
+    """Which matrices of a checkpoint are not Muon's, by the states that it holds: those without momentum.
+
+    Raises:
+        ConfigurationError: no state says so, or something else than a matrix has momentum too, as by SGD.
+    """
+    states = {} if found.optimizer is None else found.optimizer.state
+    named = dict(found.model.named_parameters())
+    moved = [name for name, param in named.items() if MOMENTUM_BUFFER in states.get(param, {})]
+    others = [name for name in moved if named[name].ndim != 2]
+    if not moved or others:
+        why = f"{others[0]}, which is no matrix, has momentum" if others else "it holds no momentum of Muon's"
+        raise ConfigurationError(
+            "--optimizer muon: a checkpoint does not say which layer gives the logits, nor do the states of this one: "
+            f"{why}; name its run, or a config.json"
+        )
+    return [glob.escape(name) for name, param in named.items() if param.ndim == 2 and name not in moved]
+
+
+def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
+    if as_json:
+        say_whole(json.dumps({"source": list(told), "left": list(found.left), **report.to_dict()}, indent=2))
+        return
+    screen = Screen(wide=wide)
+    screen.lines(*told, "")
+    screen.print(report if wide else report.summary(WIDER))
+    screen.lines(*found.left)

@@ -1,0 +1,127 @@
+"""`quantshard inspect`: what is inside a checkpoint, or inside exported safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
+from quantshard.errors import printable
+from quantshard.interop.layouts.inspection import inspect as inspect_path
+from quantshard.readable import counted_name, human_bytes, pattern_groups
+from quantshard.tools.cli.explain import WIDE, WIDER
+from quantshard.tools.observe.table import FittedTable
+from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal.screen import Screen, say_whole
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("inspect", no_args_is_help=True)(inspect)
+
+
+def inspect(
+    path: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint or its URL, or safetensors: a file or a folder")
+    ],
+    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    wide: Annotated[bool, WIDE] = False,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="read scales and codes too")] = True,
+) -> None:
+    """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
+
+    It may come from anybody: nothing in it is run.
+    """
+    found = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
+    if json_:
+        say_whole(found.to_json())
+    else:
+        Screen(wide=wide).print(inspection_tables(found, wide))
+
+
+def inspection_tables(found: Inspection, wide: bool = True) -> Group:
+    """What was found, as tables. `wide`: with a row for every tensor."""
+    parts: list[Any] = [_rows(found.rows if wide else _by_pattern(found.rows)), _totals(found)]
+    if found.run is not None:
+        told = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
+        parts.append(Text(f"written by: {told}"))
+    if found.others:
+        parts.append(Text(f"{len(found.others)} entries that are no tensors, the first {found.others[0]}"))
+    parts += [Text(f"wrong: {line}", style="bold red") for row in found.rows for line in row.wrong]
+    return Group(*parts)
+
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "tensor": "left",
+    "stored as": "left",
+    **dict.fromkeys(("shape", "bytes", "pieces", "scales", "saturated", "zero"), "right"),
+}
+_SPARED = ("pieces", "zero", "saturated", "scales", "shape")
+
+
+def _by_pattern(rows: Sequence[TensorSummary]) -> list[TensorSummary]:
+    """One row for the tensors of a pattern that are stored alike."""
+    named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
+    return [_united(pattern, members) for pattern, members in pattern_groups(named)]
+
+
+def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
+    """A row for many tensors: the sums of their bytes and codes, their smallest and largest scale."""
+    scales = [scale for row in rows for scale in row.scales or ()]
+    counts: dict[str, Any] = {
+        name: None if getattr(rows[0], name) is None else sum(getattr(row, name) or 0 for row in rows)
+        for name in ("codes", "zeros", "saturated")
+    }
+    return replace(
+        rows[0],
+        name=counted_name(pattern, len(rows)),
+        bytes=sum(row.bytes for row in rows),
+        scales=(min(scales), max(scales)) if scales else None,
+        **counts,
+    )
+
+
+def _rows(found: Sequence[TensorSummary]) -> FittedTable:
+    rows = [
+        [
+            row.name,
+            row.format,
+            "-" if row.shape is None else " x ".join(map(str, row.shape)) or "scalar",
+            human_bytes(row.bytes),
+            str(row.chunks),
+            "-" if row.scales is None else f"{row.scales[0]:.3g} to {row.scales[1]:.3g}",
+            _share(row.saturated, row),
+            _share(row.zeros, row),
+        ]
+        for row in found
+    ]
+    return FittedTable(_COLUMNS, rows, _SPARED, WIDER)
+
+
+def _share(count: int | None, row: TensorSummary) -> str:
+    return "-" if count is None or not row.codes else f"{count} ({count / row.codes:.2%})"
+
+
+def _totals(found: Inspection) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("what", "stored as"):
+        table.add_column(heading)
+    for heading in ("tensors", "elements", "bytes", "bytes an element"):
+        table.add_column(heading, justify="right")
+    for total in found.totals:
+        table.add_row(
+            total.kind,
+            Text(printable(total.format)),
+            str(total.tensors),
+            f"{total.numel:,}",
+            human_bytes(total.bytes),
+            f"{total.bytes_per_element:.3f}",
+        )
+    return table

@@ -1,0 +1,157 @@
+"""Models of which only shapes and formats are known, on the meta device: of a run, a checkpoint, or a config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quantshard import sharding
+from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.commit import is_complete
+from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.interop.layouts.files import read_layout_json
+from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
+from quantshard.interop.layouts.table import cell_of_tag
+from quantshard.interop.layouts.writing import CONFIGURATION
+from quantshard.numerics.states import AVERAGE
+from quantshard.presets import StateOptions
+from quantshard.recipe import auto_name
+from quantshard.tensor import storage as storages
+from quantshard.tensor.quantized_tensor import QuantizedTensor
+from quantshard.tools.terminal import inputs
+from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.models.model import ModelSpec
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.recipes import LayerRecipes
+
+_RUN = "config.toml"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on the meta device, and what is known of how it is trained.
+
+    `told`: what it is, in lines. `left`: lines about layers that stay in high precision. `mesh`: that of its run, "" if
+    none is known. `optimizer`: the states that a checkpoint holds, None where there is none. `states`: how its run
+    keeps masters and moments; `ema`: whether it keeps an average of the weights. `settings`: its run's, None where it
+    is of none.
+    """
+
+    model: nn.Module
+    told: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    mesh: str = ""
+    optimizer: torch.optim.Optimizer | None = None
+    states: StateOptions = field(default_factory=StateOptions)
+    settings: TrainSettings | None = None
+    ema: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """True if its parameters alone are known, as a checkpoint has them."""
+        return isinstance(self.model, StoredModule)
+
+
+class StoredModule(nn.Module):
+    """A module of which a checkpoint has the parameters, and nothing else is known."""
+
+    gemm_reason = "a checkpoint does not say of which module it is"
+
+
+class StoredEmbedding(StoredModule):
+    """A module that is an embedding by its name."""
+
+
+def find(path: str, recipe_name: str | None) -> ModelSource:
+    """The model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json.
+
+    Args:
+        recipe_name: instead of the run's recipe; by which a config.json's model is converted (default: auto).
+
+    Raises:
+        ConfigurationError: there is none of these, or it cannot be built.
+        CheckpointError: the checkpoint is damaged.
+    """
+    if recipe_name is not None:
+        recipe_name = LayerRecipes.parse(recipe_name).text
+    place = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
+    if "://" in path or (place.is_dir() and is_complete(path)):
+        if recipe_name is not None:
+            raise ConfigurationError(
+                f"{path} is a checkpoint, whose weights have their formats; --recipe is for runs and config.json"
+            )
+        return of_checkpoint(path)
+    if (place / _RUN).is_file() or place.name == _RUN:
+        return of_run(place.parent if place.name == _RUN else place, recipe_name)
+    if (place / CONFIGURATION).is_file() or place.suffix == ".json":
+        return of_configuration(place / CONFIGURATION if place.is_dir() else place, recipe_name or auto_name())
+    raise ConfigurationError(
+        f"{path} is no run (which has a {_RUN}), no complete checkpoint, and holds no Hugging Face {CONFIGURATION}"
+    )
+
+
+def of_run(path: Path, recipe_name: str | None) -> ModelSource:
+    """The model of a run's settings, with its mesh."""
+    settings, launched, _ = RunDir(path).read_config()
+    settings = replace(settings, recipe=recipe_name or settings.recipe)
+    settings.check(str(path))
+    model = ModelSpec(settings, RunDir(path).read_model(settings)).described()
+    mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
+    kind = settings.architecture if settings.is_by_sizes else type(model).__name__
+    told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
+    return ModelSource(
+        model, (told,), mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0
+    )
+
+
+def of_checkpoint(path: str) -> ModelSource:
+    """The parameters of a checkpoint in a tree of modules of their names, and the states of its optimizer."""
+    source = CheckpointModel(path)
+    model = StoredModule()
+    for weight in source.weights.values():
+        if weight.tag is not None or weight.dtype.is_floating_point:
+            _add(model, weight, path)
+    named, states = dict(model.named_parameters()), source.states()
+    if not named:
+        raise CheckpointError(f"{path} holds no weights")
+    optimizer = None
+    if held := [name for name in named if name in states]:
+        optimizer = torch.optim.Optimizer([named[name] for name in held], {})
+        for name in held:
+            described = states[name].items()
+            optimizer.state[named[name]] = {
+                state: torch.empty(shape, dtype=dtype, device="meta") for state, (dtype, shape) in described
+            }
+    facts = manifest.read_manifest(path)
+    mesh = "" if facts is None else ",".join(f"{axis}={size}" for axis, size in (facts.mesh or {}).items())
+    told = (f"{path}: a checkpoint, {len(named)} parameters",)
+    return ModelSource(model, told, mesh=mesh, optimizer=optimizer, ema=any(AVERAGE in states[name] for name in held))
+
+
+def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
+    *parts, leaf = weight.name.split(".")
+    value: torch.Tensor
+    if weight.tag is None:
+        value = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+    else:
+        shard = sharding.whole((weight.shape[0], weight.shape[1]))
+        value = QuantizedTensor(storages.empty(cell_of_tag(weight.tag), shard, "meta"), torch.bfloat16)
+    try:
+        for part in parts:
+            if part not in dict(model.named_children()):
+                model.add_module(part, (StoredEmbedding if "embed" in part else StoredModule)())
+            model = model.get_submodule(part)
+        model.register_parameter(leaf, nn.Parameter(value))
+    except (KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: no module can have a parameter named {weight.name}: {error}") from None
+
+
+def of_configuration(file: Path, recipe_name: str) -> ModelSource:
+    """The model of a Hugging Face configuration, converted."""
+    model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
+    told = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
+    return ModelSource(model, (told,), () if report is None else tuple(report.high_precision()))

@@ -1,0 +1,136 @@
+"""`quantshard report` and `quantshard watch`: runs compared in one page, and a run as it goes on."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from quantshard.checkpoints.disk.store import why
+from quantshard.errors import ConfigurationError
+from quantshard.readable import human_bytes
+from quantshard.tools.report.figures import step_line
+from quantshard.tools.report.history import read_history
+from quantshard.tools.report.live import LiveView
+from quantshard.tools.report.page import is_report, render
+from quantshard.tools.report.records import Record
+from quantshard.tools.report.source import CONFIG
+from quantshard.tools.report.watching import NOT_RUNNING, START_SECONDS, RunWatch
+from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal.screen import Screen, complain, say
+
+_MOST_RUNS = 24
+_FIRST_LINES = 10
+"""Steps of a run that was trained already, of which lines are printed where there is no terminal."""
+
+_MOST_LINES = 1000
+"""Steps since the last look of which lines are printed."""
+
+_FAILURES = 5
+"""How often in a row a run may be out of reach."""
+
+_EVERY, _EVERY_URL = 1.0, 5.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("report", no_args_is_help=True)(report)
+    app.command("watch", no_args_is_help=True)(watch)
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs, or their URLs")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the page to write; an older report is replaced")] = Path(
+        "report.html"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="replace FILE even if it is no report")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="show it in the browser then")] = False,
+) -> None:
+    """Compare runs in one HTML file: losses, speed, memory, statistics of tensors, settings, checkpoints, versions.
+
+    The file needs no network and no other file, and may be sent. Runs that are still trained are shown as they are now.
+    """
+    if len(runs) > _MOST_RUNS:
+        raise ConfigurationError(f"{len(runs)} runs are too many for one page, which has room for {_MOST_RUNS}")
+    if twice := next((run for at, run in enumerate(runs) if run in runs[:at]), None):
+        raise ConfigurationError(f"{twice} is named twice; name each run once")
+    outputs.check_replaceable(out, lambda head: force or is_report(head), "report", "--out, or replace it by --force")
+    page = render([read_history(run) for run in runs]).encode()
+    outputs.write_file(out, page)
+    say(f"wrote {out}: {len(runs)} {'run' if len(runs) == 1 else 'runs'}, {human_bytes(len(page))}")
+    if open_ and typer.launch(str(out.absolute())):
+        complain(f"no browser could be started; open {out.absolute()} in one")
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run, or its URL")],
+    once: Annotated[bool, typer.Option("--once", help="show it as it is now, and end")] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(metavar="S", min=0.1, max=3600, help="seconds between looks. Default: 1, or 5 at a URL"),
+    ] = None,
+) -> None:
+    """Follow a run while it is trained, here or elsewhere: its figures as they change, or a line a step in a pipe.
+
+    Waits for a run that does not exist yet, and ends when the run does. Nothing is written, and a run that has ended is
+    shown as it was left.
+    """
+    if not once:
+        _wait_for(run, every or _EVERY)
+    followed, screen = RunWatch(run), Screen(soft_wrap=True)
+    try:
+        new = followed.poll(_FIRST_LINES)
+        ended = followed.has_ended()
+    except OSError as error:
+        raise ConfigurationError(f"{run} cannot be read: {why(error)}") from None
+    if once or (ended and screen.is_terminal):
+        Screen().print(LiveView(followed.figures))
+        return
+    seconds = every or (_EVERY if followed.is_local else _EVERY_URL)
+    if screen.is_terminal:
+        with Live(LiveView(followed.figures), console=screen, refresh_per_second=4):
+            _follow(followed, seconds, new, shown=False)
+    else:
+        if followed.figures.state == NOT_RUNNING:
+            say(f"no process trains {run}; waiting {START_SECONDS:.0f} s for one to start")
+        _follow(followed, seconds, new, shown=True)
+
+
+def _wait_for(run: str, seconds: float) -> None:
+    """Wait until a local folder holds a run, as it does once `train` has prepared its data."""
+    place = Path(run)
+    if "://" in run or not _may_become_run(place):
+        return
+    hint = "" if os.path.lexists(place) else inputs.meant_path(place)
+    say(f"{run} is not a run yet{hint}; waiting for it to start")
+    while _may_become_run(place):
+        time.sleep(seconds)
+
+
+def _may_become_run(place: Path) -> bool:
+    return not os.path.lexists(place) or (place.is_dir() and not os.path.lexists(place / CONFIG))
+
+
+def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) -> None:
+    """Look again and again until the run has ended. `shown`: whether a line is printed for each step."""
+    failures, ended = 0, False
+    while True:
+        if shown and new:
+            say(*(step_line(entry, followed.figures.planned) for entry in new))
+        if ended:
+            break
+        try:
+            ended = followed.has_ended()  # before the last look, after which nothing is written
+            time.sleep(0 if ended else seconds)
+            new, failures = followed.poll(_MOST_LINES), 0
+        except (OSError, ConfigurationError) as error:
+            new, failures, ended = [], failures + 1, False
+            if failures == _FAILURES:
+                said = str(error) if isinstance(error, ConfigurationError) else why(error)
+                raise ConfigurationError(f"{followed.source.place} cannot be read any more: {said}") from None
+    if shown:
+        say(f"{followed.figures.state} at step {followed.figures.step}")

@@ -1,0 +1,64 @@
+"""`quantshard tokenize`: texts made into token shards, which any number of runs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantshard.errors import ConfigurationError
+from quantshard.tools.cli.exchange import size
+from quantshard.tools.terminal.screen import say
+from quantshard.tools.trainer import launch
+from quantshard.tools.trainer.data.finding import RAW, SHARDS, find, joined
+from quantshard.tools.trainer.data.texts import TextOptions
+from quantshard.tools.trainer.data.tokenization import ShardedSource
+from quantshard.tools.trainer.data.tokenizer import load_tokenizer
+from quantshard.tools.trainer.settings.config import KINDS
+from quantshard.tools.trainer.settings.schema import check_value
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command("tokenize", no_args_is_help=True)(tokenize)
+
+
+def tokenize(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as of train --data")],
+    out: Annotated[Path, typer.Option(help="folder of the shards: new, or begun by the same command")],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="DIR", help="folder with tokenizer.json, or the file. Default: tokens are bytes")
+    ] = "",
+    end_of_document: Annotated[
+        str, typer.Option(metavar="TOKEN", help="ends a document. Default: the tokenizer's eos_token")
+    ] = "",
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="that make shards. Default: one for each CPU")
+    ] = None,
+    text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column of the texts")] = "text",
+    data_split: Annotated[str, typer.Option(metavar="NAME", help="split of a dataset's folder")] = "train",
+    data_format: Annotated[str, typer.Option(help="auto: by name; or text: every file is one")] = "auto",
+    shard_size: Annotated[str, typer.Option(help="bytes of the texts of one shard")] = "100MB",
+) -> None:
+    """Make token shards of texts, in parallel, for quantshard train --data OUT.
+
+    A stopped call is gone on with by the same command.
+    """
+    given = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
+    for name, value in given.items():
+        check_value(name, value, KINDS[name])
+    launch.check_processes(processes or 1)
+    sources = find(paths, data_format)
+    made = load_tokenizer(tokenizer, end_of_document)
+    source = joined(sources)
+    if source.kind in (RAW, SHARDS):
+        raise ConfigurationError(f"{source.path} holds tokens already; name it with quantshard train --data")
+    sharded = ShardedSource(
+        source, made, tokenizer, TextOptions(text_field, data_split), size(shard_size, "--shard-size")
+    )
+    index = sharded.write(out.absolute(), processes or 0)
+    say(
+        f"wrote {out}: {index.documents:,} documents, {index.tokens:,} tokens of {index.vocabulary:,} in "
+        f"{len(index.shards)} shards of {index.dtype}; train on them with quantshard train --data {out}"
+    )

@@ -1,0 +1,298 @@
+"""`quantshard train` and `quantshard resume`: from flags to processes.
+
+What can be refused is refused here, in one process and before a file is written: unknown recipes, sizes that do not
+fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `trainer.worker`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import Field, asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantshard.argument_kinds import nearest
+from quantshard.errors import ConfigurationError
+from quantshard.tools.terminal import inputs
+from quantshard.tools.terminal.screen import say
+from quantshard.tools.trainer import launch, restarts, worker
+from quantshard.tools.trainer.models import model_choice
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.schedule import check_schedule
+from quantshard.tools.trainer.settings.config import TYPES, TrainSettings, setting_fields
+from quantshard.tools.trainer.settings.optimizer_states import (
+    FLOAT32_STATES,
+    above_file,
+    below_flags,
+    decided_names,
+    dropped_preset,
+    float_momentum,
+    of_preset,
+)
+from quantshard.tools.trainer.settings.settings_file import given_processes, given_values
+from quantshard.tools.trainer.settings.unused_settings import check_used
+from quantshard.tools.trainer.worker import WorkerJob
+
+_ANNOTATIONS: dict[type, Any] = {
+    tuple: list[str] | None, str: str | None, int: int | None, float: float | None
+}  # fmt: skip
+
+_COMMON = frozenset(
+    "model recipe init_from seq_length data steps global_batch lr schedule warmup save_every eval_every recompute "
+    "mesh".split()
+)
+"""Settings that `--help` shows; `--help-all` shows all."""
+
+_PROCESSES = "processes to start here. Default: the product of the mesh, or "
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command("train", no_args_is_help=True)(_with_flags(train))
+    app.command("resume", no_args_is_help=True)(resume)
+    app.command("worker", hidden=True)(work)
+
+
+def _show_all(context: typer.Context, asked: bool) -> None:
+    """Print the help with the settings that are hidden in it, and end."""
+    if not asked:
+        return
+    shown = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
+    for option in context.command.params:
+        if option.name in shown:
+            option.hidden = False  # type: ignore[attr-defined]  # of an option
+    if text := context.get_help():  # else it has been printed
+        say(text)
+    raise typer.Exit
+
+
+def train(
+    run: Annotated[
+        Path, typer.Option("--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False)
+    ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, FILE, one for each GPU, or 1")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    auto_resume: Annotated[
+        bool, typer.Option("--auto-resume", help="go on with DIR if it is there", show_default=False)
+    ] = False,
+    help_all: Annotated[
+        bool,
+        typer.Option("--help-all", is_eager=True, callback=_show_all, help="show every setting", show_default=False),
+    ] = False,
+    more_data: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data, after --data: texts/*.txt"),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Train a language model with quantized weights, sharded over processes or those of torchrun, into a new folder."""
+    if more_data:  # the shell's own expansion: --data texts/*.txt
+        if not flags["data"]:
+            raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
+        flags["data"] = [*flags["data"], *more_data]
+    flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
+    if config is not None:
+        inputs.existing(config, "a TOML file of settings")
+    folder, own = RunDir(run), given_values(flags, None)
+    is_there = auto_resume and (folder.is_begun() or launch.is_other_worker())  # then nothing else is asked for it
+    file = given_values({}, config)
+    in_file = below_flags(file, own, str(config))
+    own = above_file(own, file, in_file)
+    values = {**in_file, **own}
+    if not is_there:
+        chosen = model_choice.chosen(own, in_file)
+        defaults = model_choice.fine_tuning_defaults(chosen)
+        if defaults and not launch.is_worker():
+            say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
+    settings = TrainSettings(**(values if is_there else defaults | chosen))
+    if not is_there:  # else the run's own settings are checked, with what is changed of them
+        settings.check()
+        check_used(own, settings)  # a file may be that of another run, and says all
+        check_schedule(own, settings)
+        if not launch.is_worker() and (told := dropped_preset(file, in_file, own, str(config))):
+            say(told)
+        if not launch.is_worker() and (told := float_momentum(own, settings)):
+            say(told)
+    settings, given = settings.resolved(), decided_names(values)
+    order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
+    if launch.is_worker():
+        worker.main(run, replace(order, new=asdict(settings), given=given))
+    processes = nproc_per_node or worker.of_mesh(settings) or given_processes(config) or launch.default_processes()
+    launch.check_processes(processes)
+    if auto_resume and folder.is_begun():
+        changed = worker.changes(folder, settings, given, processes)
+        _go_on(folder, replace(order, resume=True, overrides=changed), processes)
+        return
+    worker.create_run(folder, settings, processes)
+    _launch(processes, folder, replace(order, restart=False))
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
+    nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="S", help="train up to this step instead")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
+    ] = None,
+    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="K", help="newest checkpoints that are kept instead")] = None,
+    keep_every: Annotated[int | None, typer.Option(metavar="N", help="checkpoints that are kept too instead")] = None,
+    async_save: Annotated[
+        bool | None, typer.Option(help="save in the background or not. Default: as before", show_default=False)
+    ] = None,
+    deterministic: Annotated[
+        bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option(help="replay steps from a CUDA graph or not. Default: as before", show_default=False)
+    ] = None,
+    data_: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
+    ] = None,
+    heldout_data: Annotated[
+        list[str] | None, typer.Option(metavar="PATH", help="where the held-out data are now, unchanged; repeatable")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="where the tokenizer is now, unchanged")] = None,
+    recipe_: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"keep masters and moments by another preset, or {FLOAT32_STATES}: float32"),
+    ] = None,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
+    ] = False,
+    checkpoints: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are now: a folder or a URL")
+    ] = None,
+    copy_to: Annotated[
+        str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
+    ] = "",
+) -> None:
+    """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
+    folder = RunDir(run)
+    given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
+    given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
+    given |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
+    if lossy and recipe_ is None:
+        raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
+    if preset is not None:
+        given |= of_preset(preset)
+    for name, paths in (("data", data_), ("heldout_data", heldout_data)):
+        if paths:
+            given[name] = [str(Path(path).absolute()) for path in paths]
+    if tokenizer:
+        given["tokenizer"] = str(Path(tokenizer).absolute())
+    if checkpoints is not None:
+        given["checkpoints"] = checkpoints
+    overrides = {name: value for name, value in given.items() if value is not None}
+    order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
+    if launch.is_worker():
+        worker.main(run, order)
+    _go_on(folder, order, nproc_per_node)
+
+
+def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
+    """Resume a run that is there, when nothing stands against it."""
+    folder.check_ours()
+    settings, launched, corpus = folder.read_config()
+    restarts.edited(str(folder.config), settings, folder.read_starts())  # refused here, told by the workers
+    named = worker.of_mesh(worker.changed(settings, order.overrides))
+    processes = processes or named or int(launched["processes"])
+    launch.check_processes(processes)
+    settings = worker.changed(settings, order.overrides, processes)
+    settings.check_ranks(processes)
+    worker.check_logs(settings)
+    folder.follow(settings)
+    folder.check_place("checkpoints" in order.overrides)
+    if not order.restart:
+        folder.last_complete()
+    restarts.check_steps(str(folder.path), settings.steps, folder.saved_steps()[0])
+    worker.check_copy(order.copy_to)
+    if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
+        places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
+        order = replace(order, overrides=order.overrides | places)
+    _launch(processes, folder, order)
+
+
+def work(run: Path, order: str) -> None:
+    """One process of a run, as `train` and `resume` start it."""
+    worker.main(run, WorkerJob(**json.loads(order)))
+
+
+def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
+    say(f"starting {processes} process{'es' * (processes > 1)}")  # nothing else is seen until they have a model
+    try:
+        arguments = ["worker", str(folder.path), json.dumps(asdict(order))]
+        launch.launch(processes, [launch.command_script(), *arguments])
+    except launch.LaunchError as error:
+        if error.crashed and folder.saved_steps()[0]:
+            way_out = f"{error}. Go on from the last checkpoint with: quantshard resume {folder.path}"
+            raise launch.LaunchError(way_out, crashed=True) from None
+        raise
+
+
+def _help(setting: Field[Any]) -> str:
+    """What a setting is, and its default: the option's own is None, for the file goes before the default."""
+    said, default = setting.metadata["help"], setting.default
+    if isinstance(default, bool):
+        return f"turn off: {said}" if default else str(said)
+    return str(said) if default in ((), "") else f"{said}. Default: {default}"
+
+
+def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
+    """The flags of a setting, and whether each is hidden even where all are shown. One that is on or off has two, `--x`
+    and `--no-x`, of which the one is shown that changes the default: both would leave no room for what they mean."""
+    name, default = setting.name, setting.default
+    return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
+
+
+def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
+    """The parameters of a setting."""
+    name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
+    rare = name not in _COMMON
+    if isinstance(setting.default, bool):
+        for key, hidden in _keys(setting):
+            option = typer.Option(f"--{key.replace('_', '-')}", hidden=hidden or rare, show_default=False, **about)
+            yield inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
+            )
+    else:
+        annotation: Any = _ANNOTATIONS[TYPES[name]]
+        option = typer.Option(hidden=rare, show_default=False, **about)
+        yield inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]
+        )
+
+
+def near_setting(flag: str) -> str | None:
+    """The flag of a setting that one is, or that was perhaps meant by it."""
+    return nearest(flag, [f"--{setting.name}".replace("_", "-") for setting in setting_fields()])
+
+
+def _with_flags(command: Any) -> Any:
+    """`command` with the flags of each setting in place of its `**flags`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
+
+    @functools.wraps(command)
+    def flagged(**arguments: Any) -> None:
+        for name in switches:
+            on, off = arguments[name], arguments.pop(f"no_{name}")
+            if on and off:
+                raise ConfigurationError(f"--{name} and --no-{name} are both given; leave one out".replace("_", "-"))
+            arguments[name] = True if on else False if off else None
+        command(**arguments)
+
+    flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
+    flagged.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]  # what typer reads
+    return flagged

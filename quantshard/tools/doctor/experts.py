@@ -1,0 +1,168 @@
+"""The row of the registry of kernels for `kernels/experts/`, which work on the rows of many experts at once.
+
+Codes and scales have the bits of the oracle's for each expert. Products are compared with float64: those of codes are
+exact, and tensor cores lose at most 2**-13 of each in a sum; then it is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quantshard import kernel_dispatch, kernels
+from quantshard import recipe as recipes
+from quantshard.gemm import backend, operands
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
+from quantshard.modules.gemms.linear_operands import cells
+from quantshard.recipe import TensorRole
+from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tools.doctor.cases import (
+    OTHER_BITS,
+    TOO_FAR,
+    Bound,
+    Expected,
+    KernelCase,
+    KernelRow,
+    Shape,
+    U,
+    random_like,
+    recipe_names,
+)
+from quantshard.tools.doctor.timing import bytes_of
+
+if kernels.USABLE:
+    from quantshard.kernels.experts import grouped, grouped_matmul
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows
+    from quantshard.kernels.experts.segments import ExpertSegments
+
+SUMS = 2.0**-13
+PAST = 3.0
+"""The amax that delayed scaling remembers."""
+
+
+def experts_case(x: Tensor, recipe: str) -> KernelCase:
+    """Three experts, one of them without rows: of x's shape, how many rows and in_features there are."""
+    rows, features = x.shape
+    counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
+    x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
+    layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)
+    segments, dtype = layer.segments(x), x.dtype
+    numbers = torch.tensor(counts, dtype=torch.int64, device=x.device)
+    spans = segments.spans.tolist()
+
+    def launch() -> list[Tensor]:
+        a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
+        b, b_transposed = layer.quantized(dy, TensorRole.GRAD_OUTPUT, segments, True)
+        held = layer.operands()
+        return [
+            *_by_expert(a, spans), *_by_expert(b, spans),
+            grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True),
+            grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False),
+            grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
+            grouped.expert_sums(dy, segments), *_tables(layer._replace(counts=numbers).segments(x), segments),
+        ]  # fmt: skip
+
+    def oracle() -> list[Expected]:
+        inputs, gradients = (_oracle(layer, *of) for of in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
+        parts = (part for of in (inputs, gradients) for rowwise, _ in of for part in rowwise.components.values())
+        products = _products(layer, _values(inputs), _values(gradients))
+        return [*parts, *products, _sums(dy, counts), *_tables(segments, segments)]
+
+    moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
+    return KernelCase(launch, oracle, 2 * moved)
+
+
+def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
+    """With weights of random numbers, and histories that remember one amax."""
+    cell, block = recipe.weight, backend.block_together(recipe)
+    assert cell is not None and block is not None
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu").to(device) for _ in counts]
+    weights = [quantize_weight(value, cell, dtype=torch.bfloat16) for value in values]
+    past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
+    return ExpertsLayer(
+        weights, (), counts, block, LinearContext(recipe, None, False), dict.fromkeys(TensorRole, past), False, None,
+        ExpertsReader(),
+    )  # fmt: skip
+
+
+Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
+
+
+def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
+    """Of each expert's rows and their transpose."""
+    first, second = cells(layer.call.recipe, role)
+    assert first is not None and second is not None
+    past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
+    with kernel_dispatch.kernels_only_on():
+        return [
+            (operands.quantize_operand(part, first, amax=past), operands.quantize_operand(part.t(), second, amax=past))
+            for part in values.split(_known(layer))
+        ]
+
+
+def _known(layer: ExpertsLayer) -> list[int]:
+    assert not isinstance(layer.counts, Tensor)
+    return list(layer.counts)
+
+
+def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Codes and scales of the rows of each."""
+    for expert, first, end, _ in spans:
+        yield found.codes[first:end]
+        yield found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
+
+
+def _tables(segments: ExpertSegments, known: ExpertSegments) -> tuple[Tensor, Tensor]:
+    """Spans, and as many tiles as it is known that there are."""
+    return segments.spans, segments.tiles[: len(known.tiles)]
+
+
+Values = Sequence[tuple[Tensor, Tensor]]
+"""Of each expert's rows, quantized for the first product and for wgrad: float64."""
+
+
+def _values(expected: Oracles) -> Values:
+    return [(one.dequantize().double(), other.dequantize().double()) for one, other in expected]
+
+
+def _products(layer: ExpertsLayer, inputs: Values, gradients: Values) -> list[Bound]:
+    """fprop, dgrad and wgrad."""
+    weights = [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
+    y = [(p, w.t()) for (p, _), w in zip(inputs, weights, strict=True)]
+    dx = [(p, w) for (p, _), w in zip(gradients, weights, strict=True)]
+    dw = [(one, other.t()) for (_, one), (_, other) in zip(gradients, inputs, strict=True)]
+    return [product_bound(y, torch.cat), product_bound(dx, torch.cat), product_bound(dw, torch.stack)]
+
+
+def product_bound(pairs: Sequence[tuple[Tensor, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> Bound:
+    """Of the products of pairs of matrices, float64."""
+    return Bound(join([a @ b for a, b in pairs]), SUMS * join([a.abs() @ b.abs() for a, b in pairs]))
+
+
+def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
+    """Of each expert's rows."""
+    parts = [part.double() for part in dy.split(list(counts))]
+    error = max(counts) * U * torch.stack([part.abs().sum(0) for part in parts])
+    return Bound(torch.stack([part.sum(0) for part in parts]), error)
+
+
+EXPERTS = {
+    f"experts at once, {name}": {"recipe": name}
+    for name in recipe_names()
+    if backend.block_together(recipes.resolve(name)) is not None
+}
+
+ROWS = (
+    KernelRow(
+        {
+            "expert_amax_kernel", "expert_quantize_kernel", "quantize_blocks_kernel", "rows_kernel", "weights_kernel",
+            "weights_by_blocks_kernel", "sums_kernel", "segments_kernel",
+        },
+        experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
+    ),
+)  # fmt: skip

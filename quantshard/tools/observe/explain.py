@@ -1,0 +1,335 @@
+"""What a model costs on this rank, and why: one row a parameter.
+
+Nothing falls back in silence: for each parameter `explain` says how it is stored and in how many bytes, what this rank
+sends to the all-gathers of one step, how its GEMMs run and why, in which formats the optimizer keeps its state, and how
+it is sharded; and by which of PyTorch's backends attention runs, on the device and in the dtype of the first parameter.
+The figures beside BF16 are those of the same model, on the same mesh, with BF16 weights, float32 masters
+and float32 moments.
+
+Nothing here communicates or reads a value, so it works on the meta device, before the first step and after it, and on
+one rank alone. Bytes of codes and scales are those of the live components; bytes on the wire are derived from the same
+slots that the all-gather is made of (`sharding.gather_slots`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from quantshard import private_torch
+from quantshard import recipe as recipes
+from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
+from quantshard.errors import FallbackError
+from quantshard.formats import Role
+from quantshard.gemm import backend
+from quantshard.optimizers import optimizer_members
+from quantshard.private_torch import FsdpGather
+from quantshard.recipe import Recipe
+from quantshard.state_cells import scaled_state
+from quantshard.tensor import components
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tools.observe import costs
+from quantshard.tools.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
+from quantshard.tools.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
+from quantshard.tools.observe.table import Report, Row
+
+_REMAINDER_SUFFIX = "_low"
+"""Suffix of the entry with what a parameter lacks of its master."""
+
+
+@suggests_names
+def explain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    recipe: str | Recipe | None = None,
+    *,
+    strict: bool = False,
+) -> Report:
+    """What each parameter of a model costs on this rank, and how it is computed with.
+
+    Args:
+        model: any module, on any device, wrapped by `fully_shard` or not; if it is wrapped, the outermost module.
+        optimizer: whose state to describe: `FusedAdam`, or any other that keeps tensors in `optimizer.state`.
+        recipe: what autocast will run with; layers that have a recipe of their own run by that. Without it, weights in
+            high precision are taken to be computed with as they are, and quantized ones by the recipe that they were
+            quantized by.
+        strict: raise if anything falls back.
+
+    It warns of parameters that train and are in no optimizer, and of the optimizer's that are not the model's.
+
+    Raises:
+        FallbackError: under `strict`, naming every fallback, with the first parameter that takes it.
+    """
+    check_arguments("explain", MODULE, model=model)
+    check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
+    chosen = None if recipe is None else recipes.resolve(recipe)
+    gathers = private_torch.fsdp_gathers(model)
+    states = _OptimizerStates(optimizer)
+    rows, seen, optimized, attention = [], set(), 0, []
+    some = next(model.parameters(), None)
+    for prefix, module in model.named_modules():
+        if some is not None and hasattr(module, "describe_backend"):
+            attention.append((prefix, f"attention by {module.describe_backend(_device(some), some.dtype)}"))
+        for leaf, registered in module.named_parameters(recurse=False):
+            found = gathers.get((id(module), leaf))
+            param = registered if found is None else found.param  # FSDP2 may have registered the gathered one
+            if param not in seen:
+                seen.add(param)
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                rows.append(_row(name, leaf, module, param, found, states, chosen))
+                optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
+    if optimizer is not None:
+        optimizer_members.warn_of_strangers(model, optimizer)
+        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])  # it may be one of two
+    report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
+    if strict and report.fallbacks:
+        raise FallbackError("strict: " + "\n".join(report.fallbacks))
+    return report
+
+
+def _row(
+    name: str,
+    leaf: str,
+    module: nn.Module,
+    param: Tensor,
+    gathers: FsdpGather | None,
+    states: _OptimizerStates,
+    chosen: Recipe | None,
+) -> Row:
+    local = private_torch.local_tensor(param)
+    quantized = components.quantized_local(param)
+    storage = None if quantized is None else quantized.quantized_storage
+    if chosen is not None:
+        chosen = recipe_in(module, chosen)
+    codes, scales = _resident(local, storage, gathers)
+    forward, backward = _wire(storage, local, gathers)
+    gemm = gemm_of(leaf, module, param, storage, recipe_in(module, chosen))
+    mesh, placements = _placed(param)
+    sizes = states.sizes(param)
+    shared = (
+        SharedScaleCost() if storage is None else costs.shared(storage.cell.format, storage.shard, mesh, placements)
+    )
+    return Row(
+        name=name,
+        shape=tuple(param.shape),
+        dtype=dtype_name(param.dtype),
+        format=dtype_name(param.dtype) if storage is None else storage.cell.tag,
+        code_bytes=codes,
+        scale_bytes=scales,
+        shared_scale_bytes=shared.scale_bytes,
+        straddling_blocks=shared.blocks,
+        bf16_bytes=_held_numel(storage, local, gathers) * BF16_BYTES,
+        forward_gather_bytes=forward,
+        backward_gather_bytes=backward,
+        bf16_gather_bytes=_bf16_wire(storage, local, gathers),
+        reduced_bytes=shared.reduced_bytes,
+        gemm=gemm.path,
+        gemm_reason=gemm.reason,
+        optimizer=states.formats(param),
+        optimizer_bytes=sum(sizes.values()),
+        state_sizes=sizes,
+        elements=local.numel() if storage is None else math.prod(storage.shard.shape),
+        mesh=mesh,
+        placements=placements,
+        local_rows=_local_rows(param, storage),
+        fallbacks=fallbacks_of(gemm, shared, states.note(param)),
+        notes=tuple(filter(None, (shared.note, states.note(param)))),
+        warnings=tuple(filter(None, (shared.warning, _mismatch(storage, chosen)))),
+    )
+
+
+def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
+    """Bytes of codes and of scales."""
+    if storage is None:
+        return _held_numel(storage, local, gathers) * local.itemsize, 0
+    roles = {name: storage.cell.format.by_name[name].role for name in storage.components}
+    codes = sum(_nbytes(part) for name, part in storage.components.items() if roles[name] is Role.CODES)
+    return codes, sum(map(_nbytes, storage.components.values())) - codes
+
+
+def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
+    """Elements of a plain tensor, or of one in a weight's place: FSDP2 pads it to the largest shard."""
+    if gathers is None:
+        return local.numel()
+    cut = None if storage is None else storage.shard.cut
+    return gathers.padded_numel if cut is None else cut.chunk * cut.parent.shape[1]
+
+
+def _wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> tuple[int, int]:
+    """Bytes that this rank gives to the all-gathers of a forward and of a backward."""
+    if gathers is None or gathers.ranks == 1:
+        return 0, 0
+    if storage is None:
+        size = gathers.padded_numel * (gathers.dtype or local.dtype).itemsize
+        return size, size if gathers.in_backward else 0
+    size = costs.gather_bytes(storage.cell.format, storage.shard, in_backward=gathers.in_backward)
+    return size, size if gathers.in_backward else 0  # FSDP2 keeps the sizes of the first gather
+
+
+def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
+    if gathers is None or gathers.ranks == 1:
+        return 0
+    return _held_numel(storage, local, gathers) * BF16_BYTES * (2 if gathers.in_backward else 1)
+
+
+class GemmPath(NamedTuple):
+    """How a parameter's GEMMs run: "native", "emulated" or "" if it has none, why, and which fallbacks they take."""
+
+    path: str = ""
+    reason: str = ""
+    fallbacks: tuple[str, ...] = ()
+
+
+def recipe_in(module: nn.Module, around: Recipe | None) -> Recipe | None:
+    """By which a module's GEMMs run in an autocast of the recipe `around`; None: in that which it was built for."""
+    of_its_own: Any = getattr(module, "recipe_in", None)
+    return around if of_its_own is None else of_its_own(around)
+
+
+def gemm_of(
+    leaf: str,
+    module: nn.Module,
+    param: Tensor,
+    storage: QuantizedStorage | None,
+    chosen: Recipe | None = None,
+    device: torch.device | None = None,
+) -> GemmPath:
+    """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`, on a device or, by default, on
+    the parameter's."""
+    # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
+    kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
+    if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
+        return GemmPath()
+    device = device or _device(param)
+    describe: Any = getattr(module, "joint_fallbacks", None)
+    joint = () if describe is None else describe(chosen, device)
+    if storage is not None:
+        return GemmPath(
+            *backend.gemm_path(storage.cell, device, chosen), (*backend.fallbacks(storage, chosen, device), *joint)
+        )
+    if not ours:
+        path, reason = backend.gemm_path(None, device)
+        taken = ("not ours",) if chosen is not None and chosen.table else ()
+        whose = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
+        return GemmPath(path, f"{reason}: {whose}", taken)
+    cell = None if chosen is None else chosen.weight
+    path, reason = backend.gemm_path(cell, device, chosen)
+    if chosen is not None and chosen.table:
+        reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
+    return GemmPath(path, reason, (*backend.fallbacks(None, chosen, device), *joint))
+
+
+def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
+    """Names in `limits.FALLBACKS` of all that one parameter takes."""
+    thin, moments = bool(shared.warning), bool(moments_note)
+    return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
+
+
+def _device(param: Tensor) -> torch.device:
+    if not param.is_meta:
+        return param.device
+    return torch.device(param.device_mesh.device_type if isinstance(param, DTensor) else "cpu")
+
+
+def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
+    if storage is None or chosen is None or not chosen.table or storage.cell == chosen.weight:
+        return ""
+    stored, wanted = storage.cell.tag, "high precision" if chosen.weight is None else chosen.weight.tag
+    if chosen.weight is not None and stored == wanted:
+        stored, wanted = f"{stored} by {storage.cell.scaling}", str(chosen.weight.scaling)
+    return (
+        f"stored as {stored}, but recipe {chosen.name!r} wants {wanted}: forward will raise; use one recipe for "
+        "quantized_model_init and autocast"
+    )
+
+
+# Sharding
+
+
+def _placed(param: Tensor) -> tuple[dict[str, int], tuple[str, ...]]:
+    if not isinstance(param, DTensor):
+        return {}, ()
+    names = param.device_mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(param.device_mesh.ndim))
+    sizes = {name: param.device_mesh.size(axis) for axis, name in enumerate(names)}
+    return sizes, tuple(_placement_name(placement) for placement in param.placements)
+
+
+def _placement_name(placement: Any) -> str:
+    if placement.is_replicate():
+        return REPLICATED
+    return f"{'Shard' if placement.is_shard() else 'StridedShard'}({placement.dim})"
+
+
+def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, int]:
+    if storage is not None:
+        return storage.shard.extents[0]
+    if param.ndim == 0:
+        return (0, 1)
+    first = private_torch.global_offset(param)[0]
+    return (first, first + private_torch.local_tensor(param).shape[0])
+
+
+# Optimizer
+
+
+class _OptimizerStates:
+    """The states that an optimizer keeps for each parameter: read, not asked for, so any optimizer will do."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.by_param: Mapping[Tensor, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.params = {param for group in groups for param in group["params"]}
+        every = [self.formats(param) for param in self.params]
+        self.scaled: dict[str, str] = {}
+        for param, formats in zip(self.params, every, strict=True):
+            held = self.tensors(param)
+            with_scales = {scaled_state(key) for key in held}
+            self.scaled |= {state: fmt for state, fmt in formats.items() if state in with_scales}
+
+    def tensors(self, param: Tensor) -> dict[str, Tensor]:
+        """The local tensors of a parameter's state; without scalars beside it, such as a count of steps."""
+        found = self.by_param.get(param, {})
+        return {
+            key: private_torch.local_tensor(value)
+            for key, value in found.items()
+            if isinstance(value, Tensor) and (value.ndim > 0 or param.ndim == 0)
+        }
+
+    def formats(self, param: Tensor) -> dict[str, str]:
+        """State -> format. Scales are part of their state; a remainder and its parameter are one master."""
+        return {
+            key.removesuffix(_REMAINDER_SUFFIX): (SPLIT if value.ndim == param.ndim else REMAINDER)
+            if key.endswith(_REMAINDER_SUFFIX)
+            else SHORT_DTYPES.get(name := dtype_name(value.dtype), name)
+            for key, value in self.tensors(param).items()
+            if not scaled_state(key)
+        }
+
+    def sizes(self, param: Tensor) -> dict[str, int]:
+        """State -> bytes on this rank, scales included."""
+        found: dict[str, int] = {}
+        for key, value in self.tensors(param).items():
+            state = scaled_state(key) or key.removesuffix(_REMAINDER_SUFFIX)
+            found[state] = found.get(state, 0) + _nbytes(value)
+        return found
+
+    def note(self, param: Tensor) -> str:
+        """Names the states that stay in float32 although those of other parameters have scales."""
+        kept = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
+        return costs.float_states(kept, " and ".join(dict.fromkeys(self.scaled[state] for state in kept)))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as `Row` spells it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,111 @@
+"""Operations on the meta device as they run on a GPU: scaled products, and attention that keeps no matrix of weights.
+
+PyTorch chooses its attention by device, and of tensors on the meta device multiplies queries by keys. On a GPU it is
+flash attention for 16 bits without a mask, or cuDNN's, which keeps the same; else memory-efficient attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from quantshard.tools.planning.timeline import MemoryTimeline
+
+_aten = torch.ops.aten
+_HALVES = (torch.bfloat16, torch.float16)
+_LARGEST_FLASH_HEAD = 256
+_SUM_BYTES = 4
+"""Of the float32 in which attention's backward sums the gradient of queries."""
+
+_OUT_DTYPE = 9
+"""Which argument of a scaled product says its dtype."""
+
+
+class GpuTimeline(MemoryTimeline):
+    """A timeline of operations that run as on a GPU.
+
+    Where a model asks whether all elements of something hold (that no token is padding, that a row is one sequence),
+    they do: the sequences of a training step are whole.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._holding = WeakTensorKeyDictionary()
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if function is _aten._local_scalar_dense.default and args[0] in self._holding:
+            return True
+        if function is _aten.all.default:
+            found = super().operation(function, args, kwargs)
+            self._holding[found] = True
+            return found
+        if function is _aten._scaled_mm_v2.default:
+            return super().operation(_scaled_product, args, kwargs)
+        if function is _aten._scaled_dot_product_flash_attention_backward.default:
+            self.reserve(args[1].numel() * _SUM_BYTES)
+        return super().operation(function, args, kwargs)
+
+
+def _scaled_product(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=others[_OUT_DTYPE - 2])
+
+
+@contextmanager
+def gpu_attention() -> Iterator[None]:
+    """Within it `torch.nn.functional.scaled_dot_product_attention` of tensors on the meta device is the one of a GPU,
+    unless the caller left the plain one alone enabled (`torch.nn.attention.sdpa_kernel`).
+
+    A `TorchFunctionMode` would do, but PyTorch turns those off in backward, where layers are recomputed.
+    """
+    before = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+_plain_attention = F.scaled_dot_product_attention
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    plain = partial(
+        _plain_attention, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if not query.is_meta:
+        return plain()
+    enabled = torch.backends.cuda
+    is_flash = query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    if is_flash and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
+        found: Tensor = _aten._scaled_dot_product_flash_attention.default(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return found
+    if query.ndim == 4 and query.shape[-3] == key.shape[-3] and enabled.mem_efficient_sdp_enabled():
+        bias = attn_mask
+        if bias is not None:
+            shape = (*query.shape[:-1], key.shape[-2])
+            bias = (torch.empty_like(bias, dtype=query.dtype) if bias.dtype is torch.bool else bias).expand(shape)
+        keeps = query.requires_grad or key.requires_grad or value.requires_grad
+        efficient: Tensor = _aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+        return efficient
+    return plain()

@@ -1,0 +1,152 @@
+"""The figures of a run at this moment, taken step by step: what the live view shows."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from quantshard.tools.report.heat_maps import AlarmEntry, StatisticsReader
+from quantshard.tools.report.history import HELDOUT, HELDOUT_OF_AVERAGE, LOSS, SECONDS, SPEED
+from quantshard.tools.report.metrics import number, step_of
+from quantshard.tools.report.source import CheckpointRow
+
+_RECENT = 50
+"""Steps whose mean time tells when the last one will be done."""
+
+_MARKS, _PLAIN_MARKS = "▁▂▃▄▅▆▇█", "_.,-=+*#"
+_MOST_POINTS = 256
+
+
+@dataclass
+class Sparkline:
+    """A curve in a line of text, of all that was added: means of more and more steps, so that memory stays as it is."""
+
+    points: list[float] = field(default_factory=list)
+    each: int = 1
+    _sum: float = 0.0
+    _count: int = 0
+
+    def add(self, value: float) -> None:
+        """Take the next value; one that is not finite leaves no mark."""
+        if not math.isfinite(value):
+            return
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self.each:
+            return
+        self.points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.points) >= _MOST_POINTS:
+            self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
+            self.each *= 2
+
+    def text(self, width: int, ascii_only: bool = False) -> str:
+        """The curve in at most `width` characters."""
+        points, marks = self.points, _PLAIN_MARKS if ascii_only else _MARKS
+        if len(points) > width > 0:
+            ends = [round(at * len(points) / width) for at in range(width + 1)]
+            points = [sum(points[a:b]) / (b - a) for a, b in pairwise(ends)]
+        low, high = min(points, default=0.0), max(points, default=0.0)
+        span = (high - low) or 1.0
+        return "".join(marks[round((point - low) / span * (len(marks) - 1))] for point in points)
+
+
+@dataclass
+class TransferFigures:
+    """What is being saved or loaded: `what` is done, bytes done, and bytes in all, as far as they are known."""
+
+    what: str
+    total: int = 0
+    done: int = 0
+
+    def expect(self, count: int) -> None:
+        """So many more bytes are to be moved."""
+        self.total += count
+
+    def moved(self, count: int) -> None:
+        """So many more were moved."""
+        self.done += count
+
+
+@dataclass
+class RunFigures:
+    """What is known of a run that is watched.
+
+    `planned`: its steps; `tokens_per_step`: None where the settings do not say. `entry`: the last record of
+    `metrics.jsonl`; `best`: the smallest held-out loss and its step. `state`: why nothing new comes, if that is known.
+    `transfer`: what is being saved just now. `elsewhere`: the place of checkpoints that are not looked at.
+    """
+
+    name: str
+    planned: int | None = None
+    tokens_per_step: float | None = None
+    entry: dict[str, Any] = field(default_factory=dict)
+    losses: Sparkline = field(default_factory=Sparkline)
+    heldout: float | None = None
+    best: tuple[float, int] | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=3))
+    checkpoint: CheckpointRow | None = None
+    elsewhere: str = ""
+    state: str = ""
+    transfer: TransferFigures | None = None
+
+    @property
+    def step(self) -> int:
+        """The last step."""
+        return step_of(self.entry) or 0
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Take a record of `metrics.jsonl`."""
+        self.entry = dict(entry)
+        self.losses.add(number(entry.get(LOSS)))
+        heldout = number(entry.get(HELDOUT))
+        if math.isfinite(heldout):
+            self.heldout = heldout
+            if self.best is None or heldout < self.best[0]:
+                self.best = heldout, self.step
+        seconds = number(entry.get(SECONDS))
+        speed = number(entry.get(SPEED))
+        if math.isnan(seconds) and self.tokens_per_step and speed > 0:
+            seconds = number(self.tokens_per_step / speed)
+        if math.isfinite(seconds) and seconds >= 0:
+            self.recent.append(seconds)
+
+    def add_statistics(self, record: Mapping[str, Any]) -> None:
+        """Take a record of `statistics.jsonl`: its alarms."""
+        reader = StatisticsReader()
+        reader.add([{"step": record.get("step"), "alarms": record.get("alarms")}])
+        self.alarms.extend(reader.alarms())
+
+    def clear(self) -> None:
+        """Forget the steps, which are read again."""
+        self.entry, self.losses, self.heldout, self.best = {}, Sparkline(), None, None
+        self.recent.clear()
+        self.alarms.clear()
+
+    def eta(self) -> float | None:
+        """Seconds until the last step is done, as fast as the last ones; None where nobody knows."""
+        if self.planned is None or not self.recent or self.step > self.planned:
+            return None
+        return (self.planned - self.step) * sum(self.recent) / len(self.recent)
+
+
+def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
+    """A step in a line, as logs have it."""
+    line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
+    line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
+    if number(entry.get("skipped_steps")) > 0:
+        line += f"  {_said(entry['skipped_steps'], '.0f')} steps skipped"
+    if HELDOUT in entry:
+        line += f"  held-out loss {_said(entry[HELDOUT], '.4f')}"
+    if HELDOUT_OF_AVERAGE in entry:
+        line += f"  of the average {_said(entry[HELDOUT_OF_AVERAGE], '.4f')}"
+    return f"step {step_of(entry) or 0}{'' if planned is None else f'/{planned}'}  {line}"
+
+
+def _said(value: object, form: str) -> str:
+    """A figure as a line shows it; what is no number, or not finite, as it stands there."""
+    return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]

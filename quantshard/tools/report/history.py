@@ -1,0 +1,138 @@
+"""A whole run as it was read from its files: what a report of it is made from."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantshard.checkpoints.disk.store import why
+from quantshard.errors import ConfigurationError
+from quantshard.readable import human_bytes
+from quantshard.tools.report.heat_maps import StatisticsReader
+from quantshard.tools.report.metrics import LARGEST, LARGEST_STEP, MOST_COLUMNS, Column, MetricReader, MetricTable
+from quantshard.tools.report.record_sample import RecordSample
+from quantshard.tools.report.records import Record, RecordFile
+from quantshard.tools.report.source import METRICS, STARTS, STATISTICS, CheckpointRow, RunSource
+
+LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
+    "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes", "seconds", "tokens",
+)  # fmt: skip
+"""Figures of `metrics.jsonl` that a report knows the meaning of; others are drawn as they are."""
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What a run has written so far.
+
+    `config`: settings by name. `parameters`: what `explain` found, as its JSON. `is_trained`: whether a process trains
+    it now, None where nobody can tell. `notes`: what was torn, broken or left out, a sentence each.
+    """
+
+    name: str
+    where: str
+    config: dict[str, Any]
+    parameters: dict[str, Any]
+    starts: list[Record]
+    metrics: MetricTable
+    statistics: StatisticsReader
+    checkpoints: list[CheckpointRow]
+    is_trained: bool | None
+    notes: tuple[str, ...]
+
+    @property
+    def steps_planned(self) -> int | None:
+        """The steps that were asked for, if the settings say it."""
+        return planned_steps(self.config)
+
+    @property
+    def elsewhere(self) -> str:
+        """The place of its checkpoints, if that is not in its folder."""
+        return checkpoints_elsewhere(self.config)
+
+    def tokens(self) -> Column | None:
+        """Tokens that were trained on up to each step; None where nothing says how many a step has."""
+        counted = self.metrics.columns.get(TOKENS)
+        if counted is not None and len(counted) and np.isfinite(counted).all() and (np.diff(counted) >= 0).all():
+            return counted
+        each = tokens_per_step(self.config)
+        return None if each is None else self.metrics.steps.astype(np.float64) * each
+
+    def seconds(self) -> Column | None:
+        """Seconds that were trained up to each step; None where nothing tells."""
+        each = self.metrics.columns.get(SECONDS)
+        if each is None:
+            speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
+            if speed is None or tokens is None:
+                return None
+            each = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > tokens / LARGEST)
+        return np.cumsum(np.where(np.isfinite(each) & (each >= 0), each, 0.0))
+
+
+def tokens_per_step(config: dict[str, Any]) -> float | None:
+    """The tokens of one step, from the settings."""
+    sizes = [config.get(name) for name in ("global_batch", "seq_length")]
+    return float(math.prod(sizes)) if all(type(size) is int and 0 < size < 1 << 40 for size in sizes) else None  # type: ignore[arg-type, operator]
+
+
+def planned_steps(config: dict[str, Any]) -> int | None:
+    """The steps that were asked for, if the settings say it."""
+    steps = config.get("steps")
+    return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
+
+
+def checkpoints_elsewhere(config: dict[str, Any]) -> str:
+    """The place that the settings have checkpoints in, which is told and not looked at: anybody may have named it."""
+    place = config.get("checkpoints")
+    return place if isinstance(place, str) else ""
+
+
+def read_history(run: str | os.PathLike[str]) -> RunHistory:
+    """Read a run, which may still be trained.
+
+    Raises:
+        ConfigurationError: there is none, or one of its files cannot be read or is damaged.
+        CheckpointError: its URL cannot be reached.
+    """
+    source = RunSource(run)
+    files = {name: source.records(name) for name in (METRICS, STATISTICS)}
+    metrics, statistics = MetricReader(files[METRICS].path), StatisticsReader()
+    sample = RecordSample(files[STATISTICS])
+    try:
+        for batch in files[METRICS].batches():
+            metrics.add(batch)
+        for batch in sample.batches():
+            statistics.add(batch)
+        starts = source.starts()
+    except OSError as error:
+        where = error.filename or source.file(STARTS)
+        raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
+    table = metrics.table()
+    notes = [*(note for file in files.values() for note in _damage(file)), *sample.notes()]
+    last = int(table.steps[-1]) if len(table.steps) else 0
+    if lost := max(0, last - len(table.steps)):
+        notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
+    if skipped := files[METRICS].skipped:
+        notes.append(f"{source.file(METRICS)}: {human_bytes(skipped)}, evenly over the run, were not read")
+    if table.others:
+        notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
+    if statistics.left_out:
+        notes.append(f"{source.file(STATISTICS)} has more tensors or statistics than a map shows; they are left out")
+    return RunHistory(
+        source.name, os.fspath(run), source.config(), source.parameters(), starts, table, statistics,
+        source.checkpoints(), source.is_trained(), tuple(notes),
+    )  # fmt: skip
+
+
+def _damage(file: RecordFile) -> list[str]:
+    """What is wrong with a file of records, in sentences."""
+    found = []
+    if file.broken:
+        lines = "1 line is" if file.broken == 1 else f"{file.broken} lines are"
+        found.append(f"{file.path}: {lines} no record, and left out")
+    if file.torn:
+        found.append(f"{file.path}: its last line was cut off, or is still being written, and is left out")
+    return found

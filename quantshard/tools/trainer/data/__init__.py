@@ -1,0 +1,21 @@
+"""What a run learns from: where data are, what makes tokens of them, and windows of tokens in an order of their own."""
+
+from quantshard.tools.trainer.data.collecting import collect, collect_recorded
+from quantshard.tools.trainer.data.documents import Corpus, Document, from_table
+from quantshard.tools.trainer.data.loader import BatchLoader
+from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY, load_tokenizer, text
+from quantshard.tools.trainer.data.windows import Windows
+
+__all__ = [
+    "BatchLoader",
+    "Corpus",
+    "Document",
+    "END_OF_DOCUMENT",
+    "VOCABULARY",
+    "Windows",
+    "collect",
+    "collect_recorded",
+    "from_table",
+    "load_tokenizer",
+    "text",
+]

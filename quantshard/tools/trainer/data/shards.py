@@ -1,0 +1,206 @@
+"""Token shards: `.bin` files of whole numbers, and the index that makes a folder of them a data set.
+
+    quantshard_tokens.json    how many tokens and documents, of which vocabulary, in which files, with their SHA-256
+    00000.bin, 00001.bin      tokens one after the other, uint16 or uint32, little endian, as nanoGPT reads them
+    tokenizer/                a copy of the tokenizer's files, so that the folder is whole
+
+A folder may come from anybody. Of the index each field has a range, files have names of their own in it, and their
+lengths are compared; what it says of contents is compared by whoever reads these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantshard import foreign
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import FieldReader, open_regular, regular_size
+from quantshard.read_limits import FILE_BYTES
+from quantshard.tools.trainer.data.documents import TOKEN_DTYPES, unreadable
+from quantshard.tools.trainer.data.finding import INDEX
+
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer's copy."""
+
+FORMAT, VERSION = "quantshard-tokens", 1
+_MOST = (1 << 63) - 1
+_MOST_TOKENS = 1 << 24
+_SHARD = re.compile(r"[0-9]{5,9}\.bin")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_HEADER_BYTES = 1024
+_HEADERS = {20240520: "uint16", 20240801: "uint32"}
+"""First numbers of the token files of llm.c and modded-nanogpt, which have a header, and the dtype each stands for."""
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One file of tokens: its name, how many tokens and documents it holds, and its SHA-256."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """What the index of a folder says.
+
+    `key`: digest of what the shards follow from: the sources, the tokenizer and the options. `tokenizer`: its digest.
+    `end_text`: the token that ends documents, as text; "" of bytes.
+    """
+
+    key: str
+    tokenizer: str
+    vocabulary: int
+    end_of_document: int
+    end_text: str
+    dtype: str
+    shards: tuple[ShardEntry, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents of all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    def content(self) -> dict[str, Any]:
+        """What is written."""
+        total = {"tokens": self.tokens, "documents": self.documents}
+        return {"format": FORMAT, "version": VERSION, **total, **asdict(self)}
+
+    def sizes(self, folder: Path) -> tuple[tuple[Path, int], ...]:
+        """The shards that hold anything, and their lengths as they are on disk.
+
+        Raises:
+            ConfigurationError: one is missing, or is not as long as the index says.
+        """
+        found = []
+        for shard in self.shards:
+            path, expected = folder / shard.file, shard.tokens * TOKEN_DTYPES[self.dtype].itemsize
+            try:
+                size = regular_size(path)
+            except OSError as error:
+                raise unreadable(path, error) from None
+            if size != expected:
+                raise ConfigurationError(
+                    f"{path} has {size} bytes, but {INDEX} says {shard.tokens} tokens of {self.dtype}, which are "
+                    f"{expected}; make the shards anew by quantshard tokenize"
+                )
+            if size:
+                found.append((path, size))
+        return tuple(found)
+
+
+def read_index(folder: Path) -> ShardIndex:
+    """The index of a folder of token shards.
+
+    Raises:
+        ConfigurationError: it is none; the field is named.
+    """
+    where = folder / INDEX
+    content = foreign.read_json(where, FILE_BYTES["index"])
+    fields = FieldReader(content, str(where))
+    if content.get("format") != FORMAT:
+        raise fields.wrong("format", repr(FORMAT))
+    if content.get("version") != VERSION:
+        raise fields.wrong("version", f"{VERSION}, the only one that this release reads")
+    if (fields.text("dtype") or "") not in TOKEN_DTYPES:
+        raise fields.wrong("dtype", " or ".join(TOKEN_DTYPES))
+    vocabulary = _number(fields, "vocabulary", 1, _MOST_TOKENS)
+    listed = content.get("shards")
+    if not isinstance(listed, list) or not listed:
+        raise fields.wrong("shards", "a list of files")
+    index = ShardIndex(
+        _digest(fields, "key"),
+        _digest(fields, "tokenizer"),
+        vocabulary,
+        _number(fields, "end_of_document", 0, vocabulary - 1),
+        fields.text("end_text") or "",
+        content["dtype"],
+        tuple(shard_entry(entry, f"{where}: shards[{number}]") for number, entry in enumerate(listed)),
+    )
+    names = [shard.file for shard in index.shards]
+    if len(set(names)) != len(names):
+        raise ConfigurationError(f"{where}: two shards have one name")
+    for name in ("tokens", "documents"):
+        if content.get(name) != getattr(index, name):
+            raise fields.wrong(name, f"{getattr(index, name)}, the sum over the shards")
+    return index
+
+
+def shard_entry(entry: object, where: str) -> ShardEntry:
+    """A shard as an index or a journal says it.
+
+    Raises:
+        ConfigurationError: it says none.
+    """
+    if not isinstance(entry, dict):
+        raise ConfigurationError(f"{where} is not an object")
+    fields = FieldReader(entry, where)
+    file = fields.text("file") or ""
+    if not _SHARD.fullmatch(file):
+        raise fields.wrong("file", "the name of a shard, as 00000.bin")
+    return ShardEntry(
+        file, _number(fields, "tokens", 0, _MOST), _number(fields, "documents", 0, _MOST), _digest(fields, "sha256")
+    )
+
+
+def _number(fields: FieldReader, name: str, least: int, most: int) -> int:
+    found = fields.integer(name, least, most)
+    if found is None:
+        raise fields.wrong(name, "given")
+    return found
+
+
+def _digest(fields: FieldReader, name: str) -> str:
+    found = fields.text(name) or ""
+    if not _SHA256.fullmatch(found):
+        raise fields.wrong(name, "a SHA-256")
+    return found
+
+
+def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
+    """The dtype and the bytes of the header of a token file without an index: that of llm.c has one, nanoGPT's none.
+
+    `dtype`: what the vocabulary says.
+
+    Raises:
+        ConfigurationError: its length is no whole number of tokens, or not the one in its header.
+    """
+    header = 0
+    try:
+        with open_regular(path, follow=True) as file:
+            first, _, count = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if first in _HEADERS and size >= _HEADER_BYTES:
+        dtype, header = _HEADERS[first], _HEADER_BYTES
+    if (size - header) % TOKEN_DTYPES[dtype].itemsize:
+        raise ConfigurationError(
+            f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
+            "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
+        )
+    stored = (size - header) // TOKEN_DTYPES[dtype].itemsize
+    if header and count != stored:
+        raise ConfigurationError(
+            f"{path}: the header counts {count} tokens, the file has {stored}; is it cut off? make it again"
+        )
+    return dtype, header
+
+
+def tokenizer_copy(folder: Path) -> str:
+    """Where the copy of the tokenizer is; "" if there is none."""
+    copy = folder / TOKENIZER
+    return str(copy) if os.path.isdir(copy) and not os.path.islink(copy) else ""

@@ -1,0 +1,213 @@
+"""Windows of the data, in an order that no process count changes.
+
+The windows of a step are a pure function of (seed, step, index in the global batch): each starts where the counter
+generator says. A process computes the indices that are its share, so 1 and 4 processes see the same global batch, and
+a resumed run goes on where it would have been. Of several sources with weights each window's is drawn first, by the
+same generator.
+
+The last part of each source is held out, or documents of their own are: training windows lie wholly before the
+boundary, evaluated ones wholly after it. Files are read, and not mapped: one that became shorter is an error then,
+where a map would end the process.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantshard import numerics
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import open_regular
+from quantshard.tools.trainer.data.documents import TOKEN_DTYPES, Corpus, Document, unreadable
+
+_ORDER_STREAM, _SOURCE_STREAM = 0, 2  # 1 is that of generated texts
+_WORDS = 1 << 32
+_MOST_OPEN = 64
+
+
+class FileReader:
+    """The files that were read last, which stay open: a window is one system call. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._files)
+
+    def read(self, path: Path, offset: int, length: int) -> bytes:
+        """Bytes of a regular file from a place on; fewer if it ends before.
+
+        Raises:
+            ConfigurationError: it cannot be read.
+        """
+        with self._lock:
+            try:
+                if path not in self._files:
+                    self._files[path] = open_regular(path, follow=True)
+                self._files.move_to_end(path)
+                content = os.pread(self._files[path].fileno(), length, offset)
+            except OSError as error:
+                raise unreadable(path, error) from None
+            if len(self._files) > _MOST_OPEN:
+                self._files.popitem(last=False)[1].close()
+        return content
+
+
+def _close(files: dict[Path, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
+
+
+class TokenStream:
+    """The documents of a source, one after the other. `corpus`: what is known of its tokens."""
+
+    def __init__(self, documents: Sequence[Document], corpus: Corpus) -> None:
+        self.documents, self.corpus, self._files = documents, corpus, FileReader()
+        self._ends = list(accumulate(document.tokens for document in documents))
+        self.tokens = self._ends[-1]
+
+    def window(self, start: int, width: int) -> Tensor:
+        """Tokens [start, start + width) of the stream, int64."""
+        pieces: list[Tensor] = []
+        at, left = bisect_right(self._ends, start), width
+        while left:
+            document = self.documents[at]
+            offset = start - (self._ends[at] - document.tokens)
+            length = min(left, document.stored - offset)
+            if length:
+                pieces.append(self._read(document, offset, length))
+                left -= length
+            if left and not document.dtype:
+                pieces.append(torch.tensor([self.corpus.end_of_document], dtype=torch.int64, device="cpu"))
+                left -= 1
+            at, start = at + 1, self._ends[at]
+        return torch.cat(pieces)
+
+    def _read(self, document: Document, offset: int, length: int) -> Tensor:
+        kind = TOKEN_DTYPES.get(document.dtype, np.dtype(np.uint8))
+        content = self._files.read(document.path, document.header + offset * kind.itemsize, length * kind.itemsize)
+        if len(content) != length * kind.itemsize:
+            raise ConfigurationError(
+                f"the data file {document.path} became shorter than the {document.size} bytes that the run was started "
+                "with"
+            )
+        found = torch.from_numpy(np.frombuffer(content, kind).astype(np.int64))
+        if document.dtype and int(found.max()) >= self.corpus.vocabulary:
+            raise ConfigurationError(
+                f"the data file {document.path} has changed: from token {offset} on it holds {int(found.max())}, which "
+                f"is none of the {self.corpus.vocabulary} tokens"
+            )
+        return found
+
+
+class SourceWindows:
+    """The windows of one source: where they may start. `kept`: tokens at its end that are held out."""
+
+    def __init__(self, stream: TokenStream, width: int, kept: int) -> None:
+        self.stream, self.width = stream, width
+        self.boundary = stream.tokens - kept
+
+    def training(self, word: int) -> Tensor:
+        """The window that a random word of 64 bits means."""
+        return self.stream.window(word % (self.boundary - self.width + 1), self.width)
+
+    def heldout(self, most: int) -> list[Tensor]:
+        """At most `most` windows, evenly spaced over the held-out part."""
+        room = self.stream.tokens - self.boundary - self.width
+        if room < 0:
+            return []
+        count = min(most, room // self.width + 1)
+        starts = [self.boundary + (room * i // (count - 1) if count > 1 else 0) for i in range(count)]
+        return [self.stream.window(start, self.width) for start in starts]
+
+
+class Windows:
+    """Windows of seq_length + 1 tokens of a corpus: inputs, and the same moved by one as targets.
+
+    Args:
+        corpus: the documents.
+        seq_length: tokens that the model reads at once.
+        heldout: share of each source, at its end, that is kept for evaluation; 0 keeps none, and so do documents of
+            the corpus that are held out themselves.
+
+    Raises:
+        ConfigurationError: a source is too short.
+    """
+
+    def __init__(self, corpus: Corpus, seq_length: int, heldout: float) -> None:
+        self.width = seq_length + 1
+        share = 0.0 if corpus.heldout_files else heldout
+        self.sources = [self._source(TokenStream(documents, corpus), share) for documents in corpus.sources]
+        self.weights = corpus.weights or (1.0,)
+        self.tokens = sum(source.stream.tokens for source in self.sources)
+        self.apart = None
+        if corpus.heldout_files:
+            stream = TokenStream(corpus.heldout, corpus)
+            if stream.tokens < self.width:
+                raise self._too_short("held-out text", stream, "")
+            self.apart = SourceWindows(stream, self.width, stream.tokens)
+        total = math.fsum(self.weights)
+        self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
+
+    def _source(self, stream: TokenStream, share: float) -> SourceWindows:
+        kept = max(self.width, round(stream.tokens * share)) if share else 0
+        source = SourceWindows(stream, self.width, kept)
+        if source.boundary < self.width:
+            raise self._too_short("text", stream, f" and {kept} held-out tokens")
+        return source
+
+    def _too_short(self, what: str, stream: TokenStream, more: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the {what} has {stream.tokens} tokens, too few for seq_length = {self.width - 1}{more}; give more data, "
+            "or a smaller seq_length or heldout"
+        )
+
+    def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
+        """Windows `first` to `first + count` of the global batch of a step: int64 [count, seq_length + 1]."""
+        words = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
+        chosen = self.chosen(seed, step, first, count)
+        drawn = zip(chosen, words.tolist(), strict=True)
+        return torch.stack([self.sources[source].training(high << 32 | low) for source, (low, high) in drawn])
+
+    def chosen(self, seed: int, step: int, first: int, count: int) -> list[int]:
+        """The source of each of these windows."""
+        if len(self.sources) == 1:
+            return [0] * count
+        words = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
+        return [bisect_right(self._limits, word) for [word] in words.tolist()]
+
+    def counts(self, seed: int, step: int, count: int) -> list[int]:
+        """How many windows of a step's global batch are of each source."""
+        found = Counter(self.chosen(seed, step, 0, count))
+        return [found[source] for source in range(len(self.sources))]
+
+    def heldout(self, most: int) -> Tensor:
+        """At most `most` windows, evenly spaced over what is held out, of each source by its weight:
+        int64 [n, seq_length + 1]."""
+        if self.apart is not None:
+            found = self.apart.heldout(most)
+        else:
+            shares = _apportioned(most, self.weights)
+            found = [w for source, share in zip(self.sources, shares, strict=True) for w in source.heldout(share)]
+        return torch.stack(found) if found else torch.empty(0, self.width, dtype=torch.int64, device="cpu")
+
+
+def _apportioned(count: int, weights: Sequence[float]) -> list[int]:
+    """A number divided by weights: whole parts, then one more for the largest remainders."""
+    exact = [count * weight / math.fsum(weights) for weight in weights]
+    parts = [int(part) for part in exact]
+    order = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
+    for i in order[: count - sum(parts)]:
+        parts[i] += 1
+    return parts

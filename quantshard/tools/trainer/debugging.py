@@ -1,0 +1,249 @@
+"""A run's model twice in one process: as its recipe has it, and in float32, with one batch of its data."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantshard import checkpoints, recipe
+from quantshard.checkpoints.disk.commit import is_complete
+from quantshard.errors import ConfigurationError
+from quantshard.interop.conversion.convert import show_linears
+from quantshard.interop.layouts.source import CheckpointModel
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.numerics.states import MASTER, has_master
+from quantshard.recipe import HighPrecision
+from quantshard.tensor import components
+from quantshard.tools.statistics.sensitivity import (
+    GemmError,
+    LayerError,
+    RecipeSuggestion,
+    gemm_errors,
+    gradient_error,
+    gradients,
+    layer_errors,
+    suggest,
+)
+from quantshard.tools.terminal import inputs
+from quantshard.tools.trainer import data
+from quantshard.tools.trainer.data import Corpus
+from quantshard.tools.trainer.data.preparation import Preparation
+from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.models.model import LanguageModel
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.run_dir import RunDir, run_of_checkpoint
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.recipes import LayerRecipes
+
+
+@dataclass(frozen=True)
+class DebugSource:
+    """The checkpoint that is looked at, and the settings of its run, the configuration of its model if that is one of
+    transformers, and its data."""
+
+    checkpoint: str
+    settings: TrainSettings
+    configuration: Mapping[str, Any] | None
+    corpus: Corpus
+
+
+def find(source: str, checkpoints: str | None = None) -> DebugSource:
+    """The last complete checkpoint of a run, or a checkpoint of one.
+
+    Args:
+        checkpoints: where those of the run are, if the user says it.
+
+    Raises:
+        ConfigurationError: it is neither, or its recipes quantize nothing.
+        CheckpointError: the place of checkpoints cannot be looked at.
+    """
+    place = Path(inputs.existing(source, "a run, or a checkpoint of one"))
+    is_run = "://" not in source and (place / "config.toml").is_file()
+    if is_run:
+        run = RunDir(place)
+    elif checkpoints is not None:
+        raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
+    elif "://" in source or (place.is_dir() and is_complete(source)):
+        found = run_of_checkpoint(source)
+        if found is None:
+            raise ConfigurationError(
+                f"{source} is not in a run's folder, so its model and data are not known; name RUN/checkpoints/step-..."
+            )
+        run = found
+    else:
+        raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
+    settings, _, corpus = run.read_config()
+    if not any(each.table for each in LayerRecipes.parse(settings.recipe).recipes.values()):
+        raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
+    if is_run:
+        run.look_in(checkpoints)
+        source = str(run.checkpoint(run.last_complete()[0]))
+    return DebugSource(source, settings, run.read_model(settings), _corpus_here(run, corpus))
+
+
+def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
+    """The data as they were recorded, where they are now if the run's folder was moved."""
+    corpus = data.from_table(recorded)
+    return replace(
+        corpus, documents=tuple(replace(each, path=Path(run.here(str(each.path)))) for each in corpus.documents)
+    )
+
+
+@dataclass(frozen=True)
+class DebugReport:
+    """What quantizing costs a model in one batch.
+
+    `loss`, `exact_loss`: by the recipe and in float32; `gradient`: relative error of the gradient of all parameters.
+    `layers`: empty unless they were asked for.
+    """
+
+    loss: float
+    exact_loss: float
+    gradient: float
+    gemms: Sequence[GemmError]
+    layers: Sequence[LayerError] = ()
+
+
+class ModelPair:
+    """The model of a checkpoint by its recipes, and the same in float32: with its masters, or what codes stand for.
+
+    `recipes`: of each quantized module, by its name.
+
+    Raises:
+        ConfigurationError: the model cannot be built.
+        CheckpointError: the weights do not fit.
+    """
+
+    def __init__(self, found: DebugSource, batch: Tensor) -> None:
+        self.settings = replace(found.settings, dropout=0.0, mesh="", dp_replicate=1)
+        self._patterns = LayerRecipes.parse(self.settings.recipe)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.batch = batch.to(device)
+        torch.manual_seed(self.settings.seed)
+        if found.configuration is None:
+            recipes = models.recipes_of(self.settings)
+            self._names = [f"layers.{number}" for number in range(self.settings.layers)]
+            if isinstance(recipes, LayerRecipes):
+                self._patterns, self._names = recipes, models.linear_names(self.settings)
+            self.model: nn.Module = LanguageModel(self.settings, recipes, device)
+            self.exact: nn.Module = LanguageModel(
+                replace(self.settings, params_dtype="float32"), HighPrecision(), device
+            )
+        else:
+            self.model, self.exact = _of_transformers(found.configuration, self.settings.model, self._patterns, device)
+            self._names = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        self._load(found.checkpoint)
+        self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
+
+    def _whole(self, name: str) -> str:
+        """What of the model has one recipe, with a module within: of the decoder here the module or its layer."""
+        return name if name in self._names else ".".join(name.split(".")[:2])
+
+    @torch.no_grad()
+    def _load(self, checkpoint: str) -> None:
+        optimizer = make_optimizer(self.model, self.settings) if CheckpointModel(checkpoint).states() else None
+        checkpoints.load(checkpoint, self.model, optimizer)
+        targets = dict(self.exact.named_parameters())
+        for name, param in self.model.named_parameters():
+            quantized = components.quantized_local(param)
+            if optimizer is not None and has_master(optimizer.state.get(param, {})):
+                values = optimizer.get_unscaled_state(param, MASTER)
+            else:
+                values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()
+            targets[name].copy_(values)
+        for name, module in self.exact.named_modules():
+            if not isinstance(module, QuantizedModule):  # as a router's bias, which is no parameter
+                for leaf, buffer in module.named_buffers(recurse=False):
+                    buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
+
+    def _pass(self, model: nn.Module) -> Tensor:
+        loss = models.loss(models.logits(model, self.batch[:, :-1]), self.batch[:, 1:])
+        loss.backward()
+        return loss
+
+    def compare(self, end_to_end: bool) -> DebugReport:
+        """Make the passes. `end_to_end`: one more for each layer, which then is quantized alone.
+
+        Raises:
+            ConfigurationError: the loss is not finite in float32.
+        """
+        passes: list[tuple[float, dict[str, Tensor]]] = []
+        gemms = gemm_errors(
+            self.exact, self.recipes,
+            lambda: passes.append(gradients(self.exact, lambda: self._pass(self.exact))),
+        )  # fmt: skip
+        ((exact_loss, exact),) = passes
+        if not math.isfinite(exact_loss):
+            raise ConfigurationError(
+                f"the loss of this batch is {exact_loss} in float32 too, so its errors say nothing; name an older "
+                "checkpoint, or other text with --data"
+            )
+        loss, found = gradients(self.model, lambda: self._pass(self.model))
+        layers: list[LayerError] = []
+        if end_to_end:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that histories of a recipe with some are made late
+                layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
+        return DebugReport(loss, exact_loss, gradient_error(found, exact), gemms, layers)
+
+    def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
+        """Which layers to keep in high precision, by the errors of the whole gradient if the report has them, otherwise
+        by those of GEMMs. `share`: see `suggest`."""
+        errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
+        for row in report.layers or report.gemms:
+            errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
+        return suggest(errors, share, self._patterns.patterns, self._names)
+
+
+def _of_transformers(
+    configuration: Mapping[str, Any], where: str, recipes: LayerRecipes, device: torch.device
+) -> tuple[nn.Module, nn.Module]:
+    """A model of transformers by its recipes, and in float32 with layers that show what they work on; without values.
+
+    Both are in eval mode, in which transformers drops out nothing, but for those layers.
+    """
+    model, _ = huggingface.converted(configuration, where, recipes, causal=True)
+    plain = LayerRecipes.parse(recipe.HighPrecision.name)
+    exact, _ = huggingface.converted({**configuration, "dtype": "float32"}, where, plain, causal=True)
+    layers = _quantized_modules(model)
+    show_linears(exact, layers)
+    for each in (model, exact):
+        huggingface.leave_meta(each, device)
+        each.eval()
+        for name in layers:
+            each.get_submodule(name).train()
+    return model, exact
+
+
+def _quantized_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that have quantized weights of their own."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(components.quantized_local(param) is not None for param in module.parameters(recurse=False))
+    ]
+
+
+def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
+    """The first sequences of a run's first step, from its data or from others: int64 [count, seq_length + 1].
+
+    Raises:
+        ConfigurationError: data are missing, or too short.
+    """
+    settings = found.settings
+    if not paths:
+        windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)
+        return windows.batch(settings.seed, 1, 0, count)
+    others = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
+    with tempfile.TemporaryDirectory() as folder:
+        _, corpus = Preparation(others).collected(Path(folder))
+        return data.Windows(corpus, settings.seq_length, settings.heldout).batch(settings.seed, 1, 0, count)

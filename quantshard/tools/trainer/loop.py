@@ -1,0 +1,453 @@
+"""The training loop that every process of a run goes through.
+
+A step is a pure function of the state and the step's number: the batch, the learning rate and the seed of dropout
+follow from (settings, step), and everything else is in the checkpoint. So a run that was killed and resumed on as many
+processes has the losses of one that was not, bit for bit.
+
+Steps are numbered from 1. `metrics.jsonl` gets its line of a step before the checkpoint of that step is begun.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from quantshard import checkpoints
+from quantshard.checkpoints.requantize import RequantizedWarning
+from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOperationError
+from quantshard.modules import StepGraph
+from quantshard.optimizers import averaged_weights
+from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
+from quantshard.tools.trainer.models import flops, initialization
+from quantshard.tools.trainer.models import model as models
+from quantshard.tools.trainer.monitoring.host_wait import HostWait
+from quantshard.tools.trainer.monitoring.profiling import StepProfile
+from quantshard.tools.trainer.monitoring.progress import Progress
+from quantshard.tools.trainer.monitoring.statistics import RunStatistics
+from quantshard.tools.trainer.monitoring.trackers import Tracker
+from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.schedule import learning_rate
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.mesh import TP, SequenceShare
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where this process stands: its rank, how many there are, and its device."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+
+class StopFlag:
+    """Set by a signal in any process; all of them learn of it with the loss of the step."""
+
+    def __init__(self) -> None:
+        self.raised = False
+
+    def set(self) -> None:
+        """Ask for a stop after the running step."""
+        self.raised = True
+
+
+class Trainer:
+    """One process's share of a run.
+
+    `init_from`: whose weights the model begins with; "" for random ones, None where a checkpoint's are to come.
+    `configuration`: of a model of transformers.
+
+    Raises:
+        ConfigurationError: the settings do not fit the number of processes or the data.
+        CheckpointError: the weights do not fit; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        corpus: Corpus,
+        run: RunDir,
+        place: ProcessInfo,
+        stop: StopFlag,
+        init_from: str | None = "",
+        configuration: Mapping[str, Any] | None = None,
+    ) -> None:
+        settings.check_ranks(place.ranks)
+        run.follow(settings)
+        self.settings, self.run, self.place, self.stop = settings, run, place, stop
+        self.corpus, self.windows = corpus, Windows(corpus, settings.seq_length, settings.heldout)
+        self.axes = settings.axes(place.ranks)
+        mesh = self.axes.device_mesh(place.device.type)
+        self.share = SequenceShare.of(mesh)
+        self.model = models.build(models.ModelSpec(settings, configuration), mesh, random=init_from == "")
+        identity = {"seed": settings.seed, "corpus": corpus.sha256}
+        self.loader = BatchLoader(self._batch, place.device, settings.steps, identity)
+        self.begun = initialization.load(init_from, self.model) if init_from else ""
+        if init_from == "" and configuration is not None:
+            self.begun = f"began with random weights of the model of {settings.model}"
+        self.optimizer = make_optimizer(self.model, settings)
+        check_graphs(settings, place.device)
+        self._graph = StepGraph(self._stepped, self.model, self.optimizer, enabled=settings.cuda_graphs)
+        self._flops = flops.flops_of_token(self.model, settings, configuration)
+        self._peak = flops.peak_of(place.device, settings)
+        self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
+        self._host_wait = HostWait(settings, self.progress.note)
+        self.trackers: list[Tracker] = []
+        if settings.peak_tflops and self._flops is None:
+            self.progress.note("no MFU is told: what a token of this model takes, by its configuration, is not known")
+
+    # One step --------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
+        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
+        for group in self.optimizer.param_groups:
+            _set_rate(group, learning_rate(self.settings, step))
+        stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
+        batch = self._seeded(step)
+        began = time.perf_counter()  # what was waited for before are data
+        sampled = statistics is not None and statistics.is_sampling
+        around = statistics.whole_step if statistics is not None and sampled else nullcontext
+        eagerly = sampled and self.settings.experts  # who shows the rows of each expert reads how many there are
+        if eagerly:
+            with around():
+                sums = self._stepped(batch, stop)
+        else:
+            sums = self._graphed(around, batch, stop)
+        launched = time.perf_counter()
+        if statistics is not None:
+            statistics.settle()  # of the step before, while the device works on this one
+        loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
+        if self.place.device.type == "cuda" and not sampled:
+            self._host_wait.add(launched - began, time.perf_counter() - launched)
+        return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
+
+    def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
+        """`_stepped`, as a CUDA graph, if it is to be."""
+        try:
+            sums: Tensor = self._graph.within(around, batch, stop)
+        except UnsupportedOperationError as error:
+            if not self.settings.cuda_graphs:
+                raise
+            raise UnsupportedOperationError(
+                f"{error}; start again without --cuda-graphs, or, if there is a checkpoint, go on with: quantshard "
+                "resume RUN --no-cuda-graphs"
+            ) from error
+        return sums
+
+    def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
+        """What the device does in a step: float64 sums, over the processes, of losses, squares of gradients and
+        `stop`."""
+        sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
+        if self.settings.clip:
+            self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums
+
+    def _clip(self, norm: Tensor) -> None:
+        """Scale the gradient, of this norm over all processes."""
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # of experts that are spread another one
+        for param in self.model.parameters():
+            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+        for params in by_mesh.values():
+            torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
+
+    def passes(self, step: int) -> Tensor:
+        """Forward and backward of a step: the mean loss of this process's sequences, float64."""
+        return self._passes(self._seeded(step))
+
+    def _seeded(self, step: int) -> Tensor:
+        """The batch of a step, for which random numbers begin anew."""
+        settings, share, batch = self.settings, self.share, self.loader.batch(step)
+        if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
+            torch.manual_seed(settings.seed + step * share.count + share.index)
+        return batch
+
+    def _passes(self, batch: Tensor) -> Tensor:
+        settings = self.settings
+        total = torch.zeros((), dtype=torch.float64, device=batch.device)
+        parts = batch.chunk(settings.parts(self.axes))
+        for number, part in enumerate(parts):
+            models.reduce_gradients(self.model, now=number == len(parts) - 1)
+            found = models.losses(self.model, part[:, :-1], part[:, 1:])
+            (models.trained_loss(self.model, found, settings) / len(parts)).backward()
+            total += (found.cross_entropy.detach() / len(parts)).double()
+        return total
+
+    def _batch(self, step: int) -> Tensor:
+        """This process's share of the global batch of a step, made in the loader's thread."""
+        count = self.settings.global_batch // self.share.count
+        return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
+
+    def _squares(self) -> Tensor:
+        """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
+        whole, on the first process of it."""
+        grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+        parts = [
+            grad.to_local() if isinstance(grad, DTensor) else grad
+            for grad in grads
+            if self.share.counts or _is_cut(grad)
+        ]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+        return torch.stack(norms).square().sum()
+
+    def _sum(self, *values: Tensor) -> Tensor:
+        """Float64 sums over all processes, in one collective."""
+        flat = torch.stack(values)
+        dist.all_reduce(flat)
+        return flat
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss over the held-out windows, or None if nothing is held out."""
+        count, index = self.share.count, self.share.index
+        windows = self.windows.heldout(self.settings.eval_sequences)
+        if not len(windows):
+            return None
+        at_once = self.settings.sequences_at_once(self.axes)
+        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
+        self.model.eval()
+        for first in range(0, len(windows), count * at_once):
+            mine = windows[first + index * at_once : first + (index + 1) * at_once].to(self.place.device)
+            # every process must take part in the gathers of every forward, those without a window too
+            used = mine if len(mine) else windows[:1].to(self.place.device)
+            more = -len(used) % models.batch_multiple(self.model)
+            logits = models.logits(self.model, torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
+            total += models.loss(logits, used[:, 1:]).double() * len(mine)
+        self.model.train()
+        models.reshard(self.model)
+        return float(self._sum(total * self.share.counts)) / len(windows)
+
+    def evaluate_average(self) -> float | None:
+        """`evaluate` with the average of the weights; None if none is kept."""
+        if not self.settings.ema:
+            return None
+        with averaged_weights(self.model, self.optimizer):
+            return self.evaluate()
+
+    # The run ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def manager(self) -> checkpoints.Manager:
+        """The run's checkpoints, which this run owns from the first use on. A collective call."""
+        return checkpoints.Manager(
+            self.run.checkpoints,
+            keep_last=self.settings.keep_last or None,
+            keep_every=self.settings.keep_every,
+            async_="thread" if self.settings.async_save else None,
+        )
+
+    def restore(
+        self, step: int | None = None, *, requantize: bool = False, lossy: bool = False
+    ) -> checkpoints.Restored:
+        """Load the last good checkpoint of the run, or that of a step; what is quantized anew is for the caller to say.
+
+        Raises:
+            CheckpointError: none is good, or it does not fit.
+        """
+        with self.progress.moving("loading"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RequantizedWarning)
+            restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
+        if restored is None:
+            raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
+        saved = restored.extra.get("step")
+        if type(saved) is not int or saved != restored.step:
+            raise CheckpointError(
+                f"{restored.path}: its saved step is {saved!r:.100}, not {restored.step}; restore that name, or "
+                "choose another checkpoint"
+            )
+        self.loader.load_state_dict(restored.extra)
+        return restored
+
+    def save(self, step: int) -> None:
+        """Save a checkpoint into the run, and show what it cost."""
+        with self.progress.moving("saving"):
+            report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
+        self.progress.saved(step)
+        beside = ", written in the background" if self.settings.async_save else ""
+        self.progress.note(
+            f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
+            f"{report.held_seconds:.2f} s{beside}"
+        )
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds besides the model and the optimizer."""
+        settings = self.settings
+        tokens = step * settings.global_batch * settings.seq_length
+        return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
+
+    def save_to(self, path: str, step: int) -> None:
+        """Save a checkpoint anywhere."""
+        checkpoints.save(path, self.model, self.optimizer, self.extra(step))
+
+    def train(self, done: int) -> None:
+        """Train from the step after `done` to the last, saving and evaluating as the settings say."""
+        settings, saved = self.settings, done
+        statistics = RunStatistics(
+            settings, self.model, self.optimizer, self.record_statistics, self.progress.note, done
+        )
+        if done < settings.steps:
+            self.sample(done)
+        profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
+        with statistics, self.progress.running(done), closing(self.loader), self._graph, profile:
+            for step in range(done + 1, settings.steps + 1):
+                began = time.perf_counter()
+                loss, norm, stop = self.step(step, statistics)
+                statistics.stepped(loss, partial(self.passes, step))
+                seconds = time.perf_counter() - began
+                profile.step()
+                last = stop or step == settings.steps
+                evaluates = _due(step, settings.eval_every) or step == settings.steps
+                heldout = self.evaluate() if evaluates else None
+                heldout_ema = self.evaluate_average() if evaluates else None
+                self.record(step, loss, norm, seconds, heldout, heldout_ema)
+                if last or _due(step, settings.save_every):
+                    statistics.settle()
+                    self.save(step)
+                    saved = step
+                if not last and _due(step, settings.sample_every):
+                    self.sample(step)
+                if stop:
+                    break
+        self.manager.wait()
+        if saved < settings.steps:
+            self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")
+            return
+        if done < settings.steps:
+            self.sample(saved)
+        more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
+        self.progress.note(f"done: {saved} steps{more}, saved in {self.run.checkpoint(saved)}")
+
+    def record(
+        self, step: int, loss: float, norm: float, seconds: float, heldout: float | None, heldout_ema: float | None
+    ) -> None:
+        """Write the line of a step, and show it."""
+        if self.place.rank:
+            return
+        settings = self.settings
+        entry: dict[str, Any] = {"step": step, "loss": loss}
+        if heldout is not None:
+            entry["heldout_loss"] = heldout
+        if heldout_ema is not None:
+            entry["heldout_loss_ema"] = heldout_ema
+        entry |= {
+            "lr": learning_rate(settings, step),
+            "grad_norm": norm,
+            "skipped_steps": self.optimizer.skipped_steps,
+            "tokens_per_s": settings.global_batch * settings.seq_length / seconds,
+            "memory_bytes": memory_bytes(self.place.device),
+            "data_wait_s": self.loader.waited,
+        }
+        if self._flops is not None and self._peak is not None:
+            entry["mfu"] = entry["tokens_per_s"] * self._flops / (self._peak * self.place.ranks)
+        if self.corpus.weights:
+            windows = self.windows.counts(settings.seed, step, settings.global_batch)
+            entry["source_tokens"] = [count * settings.seq_length for count in windows]
+        self.run.append(self.run.metrics, entry)
+        self.progress.step(entry)
+        for tracker in self.trackers:
+            tracker.metrics(entry)
+
+    def record_statistics(self, record: Mapping[str, Any]) -> None:
+        """Write a line of `statistics.jsonl`: {"step", "rows", "alarms"}; its alarms are shown."""
+        if self.place.rank:
+            return
+        self.run.append(self.run.statistics, record)
+        self.progress.statistics(record)
+        for tracker in self.trackers:
+            tracker.statistics(record)
+
+    def sample(self, step: int) -> None:
+        """Generate a text, show it and record it, if the settings ask for one. A collective call."""
+        settings = self.settings
+        if not settings.sample_tokens:
+            return
+        tokenizer = load_tokenizer(settings.tokenizer, settings.end_of_document, self.corpus.tokenizer)
+        [prompt] = tokenizer.encode([settings.sample_prompt])
+        tokens = models.generate(
+            self.model,
+            settings,
+            prompt,
+            settings.sample_tokens,
+            seed=settings.seed,
+            end_of_document=tokenizer.end_of_document,
+            vocabulary=tokenizer.vocabulary,
+        )
+        if self.place.rank == 0:
+            text = settings.sample_prompt + tokenizer.decode(tokens)
+            self.run.append(self.run.samples, {"step": step, "text": text})
+            self.progress.note(f"--- generated after {step} steps ---\n{text}\n---")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has used so far: of the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _is_cut(grad: Tensor) -> bool:
+    """Whether the processes of a tensor-parallel group have different parts of a gradient."""
+    if not isinstance(grad, DTensor):
+        return False
+    axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
+    return any(name == TP and not placement.is_replicate() for name, placement in axes)
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Of a capturable optimizer in the tensor that a graph reads."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def check_graphs(settings: TrainSettings, device: torch.device) -> None:
+    """See that a run on a device can be replayed, if it is to be.
+
+    Raises:
+        ConfigurationError: it has no CUDA graphs.
+    """
+    if settings.cuda_graphs and device.type != "cuda":
+        raise ConfigurationError(
+            f"cuda_graphs = true needs a GPU, and this run is on {device.type}; leave --cuda-graphs out, or go on with "
+            "--no-cuda-graphs"
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
+    """One line on what is about to be trained, on what and where."""
+    axes, files = settings.axes(place.ranks), len(corpus.documents)
+    divided = ""
+    if axes.tp > 1:
+        divided = f", sequence parallelism {'on' if settings.divides_sequences(axes) else 'off'}"
+        if settings.sequence_parallel == "auto":
+            divided += f" ({settings.sequences_at_once(axes)} sequences a micro-batch)"
+    model = f"{settings.architecture} ({settings.layers} layers of {settings.hidden})"
+    if settings.model:
+        model = settings.model + (f", {model}" if settings.is_by_sizes else "")
+    return (
+        f"training {model} with {settings.recipe} weights on {place.ranks} x {place.device.type} ({axes}{divided}), "
+        f"{files} file{'s' * (files > 1)} of {corpus.tokens} tokens; deterministic mode is "
+        f"{'on' if settings.deterministic else 'off'}"
+    )

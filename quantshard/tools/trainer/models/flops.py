@@ -1,0 +1,68 @@
+"""Model FLOPs utilization (MFU; Chowdhery et al., 2022, arXiv:2204.02311, appendix B): which share of a device's peak a
+run's model needs, however it is computed. What is computed again in backward does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from quantshard.foreign import FieldReader
+from quantshard.modules import GroupedLinear
+from quantshard.tools.trainer.models.model import Embedding
+from quantshard.tools.trainer.settings.config import TrainSettings
+
+_MOST: Final = 1 << 40
+
+BF16_PEAKS: Final[Mapping[str, float]] = MappingProxyType(
+    {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
+)
+"""FLOP/s of dense BF16 products by a part of the GPU's name, from NVIDIA's data sheets; the first that fits holds."""
+
+
+def flops_of_token(model: nn.Module, settings: TrainSettings, configuration: Mapping[str, Any] | None) -> float | None:
+    """FLOP of forward and backward for one token: 6 for each weight that multiplies it, and 12 L H D T for attention
+    over T tokens in L layers of H heads of D features. None where it is not known, as for stacked experts of
+    transformers."""
+    heads = _heads(settings, configuration)
+    params = list(model.parameters())
+    if heads is None or any(param.ndim > 2 for param in params):
+        return None
+    tables, others = set[int](), set[int]()
+    for module in model.modules():
+        if isinstance(module, GroupedLinear):
+            continue  # a token meets some of its experts, of which other processes may hold others
+        (tables if isinstance(module, nn.Embedding | Embedding) else others).update(
+            id(param) for param in module.parameters(recurse=False)
+        )
+    if settings.tied and configuration is None:
+        others.add(id(params[0]))  # the embedding, which is the head too
+    weights = float(sum(param.numel() for param in params if param.ndim == 2 and id(param) in others))
+    if settings.experts and configuration is None:
+        weights += 3 * settings.layers * settings.experts_per_token * settings.hidden * settings.ffn
+    return 6.0 * weights + 12.0 * heads * settings.seq_length
+
+
+def _heads(settings: TrainSettings, configuration: Mapping[str, Any] | None) -> int | None:
+    """Features of all heads of all layers; None if the configuration does not say."""
+    if configuration is None:
+        return settings.layers * settings.heads * settings.head_size
+    fields = FieldReader(configuration, settings.model)
+    names = (("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"), ("hidden_size", "n_embd"))
+    layers, heads, hidden = (fields.integer(a, 1, _MOST) or fields.integer(b, 1, _MOST) for a, b in names)
+    if layers is None or heads is None or hidden is None:
+        return None
+    return layers * heads * (fields.integer("head_dim", 1, _MOST) or hidden // heads)
+
+
+def peak_of(device: torch.device, settings: TrainSettings) -> float | None:
+    """FLOP/s of a process's device: as the settings say, or of a GPU that is known; None of any other."""
+    if settings.peak_tflops:
+        return settings.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)

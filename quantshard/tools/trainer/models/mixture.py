@@ -1,0 +1,88 @@
+"""A decoder's layer whose MLP is a mixture of experts: each token goes to some of them (Shazeer et al., 2017,
+arXiv:1701.06538), chosen by a router in high precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from quantshard.distributed.experts import dispatch_tokens
+from quantshard.modules import GroupedLinear, Linear, MultiheadAttention, RMSNorm, autocast, quantized_model_init
+from quantshard.tools.trainer.settings.config import TrainSettings
+
+
+class ExpertMixture(nn.Module):
+    """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
+
+    The weights of a token's experts are the router's probabilities of these, and add up to 1.
+    """
+
+    def __init__(self, settings: TrainSettings, ep_mesh: DeviceMesh | None, **options: Any) -> None:
+        super().__init__()
+        self.ep_mesh = ep_mesh
+        self.experts, self.chosen = settings.experts, settings.experts_per_token
+        with quantized_model_init(enabled=False):
+            self.router = Linear(settings.hidden, settings.experts, bias=False, **options)
+        inner, outer = (settings.hidden, settings.ffn), (settings.ffn, settings.hidden)
+        options["ep_mesh"] = ep_mesh
+        self.gate = GroupedLinear(settings.experts, *inner, bias=False, **options)
+        self.up = GroupedLinear(settings.experts, *inner, bias=False, **options)
+        self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
+
+    def expert_layers(self) -> list[nn.Module]:
+        """The layers of experts, in the order in which they run."""
+        return [self.gate, self.up, self.down]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss, float32 scalar."""
+        tokens = x.flatten(0, 1)
+        with autocast(enabled=False):
+            probabilities = self.router(tokens).float().softmax(-1)
+        weights, experts = probabilities.topk(self.chosen)
+        sent = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
+        hidden = F.silu(self.gate(sent.tokens, sent.m_splits)) * self.up(sent.tokens, sent.m_splits)
+        out = sent.combine(self.down(hidden, sent.m_splits), weights / weights.sum(-1, keepdim=True))
+        counts = (experts.flatten() == torch.arange(self.experts, device=x.device)[:, None]).sum(1)
+        return out.view_as(x), _balance_loss(probabilities, counts.float())
+
+
+def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """1 where tokens and probabilities are spread evenly, more where not (Fedus et al., 2021, arXiv:2101.03961).
+
+    `counts`: of the tokens of each expert, float32, here; they are added up over all processes, so that the mean of
+    this over them is the loss of the global batch.
+    """
+    number = probabilities.shape[-1]
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return number * (counts / counts.sum() * probabilities.mean(0)).sum()
+
+
+class MixtureLayer(nn.Module):
+    """Attention and a mixture of experts, each with its norm before it and the residual around it."""
+
+    def __init__(
+        self, settings: TrainSettings, number: int, device: torch.device | str, ep_mesh: DeviceMesh | None = None
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"params_dtype": settings.torch_params_dtype, "device": device}
+        self.dropout = settings.dropout
+        self.self_attention = MultiheadAttention(
+            settings.hidden, settings.heads, settings.head_size, settings.dropout, settings.norm_eps,
+            layer_number=number, attn_mask_type="causal", num_gqa_groups=settings.kv_heads, bias=False,
+            input_layernorm=True, normalization="RMSNorm", qkv_format="bshd", qk_norm_before_rope=True,
+            qk_norm_type="RMSNorm" if settings.qk_norm else None, qk_norm_eps=settings.norm_eps, **options,
+        )  # fmt: skip
+        self.norm = RMSNorm(settings.hidden, settings.norm_eps, **options)
+        self.mlp = ExpertMixture(settings, ep_mesh, **options)
+
+    def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss of its router."""
+        x = x + F.dropout(self.self_attention(x, rotary_pos_emb=rotary_pos_emb), self.dropout, self.training)
+        out, balance = self.mlp(self.norm(x))
+        return x + F.dropout(out, self.dropout, self.training), balance

@@ -1,0 +1,102 @@
+"""`--profile N`: what N steps of a process do, as a trace of torch.profiler with the memory that they ask for, and on a
+GPU as a snapshot of that memory with the code that asked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from quantshard import private_torch
+from quantshard.errors import QuantshardError
+from quantshard.tools.terminal import outputs
+from quantshard.tools.terminal.screen import complain
+from quantshard.tools.trainer.run_dir import RunDir
+
+WARM_UP: Final = 3
+"""Steps that pass before any is traced: they compile and allocate what later ones find."""
+
+
+class StepProfile:
+    """Traces `steps` steps of this process, from that after its first `WARM_UP`; 0: none.
+
+    RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, memory-rank-N.pickle beside it in
+    pytorch.org/memory_viz; of a CPU there is no snapshot, which `note` is told. A training that ends before leaves what
+    it has; if that is no step, `note` is told. What cannot be written, as on a host without the run's folder, is lost
+    with a warning: the training goes on, for other processes wait for this one.
+    """
+
+    def __init__(self, run: RunDir, rank: int, device: torch.device, steps: int, note: Callable[[str], object]) -> None:
+        self._run, self._rank, self._device, self._steps, self._note = run, rank, device, steps, note
+        self._done = 0
+        self._trace: profile | None = None
+        self._notes_memory = False
+
+    def __enter__(self) -> StepProfile:
+        return self
+
+    def step(self) -> None:
+        """A step is over."""
+        self._done += 1
+        if self._steps and self._done == WARM_UP:
+            kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+            self._begin_memory()
+            self._trace = profile(activities=kinds, record_shapes=True, profile_memory=True)
+            self._trace.start()
+        elif self._done == WARM_UP + self._steps:
+            self._write()
+
+    def _begin_memory(self) -> None:
+        if self._device.type != "cuda":
+            self._note("no snapshot of memory is written: PyTorch makes one of a GPU alone, and not of a CPU")
+            return
+        try:
+            private_torch.begin_memory_history(self._device)
+            self._notes_memory = True
+        except (QuantshardError, RuntimeError) as error:
+            complain(f"[rank {self._rank}] WARNING: {error}; this process writes no snapshot of memory")
+
+    def _write(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        with self._warned("the trace"):
+            trace.stop()
+            if self._done > WARM_UP:
+                self._export(trace.export_chrome_trace, f"rank-{self._rank}.json")
+        if self._notes_memory:
+            self._notes_memory = False
+            with self._warned("the snapshot of the memory"):
+                if self._done > WARM_UP:
+                    self._export(private_torch.end_memory_history, f"memory-rank-{self._rank}.pickle")
+                else:
+                    private_torch.end_memory_history(None)
+
+    @contextmanager
+    def _warned(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (QuantshardError, OSError, RuntimeError) as error:
+            complain(f"[rank {self._rank}] WARNING: {error}; {what} of this process is lost")
+
+    def _export(self, write: Callable[[str], object], name: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, name)
+            write(str(file))
+            outputs.write_file(self._run.profile / name, file.read_bytes(), within=self._run.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write()
+        if self._steps and self._done <= WARM_UP and error is None:
+            self._note(
+                f"no step was traced: --profile {self._steps} begins after {WARM_UP} steps, and {self._done} were "
+                "trained"
+            )

@@ -1,0 +1,87 @@
+"""The optimizer of a run: its class, its groups and its options, by the settings."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+
+from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
+from quantshard.presets import ADAMW, LION, MUON
+from quantshard.tensor import components
+from quantshard.tools.trainer.settings.config import TrainSettings
+
+_NO_HIDDEN_LAYERS = ("embedding", "positions", "head", "layers.*.mlp.router")
+"""Of the decoder that is built here; models of transformers tell themselves."""
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> ElementwiseOptimizer:
+    """With weight decay of matrices only, stacked ones of experts too; the model lets go of the values that masters now
+    have."""
+    optimizer = _OPTIMIZERS[settings.optimizer](model, settings)
+    for param in model.parameters():
+        weight = components.quantized_local(param)
+        if weight is not None:
+            weight.clear_high_precision_init_val()
+    return optimizer
+
+
+def _fused_adam(model: nn.Module, settings: TrainSettings) -> FusedAdam:
+    return FusedAdam(
+        _groups(model),
+        lr=settings.lr,
+        **_adam(settings),
+        **settings.state_options.arguments,
+        capturable=settings.cuda_graphs,
+        ema_decay=settings.ema,
+    )
+
+
+def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
+    return Lion(
+        _groups(model),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        **settings.state_options.lion_arguments,
+        capturable=settings.cuda_graphs,
+        ema_decay=settings.ema,
+    )
+
+
+def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
+    """At AdamW's rate, so that one schedule does for all groups."""
+    return Muon(
+        muon_groups(model, head=muon_head(model, settings), adamw=_adam(settings)),
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        adjust_lr_fn="match_rms_adamw",
+        capturable=settings.cuda_graphs,
+        **settings.state_options.muon_arguments,
+        ema_decay=settings.ema,
+    )
+
+
+def muon_head(model: nn.Module, settings: TrainSettings) -> list[str] | None:
+    """What of a run's model is AdamW's beside Muon, as `muon_groups` takes it."""
+    names = [name for name, _ in model.named_modules()]
+    return [each for each in _NO_HIDDEN_LAYERS if fnmatch.filter(names, each)] if settings.is_by_sizes else None
+
+
+_OPTIMIZERS = {ADAMW: _fused_adam, LION: _lion, MUON: _muon}
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, param) for name, param in named if param.ndim >= 2]},
+        {"params": [(name, param) for name, param in named if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _adam(settings: TrainSettings) -> dict[str, Any]:
+    betas = (settings.beta1, settings.beta2)
+    return {"betas": betas, "eps": settings.eps, "weight_decay": settings.weight_decay}

@@ -1,0 +1,96 @@
+"""Learning rates: a function of the settings and the number of a step alone.
+
+All rise linearly to `lr` over `warmup` steps. Then, until `decay_steps`:
+
+    constant   lr
+    linear     falls to lr x lr_floor in a line
+    cosine     falls to lr x lr_floor in half a cosine (Loshchilov and Hutter, 2017, arXiv:1608.03983)
+    wsd        lr; in the last `decay_share` of decay_steps falls to lr x lr_floor in a line: warmup, stable, decay
+               (Hu et al., 2024, arXiv:2404.06395)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Final
+
+from quantshard.errors import ConfigurationError
+from quantshard.tools.trainer.settings.config import TrainSettings
+
+
+def _cosine(done: float, floor: float) -> float:
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _linear(done: float, floor: float) -> float:
+    return 1 - (1 - floor) * done
+
+
+_FALLS: Final[dict[str, Callable[[float, float], float]]] = {
+    "constant": lambda done, floor: 1.0,
+    "linear": _linear,
+    "cosine": _cosine,
+    "wsd": _linear,
+}
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """The learning rate of a step, counted from 1."""
+    if step <= settings.warmup:
+        return settings.lr * step / settings.warmup
+    begin, end = settings.warmup, settings.decay_steps
+    if settings.schedule == "wsd":
+        begin = max(begin, end - round(settings.decay_share * end))
+    done = min(1.0, max(0, step - begin) / max(1, end - begin))
+    return settings.lr * _FALLS[settings.schedule](done, settings.lr_floor)
+
+
+def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
+    """Refuse numbers of the schedule that were given and leave none of it; those of a file may be of another run, and
+    what is left of them is told by `shortfalls`.
+
+    Raises:
+        ConfigurationError: naming the setting, and what fits.
+    """
+    end, name = settings.decay_steps or settings.steps, "decay_steps" if settings.decay_steps else "steps"
+    if settings.schedule == "constant":
+        return
+    if settings.warmup > end and {"warmup", "decay_steps"}.intersection(given):
+        whose = "" if "warmup" in given else "the default "
+        raise ConfigurationError(
+            f"{whose}warmup = {settings.warmup}, but schedule = {settings.schedule!r} ends at {name} = {end}, so "
+            f"nothing of it is left; make warmup at most {end}, or give more {name}"
+        )
+    if settings.schedule == "wsd" and "decay_share" in given and not round(settings.decay_share * end):
+        raise ConfigurationError(
+            f"decay_share = {settings.decay_share} of {name} = {end} is no step, so lr never falls; make it at least "
+            f"{1 / end:.2g}, or take schedule = 'constant'"
+        )
+
+
+def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:
+    """What a run does not reach of its schedule: it may be meant, by one that goes on for more steps later. Of one that
+    was resumed after a step, also the steps after its schedule, which `train` was perhaps not asked for.
+
+    `settings`: resolved.
+    """
+    steps, warmup, end = settings.steps, settings.warmup, settings.decay_steps
+    falls, top = settings.schedule != "constant", settings.lr
+    rate = f"{learning_rate(settings, steps):g}"
+    if warmup > steps:
+        yield f"warmup = {warmup} is more than steps = {steps}: the learning rate ends at {rate}, not at {top:g}"
+    elif falls and end > steps:
+        floor = f"{top * settings.lr_floor:g}"
+        yield f"decay_steps = {end} is more than steps = {steps}: the learning rate ends at {rate}, not at {floor}"
+    elif falls and warmup > end:
+        yield f"warmup = {warmup} is more than decay_steps = {end}: after it the learning rate is at once {rate}"
+    elif falls and warmup == end == steps:
+        yield f"warmup = {warmup} is all of steps = {steps}: the learning rate never falls"
+    elif settings.schedule == "wsd" and not round(settings.decay_share * end):
+        yield f"decay_share = {settings.decay_share} of {end} steps is none: the learning rate never falls"
+    last = max(end, warmup)
+    if falls and last < steps and settings.lr_floor == 0:
+        yield f"decay_steps = {end}, lr_floor = 0: steps {last + 1} to {steps} have a learning rate of 0"
+    elif falls and resumed_after is not None and (first := max(last, resumed_after) + 1) <= steps:
+        yield f"the schedule ended at step {last}: steps {first} to {steps} have a learning rate of {rate}"

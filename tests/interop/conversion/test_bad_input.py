@@ -1,0 +1,411 @@
+"""What cannot be converted, or not trained as it is, is said in a line, and the model is then as it was."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchao.float8 import convert_to_float8_training
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import quantshard as qs
+from quantshard import errors
+from quantshard.errors import ConfigurationError
+from quantshard.interop.conversion import convert as conversion
+from quantshard.interop.conversion.linear import ConvertedLinear
+from quantshard.optimizers import FusedAdam, MasterWeights
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a new process; optimizers of other tests are gone."""
+    monkeypatch.setattr(errors, "_told", set())
+    gc.collect()
+    yield
+
+
+def born(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(*[nn.Linear(32, 32, dtype=dtype) for _ in range(4)])
+
+
+X = torch.arange(64, dtype=torch.float32).view(2, 32).bfloat16() / 64
+
+
+def said(run: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+# All or nothing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_values_that_are_not_finite_leave_the_model_as_it_was(value: float) -> None:
+    model = born()
+    with torch.no_grad():
+        model[2].weight[3, 5] = value
+        model[3].weight[1, 1] = value
+    layers, weights = list(model), [layer.weight for layer in model]
+    words = r"2\.weight \(and those of 1 other layers\): 1 of 1024 values are infinite or NaN, the first, .*at \[3, 5\]"
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        qs.convert(model, "mxfp8")
+    assert "nothing was converted" in str(caught.value) and "\n" not in str(caught.value)
+    assert type(model) is nn.Sequential and all(a is b for a, b in zip(model, layers, strict=True))
+    assert all(layer.weight is weight for layer, weight in zip(model, weights, strict=True))
+    assert qs.convert(model, "mxfp8", filter=["0", "1"]).bytes_after  # nobody looks at what is not converted
+
+
+def test_what_is_refused_later_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the constructor of the last layer says."""
+    made = conversion.empty_linear
+
+    def fails(old: nn.Linear, name: str, *others: object) -> ConvertedLinear:
+        if name == "3":
+            raise ConfigurationError("of the last")
+        return made(old, name, *others)
+
+    monkeypatch.setattr(conversion, "empty_linear", fails)
+    model = born()
+    with pytest.raises(ConfigurationError, match="of the last"):
+        qs.convert(model, "mxfp8")
+    assert type(model) is nn.Sequential and all(type(layer) is nn.Linear for layer in model)
+
+
+def test_the_old_weights_go_as_the_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = born()
+    old, alive = [weakref.ref(layer.weight) for layer in model], []
+    fill = conversion.fill_linear
+
+    def counted(*args: object) -> None:
+        fill(*args)
+        alive.append(sum(each() is not None for each in old))
+
+    monkeypatch.setattr(conversion, "fill_linear", counted)
+    qs.convert(model, "mxfp8")
+    assert alive == [4, 3, 2, 1] and not any(each() is not None for each in old)
+
+
+def test_float16_that_overflowed_is_told() -> None:
+    model = born(torch.float32)
+    with torch.no_grad():
+        model[1].weight[0, 0] = 70000
+    with pytest.raises(ConfigurationError, match=r"1\.weight: 1 of 1024 .*float16 ends at 65504.*in bfloat16"):
+        qs.convert(model.half(), "mxfp8")
+
+
+@pytest.mark.parametrize(("largest", "fits"), [(65504.0, False), (60000.0, True), (40000.0, True)])
+def test_float16_whose_codes_would_overflow_is_told(largest: float, fits: bool) -> None:
+    """65504 is rounded up to 65536, which float16 has not; 60000 to 61440."""
+    model = born(torch.float16)
+    with torch.no_grad():
+        model[1].weight[0, 0] = largest
+    if fits:
+        qs.convert(model, "mxfp8")
+        assert model[1].weight.detach().dequantize().isfinite().all()
+        return
+    with pytest.raises(ConfigurationError, match=r"1\.weight: its largest value, 65504, is rounded up"):
+        qs.convert(model, "mxfp8")
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+# Models of other libraries -------------------------------------------------------------------------------------------
+
+
+class QuantLinear(nn.Module):
+    """As of GPTQ's packages, which keep packed codes in buffers."""
+
+    __module__ = "gptqmodel.nn_modules.qlinear.torch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(4, 32, dtype=torch.int32))
+        self.register_buffer("scales", torch.ones(1, 32))
+
+
+class Params4bit(nn.Parameter):
+    """As of bitsandbytes, whose Linear4bit keeps two codes in each byte of it."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+class Linear4bit(nn.Linear):
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __init__(self) -> None:
+        super().__init__(32, 32)
+        self.weight = Params4bit(torch.zeros(512, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def quantized_by_torchao() -> nn.Module:
+    model = born()
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def of_one_byte() -> nn.Module:
+    model = born()
+    model[1].weight = nn.Parameter(model[1].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+FOREIGN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "GPTQ": (lambda: nn.Sequential(nn.Linear(32, 32), QuantLinear()), "1 GPTQ's QuantLinear, the first 1;"),
+    "bitsandbytes": (
+        lambda: nn.Sequential(nn.Linear(32, 32), Linear4bit()),
+        "1 bitsandbytes's Params4bit, the first 1;",
+    ),
+    "torchao": (quantized_by_torchao, "4 torchao's Int8Tensor, the first 0;"),
+    "float8 values": (of_one_byte, "1 Linear of float8_e4m3fn, the first 1;"),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_models_that_others_quantized_are_refused(case: str) -> None:
+    make, words = FOREIGN[case]
+    model = make()
+    before = list(model)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        qs.convert(model, "mxfp8")
+    assert "load it in bfloat16" in str(caught.value) and "\n" not in str(caught.value)
+    assert all(a is b for a, b in zip(model, before, strict=True))
+
+
+def test_layers_that_torchao_trains_are_named() -> None:
+    model = born()
+    convert_to_float8_training(model)
+    with pytest.raises(ConfigurationError, match=r"4: a torchao\.Float8Linear, which computes in its own way"):
+        qs.convert(model, "mxfp8")
+
+
+# Models on the meta device -------------------------------------------------------------------------------------------
+
+
+def meta() -> nn.Sequential:
+    model = born(device="meta")
+    qs.convert(model, "mxfp8")
+    return model
+
+
+def emptied() -> nn.Sequential:
+    return meta().to_empty(device="cpu")
+
+
+def stepped(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    model = meta()
+    make(model).step()
+
+
+UNLOADED: dict[str, tuple[Callable[[], object], str]] = {
+    "forward": (lambda: meta()(X), r"0\.weight is on the meta device and holds no values; call to_empty"),
+    "forward of uninitialized memory": (
+        lambda: emptied()(X),
+        r"0\.weight was never given values: to_empty took memory",
+    ),
+    "to_empty and forward in inference mode": (
+        lambda: torch.inference_mode()(lambda: emptied()(X))(),
+        r"0\.weight was never given values: to_empty took memory",
+    ),
+    "forward of a norm in inference mode": (
+        lambda: torch.inference_mode()(lambda: qs.RMSNorm(8, device="meta")(X.new_ones(2, 8)))(),
+        r"RMSNorm\.weight is on the meta device and holds no values; call to_empty",
+    ),
+    "its FusedAdam": (
+        lambda: stepped(lambda model: FusedAdam(model.named_parameters())),
+        r"FusedAdam: 0\.weight is on the meta device",
+    ),
+    "its MasterWeights": (
+        lambda: stepped(lambda model: MasterWeights(torch.optim.AdamW, model.named_parameters())),
+        r"0\.weight is on the meta device",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNLOADED)
+def test_a_model_without_values_is_not_trained(case: str) -> None:
+    run, words = UNLOADED[case]
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        run()
+    assert "\n" not in str(caught.value)
+
+
+def values() -> dict[str, Tensor]:
+    return {name: value.float() for name, value in born().state_dict().items()}
+
+
+def fill_in_place(model: nn.Module) -> None:
+    """As `dcp.load` does with the tensors of a state dict."""
+    source = born()
+    qs.convert(source, "mxfp8")
+    state = source.state_dict()
+    for name, value in model.state_dict().items():
+        value.copy_(state[name])
+
+
+LOADED: dict[str, Callable[[nn.Module], object]] = {
+    "load_high_precision": lambda model: qs.checkpoints.load_high_precision(model, values()),
+    "reset_parameters": lambda model: [layer.reset_parameters() for layer in model],
+    "in place": fill_in_place,
+    "in place, then moved": lambda model: [fill_in_place(model), model.to(torch.float32), model.to(torch.bfloat16)],
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_one_with_values_is(case: str) -> None:
+    model = emptied()
+    LOADED[case](model)
+    assert model(X).isfinite().all()
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------------
+
+
+def forwards(model: nn.Module) -> None:
+    for _ in range(3):
+        model(X)
+
+
+def test_an_optimizer_made_before_convert_is_told() -> None:
+    model = born()
+    other = born()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, model, other)]
+    for each in (model, other):
+        qs.convert(each, "mxfp8")
+    texts = said(lambda: [forwards(each) for each in (model, other, model)])
+    assert texts == [
+        "AdamW was made before convert and holds 0.weight and 3 more as they were, so it does not train them; make it "
+        "after convert and fully_shard"
+    ] * len(optimizers)
+
+
+def test_it_is_told_of_each_at_one_line_under_pythons_own_filter() -> None:
+    """As in a second run of the same process, whose text and line Python has shown."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model = born()
+            optimizer = torch.optim.AdamW(model.parameters())
+            qs.convert(model, "mxfp8")
+            forwards(model)
+            del optimizer
+            errors.warn_user("what nobody counts")
+    texts = [str(each.message) for each in caught]
+    assert sum("AdamW was made before convert" in text for text in texts) == 2
+    assert texts.count("what nobody counts") == 1
+
+
+def test_it_is_told_where_the_forward_is_none_of_ours() -> None:
+    """As of a model that accelerate's prepare has given one: behind a step, and once."""
+    model = born()
+    optimizer = FusedAdam(model.named_parameters())
+    wrapper = torch.optim.SGD([torch.zeros(1)])  # as Lightning and accelerate have one around each
+    wrapper.param_groups, wrapper.inner = optimizer.param_groups, optimizer
+    model.forward = model.forward
+    qs.convert(model, "mxfp8")
+
+    def train() -> None:
+        for _ in range(4):
+            model(X).sum().backward()
+            optimizer.step()
+
+    (text,) = said(train)
+    assert text.startswith("FusedAdam was made before convert and holds 0.weight and 3 more as they were")
+
+
+def test_a_replaced_weight_that_another_model_trains_is_not_told() -> None:
+    """Where it has a gradient, a layer computes with it."""
+    model, other = born(), born()
+    other[0].weight = model[0].weight
+    optimizer = torch.optim.AdamW(other.parameters())
+    qs.convert(model, "mxfp8", filter=["0"])
+
+    def train() -> None:
+        for _ in range(4):
+            other(X).sum().backward()
+            optimizer.step()
+
+    assert said(train) == []
+
+
+def test_parameters_in_no_optimizer_are_told() -> None:
+    """Of each optimizer: a loop may train one model after another."""
+    for _ in range(2):
+        model = born()
+        qs.convert(model, "mxfp8")
+        named = [(name, each) for name, each in model.named_parameters() if name not in ("1.weight", "2.bias")]
+        optimizer = FusedAdam(named)
+        (text,) = said(lambda model=model: forwards(model))  # type: ignore[misc]
+        assert text.startswith("1.weight, 2.bias of a Sequential: trained, but in no optimizer (FusedAdam)")
+        assert said(lambda model=model: qs.explain(model)) == []  # type: ignore[misc]
+        del optimizer
+
+
+def test_what_is_held_frozen_or_unknown_is_not_told() -> None:
+    held, split, frozen, unknown = (born() for _ in range(4))
+    for model in (held, split, frozen, unknown):
+        qs.convert(model, "mxfp8")
+    frozen[1].requires_grad_(False)
+    trained = [each for each in frozen.parameters() if each.requires_grad]
+    optimizers = [
+        MasterWeights(torch.optim.AdamW, held.named_parameters()),
+        FusedAdam(split[0].named_parameters()), FusedAdam(split[1:].named_parameters()), FusedAdam(trained),
+    ]  # fmt: skip
+    assert said(lambda: [forwards(model) for model in (held, split, frozen, unknown)]) == []
+    assert said(lambda: qs.explain(held, optimizers[0])) == []
+
+
+def test_explain_tells_of_an_optimizer_of_another_model() -> None:
+    model, other = born(), born()
+    text, *_ = said(lambda: qs.explain(model, FusedAdam(other.named_parameters())))
+    assert text.startswith("FusedAdam holds 0.weight and 7 more, not in this Sequential")
+
+
+class Adapted(nn.Module):
+    """Named as PEFT names a layer and its adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(32, 32)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 4, bias=False)})
+
+
+def test_adapters_are_left_unless_they_are_asked_for() -> None:
+    """PEFT saves them by their values."""
+    report = qs.convert(nn.Sequential(Adapted()), "mxfp8")
+    assert [layer.name for layer in report.converted] == ["0.base_layer"]
+    assert [(layer.name, layer.reason.split(";")[0]) for layer in report.left] == [("0.lora_A.default", "an adapter")]
+    assert len(qs.convert(nn.Sequential(Adapted()), "mxfp8", filter="*").converted) == 2
+
+
+@pytest.mark.parametrize("flag", ["autocast", "preserve_high_precision_init_val"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"convert\({flag}='no'\): it must be True or False"):
+        qs.convert(nn.Sequential(nn.Linear(32, 32)), "mxfp8", **{flag: "no"})
+
+
+@pytest.mark.parametrize("model", [None, {"weight": torch.ones(2)}])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(
+        ConfigurationError, match=f"convert takes a model, a torch.nn.Module, not a {type(model).__name__}"
+    ):
+        qs.convert(model, "mxfp8")
+
+
+def test_transposed_layers_of_transformers_are_told() -> None:
+    """GPT-2 has little else."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
+    with pytest.raises(
+        ConfigurationError, match=r"none of the 5 linear layers .*4: a Conv1D of transformers, whose weight"
+    ):
+        qs.convert(model, "mxfp8")

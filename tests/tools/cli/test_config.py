@@ -1,0 +1,376 @@
+"""Settings: where they come from, what is refused, and that a file says exactly what was set."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from quantshard.errors import ConfigurationError
+from quantshard.presets import PRESETS
+from quantshard.tools.trainer.restarts import edited, overrides, recorded
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings import config
+from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.optimizer_states import (
+    MOMENT_DTYPES,
+    above_file,
+    as_settings,
+    below_flags,
+    decided_names,
+    dropped_preset,
+    float_momentum,
+)
+from quantshard.tools.trainer.settings.settings_file import from_mapping, given_values, read_settings_file, to_toml
+from quantshard.tools.trainer.settings.unused_settings import check_used
+
+
+def merge(flags, config):
+    return TrainSettings(**given_values(flags, config))
+
+
+def test_defaults_are_consistent():
+    TrainSettings().check()
+    TrainSettings().resolved().check()
+    assert all(type(f.default) in (str, int, float, bool, tuple) for f in config.setting_fields())
+    assert all(f.metadata["help"] and f.metadata["panel"] for f in config.setting_fields())
+
+
+def test_layers_that_are_not_recomputed_may_keep_codes():
+    chosen = replace(TrainSettings(), activation_storage="fp8")
+    for change in ({}, {"recompute": "activation"}, {"recompute": "layer", "recompute_every": 2}):
+        replace(chosen, **change).check()
+
+
+def test_flags_go_before_file_before_defaults(tmp_path):
+    file = tmp_path / "some.toml"
+    file.write_text("hidden = 96\nlr = 1\n")
+    settings = merge({"hidden": 64, "heads": None, "tied": False}, file)
+    assert (settings.hidden, settings.lr, settings.heads) == (64, 1.0, TrainSettings().heads)
+    assert merge({"hidden": None}, file).hidden == 96
+
+
+def test_recipes_of_a_file_may_be_a_table(tmp_path):
+    """In its order; written back, it is text."""
+    file = tmp_path / "some.toml"
+    file.write_text('recipe = { "layers.0" = "bf16", "*" = "mxfp8" }\n')
+    settings = merge({}, file)
+    settings.check()
+    assert settings.recipe == "layers.0=bf16,*=mxfp8"
+    file.write_text('[recipe]\n"*.down_proj" = "block"\n"*" = "mxfp8"\n')
+    assert merge({}, file).recipe == "*.down_proj=block,*=mxfp8"
+
+
+def test_toml_round_trip(tmp_path):
+    settings = replace(TrainSettings(), lr=1 / 3, eps=1e-12, data=("/a b", "/c"), tied=True, seed=2**62)
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(settings, {"launch": {"processes": 2}, "corpus": {"files": ["x 1 /a b"]}}))
+    content = read_settings_file(file)
+    assert (
+        TrainSettings(**from_mapping(content, "it"))
+        == TrainSettings(**from_mapping(asdict(settings), "it"))
+        == settings
+    )
+    assert content["launch"] == {"processes": 2} and content["corpus"] == {"files": ["x 1 /a b"]}
+
+
+def test_resolved_fills_in_what_follows():
+    settings = replace(TrainSettings(), hidden=96, heads=3, steps=7).resolved()
+    assert (settings.kv_heads, settings.ffn, settings.decay_steps) == (3, 256, 7)
+    assert replace(TrainSettings(), hidden=96, architecture="gpt").resolved().ffn == 384
+    assert replace(settings, steps=20).resolved().decay_steps == 7  # a longer run keeps its schedule
+    assert replace(TrainSettings(), data=("a",)).resolved().data[0].startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"recipe": "fp7"}, "unknown recipe 'fp7'; choose one of: auto, delayed"),
+        ({"hidden": 97}, "hidden = 97 over heads = 4"),
+        ({"hidden": 12}, "same even number"),
+        ({"kv_heads": 3}, "kv_heads = 3 must divide heads = 4"),
+        ({"steps": 0}, "steps = 0: must be 1 or more"),
+        ({"seq_length": 1}, "seq_length = 1"),
+        ({"lr": 0.0}, "lr = 0.0"),
+        ({"lr": float("nan")}, "lr = nan"),
+        ({"beta2": 1.0}, "beta2 = 1.0"),
+        ({"warmup": -1}, "warmup = -1"),
+        ({"weight_decay": float("nan")}, "weight_decay = nan"),
+        ({"optimizer": "sgd"}, "optimizer = 'sgd': choose one of: adamw, lion, muon"),
+        (
+            {"schedule": "line"},
+            "schedule = 'line': did you mean 'linear'? choose one of: cosine, linear, wsd, constant",
+        ),
+        ({"params_dtype": "float16"}, "params_dtype = 'float16'"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype = 'bf16'"),
+        (
+            {"preset": "laen6"},
+            "preset = 'laen6': there is no such preset; did you mean 'lean6'? there are lean8, lean6",
+        ),
+        (
+            {"preset": "lean8", "exp_avg_sq_dtype": "bfloat16"},
+            "preset = 'lean8' has exp_avg_sq_dtype = 'fp8', but exp_avg_sq_dtype = 'bfloat16' is given",
+        ),
+        (
+            {"preset": "lean6", "master_weights": False},
+            "preset = 'lean6' has master_weights = True, but master_weights =",
+        ),
+        ({"master_dtype": "fp8"}, "master_dtype = 'fp8': choose one of: auto, float32, float16, bfloat16"),
+        ({"activation_storage": "bf16"}, "activation_storage = 'bf16': choose one of: high_precision, fp8"),
+        ({"activation_storage": "fp8", "recompute": "layer"}, "no layer keeps activations until its backward"),
+        ({"activation_storage": "fp8", "experts": 4}, "there is no activation_storage = 'fp8' of a mixture"),
+        (
+            {"mesh": "ep=2"},
+            "mesh = dp_shard=1,ep=2 spreads experts over ep = 2 processes, but the model has none; give experts (--exp",
+        ),
+        ({"experts": 4, "mesh": "ep=3"}, "experts = 4, but mesh = dp_shard=1,ep=3 spreads them over ep = 3"),
+        (
+            {"experts": 4, "recipe": "nvfp4", "cuda_graphs": True},
+            "experts by 'nvfp4' go one by one, for which the host",
+        ),
+        ({"experts": 4, "mesh": "ep=2", "cuda_graphs": True}, "a step with ep in the mesh is not captured"),
+        ({"compile": True, "mesh": "tp=2"}, "quantized layers are not compiled with tp in the mesh; leave one out, or"),
+        ({"activation_storage": "fp8", "model": "/a"}, "for which there is no activation_storage = 'fp8' here"),
+    ],
+)
+def test_refused_in_one_line(change, says):
+    with pytest.raises(ConfigurationError) as caught:
+        replace(TrainSettings(), **change).check()
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_presets_go_before_a_file_and_are_recorded_as_what_they_are(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(TrainSettings().resolved(), {}))
+    in_file = given_values({}, file)
+    assert in_file["exp_avg_dtype"] == "float32" and below_flags(in_file, {"lr": 1.0}, "it") == in_file
+    settings = TrainSettings(**below_flags(in_file, {"preset": "lean8"}, "it") | {"preset": "lean8"}).resolved()
+    assert as_settings(settings.state_options) == LEAN8
+    assert (settings.master_dtype, settings.exp_avg_dtype) == ("float16", "fp8") and settings.resolved() == settings
+    settings.check()
+    with pytest.raises(ConfigurationError, match=r"preset = 'lean8' .*master_dtype = 'float32' is given"):
+        TrainSettings(**in_file | {"preset": "lean8"}).check()
+
+
+LEAN8 = {"master_weights": True, "master_dtype": "float16", "master_remainders": "on", "exp_avg_dtype": "fp8",
+         "exp_avg_sq_dtype": "fp8", "momentum_dtype": "bfloat16"}  # fmt: skip
+FLOAT32 = LEAN8 | dict.fromkeys(("master_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "momentum_dtype"), "float32")
+FLOAT32 |= {"master_remainders": "off"}
+
+
+def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
+    """As it was in earlier releases; a line says so, where the momentum is not told."""
+    flags = {"optimizer": "muon", "exp_avg_dtype": "fp8"}
+    told = float_momentum(flags, TrainSettings(**flags))
+    assert told.startswith("exp_avg_dtype = 'fp8' is of AdamW's groups beside Muon, whose momentum is kept in float32")
+    assert "kept in bfloat16" in float_momentum(flags, TrainSettings(**flags, preset="lean8"))
+    for quiet in ({**flags, "momentum_dtype": "fp8"}, {**flags, "optimizer": "adamw"}, {"optimizer": "muon"}):
+        assert float_momentum(quiet, TrainSettings(**quiet)) == ""
+
+
+def test_a_run_of_an_earlier_release_kept_whole_masters(tmp_path):
+    """By a preset too, of whose name its checkpoints would now have remainders; it goes on as it was."""
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    for preset, now in (("lean8", ""), ("lean6", ""), ("", "")):
+        settings = TrainSettings(preset=preset).resolved()
+        lines = to_toml(settings, tables).splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith("master_remainders"))
+        (tmp_path / "config.toml").write_text(text)
+        found = RunDir(tmp_path).read_config()[0]
+        assert (found.preset, found.state_options) == (now, replace(settings.state_options,
+                store_param_remainders=False))  # fmt: skip
+        before = {name: value for name, value in recorded(settings).items() if name != "master_remainders"}
+        assert edited("it", found, [{"settings": before}]) == ()
+
+
+@pytest.mark.parametrize(("other", "value"), [("master_dtype", "bfloat16"), ("master_weights", False)])
+def test_remainders_are_of_masters_that_have_some(other, value):
+    with pytest.raises(ConfigurationError, match=rf"master_remainders = 'on' needs .*{other}"):
+        TrainSettings(**{"master_remainders": "on", other: value}).check()
+
+
+def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment(tmp_path):
+    """It said nothing of momentum: by the preset of its name it would now be BF16, which its checkpoints have not."""
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    for optimizer, preset, momentum in (("muon", "", "fp8"), ("adamw", "lean8", "bfloat16")):
+        settings = TrainSettings(optimizer=optimizer, preset="lean8").resolved()
+        lines = to_toml(settings, tables).splitlines(keepends=True)
+        (tmp_path / "config.toml").write_text("".join(line for line in lines if not line.startswith("momentum_dtype")))
+        found = RunDir(tmp_path).read_config()[0]
+        assert (found.preset, found.state_options) == (preset, replace(PRESETS["lean8"],
+                momentum_buffer_dtype=MOMENT_DTYPES[momentum]))  # fmt: skip
+        again = TrainSettings(**given_values({}, tmp_path / "config.toml"))  # --config of another run
+        assert again.state_options == found.state_options
+        (tmp_path / "config.toml").write_text("".join(lines))
+        assert RunDir(tmp_path).read_config()[0] == settings
+        before = {name: value for name, value in recorded(settings).items() if name != "momentum_dtype"}
+        assert edited("it", found, [{"settings": before}]) == ()  # as it was started
+
+
+@pytest.mark.parametrize(
+    ("flags", "preset", "states"),
+    [
+        ({"lr": 1.0}, "lean8", {}),
+        ({"exp_avg_dtype": "fp8"}, "lean8", {}),
+        ({"exp_avg_dtype": "auto", "master_weights": True}, "lean8", {}),
+        ({"exp_avg_dtype": "float32"}, "", {"exp_avg_dtype": "float32"}),
+        ({"master_dtype": "float32", "exp_avg_dtype": "fp8"}, "", {"master_dtype": "float32"}),
+        ({"master_dtype": "float32", "exp_avg_dtype": "auto"}, "", {"master_dtype": "float32"}),
+        (
+            {"master_weights": False, "exp_avg_dtype": "auto"},
+            "",
+            {"master_weights": False, "master_dtype": "float32", "master_remainders": "off"},
+        ),
+        ({"master_remainders": "off"}, "", {"master_remainders": "off"}),
+        ({"preset": "lean6"}, "lean6", {"exp_avg_sq_dtype": "bfloat16"}),
+        ({"preset": "none"}, "", FLOAT32),
+        ({"preset": "none", "exp_avg_dtype": "fp8"}, "", FLOAT32 | {"exp_avg_dtype": "fp8"}),
+    ],
+)
+@pytest.mark.parametrize("said", ["by name", "by a run"])
+def test_a_flag_goes_before_the_preset_of_a_file(tmp_path, said, flags, preset, states):
+    """The preset then decides the other states alone, and a line says so; a run's file has them spelled out, too."""
+    file = tmp_path / "some.toml"
+    file.write_text(
+        'preset = "lean8"\n' if said == "by name" else to_toml(TrainSettings(preset="lean8").resolved(), {})
+    )
+    in_file = given_values({}, file)
+    below = below_flags(in_file, flags, str(file))
+    flags = above_file(flags, in_file, below)
+    settings = TrainSettings(**below | flags)
+    settings.check()
+    check_used(flags, settings)
+    settings = settings.resolved()
+    assert settings.preset == preset and as_settings(settings.state_options) == LEAN8 | states
+    told = dropped_preset(in_file, below, flags, str(file))
+    assert bool(told) == (preset == "" and "preset" not in flags)
+    if told:
+        changed, kept = next(iter(states.items())), "exp_avg_sq_dtype = 'fp8', momentum_dtype = 'bfloat16'"
+        assert told.startswith(f"{file}: preset = 'lean8', but for ") and f"{changed[0]} = {changed[1]!r}" in told
+        assert (
+            "auto" not in told
+            and told.partition("; of it stay ")[2].endswith(kept)
+            and changed[0] not in told.partition(";")[2]
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            'preset = "lean8"\nexp_avg_dtype = "float32"',
+            "preset = 'lean8' has exp_avg_dtype = 'fp8', but exp_avg_dtype",
+        ),
+        ('preset = "laen8"', "preset = 'laen8': there is no such preset; did you mean 'lean8'?"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_named(tmp_path, text, says):
+    file = tmp_path / "some.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        below_flags(given_values({}, file), {"lr": 1.0}, str(file))
+    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
+
+
+def test_a_run_of_an_earlier_release_goes_on_though_it_says_less_of_masters():
+    now = TrainSettings(master_dtype="float32", exp_avg_dtype="fp8").resolved()
+    before = TrainSettings(exp_avg_dtype="fp8")
+    overrides("run", before, now, ["master_dtype", "exp_avg_dtype"], 1)
+    with pytest.raises(
+        ConfigurationError, match=r"started or resumed with master_dtype = 'float32', .* 'float16' is given"
+    ):
+        overrides("run", before, replace(now, master_dtype="float16"), ["master_dtype"], 1)
+
+
+def test_float32_states_are_refused_where_a_run_has_others(tmp_path):
+    """Asked for by `none`, whether the run's are those of a preset, or of settings of their own, or there are no
+    masters; a run that has them goes on, and what stands in its file may be either word."""
+    given = decided_names({"preset": "none", "steps": 4})
+    now = TrainSettings(preset="none").resolved()
+    assert now.preset == "" and overrides("run", TrainSettings().resolved(), now, given, 1)["device"] == now.device
+    for other, says in (
+        ({"exp_avg_dtype": "fp8"}, "exp_avg_dtype = 'fp8', .* exp_avg_dtype = 'float32' is given"),
+        ({"master_weights": False}, "master_weights = False, .* master_weights = True is given"),
+        ({"preset": "lean8"}, "exp_avg_dtype = 'fp8', .* exp_avg_dtype = 'float32' is given"),
+    ):
+        with pytest.raises(ConfigurationError, match=says):
+            overrides("run", TrainSettings(**other).resolved(), now, given, 1)
+    lean = TrainSettings(preset="lean8").resolved()
+    with pytest.raises(ConfigurationError, match=r"with preset = 'none', .* preset = 'lean8' is given"):
+        overrides("run", now, lean, decided_names({"preset": "lean8"}), 1)
+    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
+    (tmp_path / "config.toml").write_text(to_toml(now, tables).replace('preset = ""', 'preset = "none"'))
+    found = RunDir(tmp_path).read_config()[0]
+    assert found.preset == "none" and edited("it", found, [{"settings": recorded(now)}]) == ()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_settings_spelled_out_are_the_preset(name):
+    spelled = as_settings(PRESETS[name])
+    assert TrainSettings(**spelled).state_options == TrainSettings(preset=name).state_options == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hiden = 3", "there is no setting 'hiden'"),
+        ("hidden = 'x'", "hidden = 'x' must be int"),
+        ("hidden = true", "hidden = True must be int"),
+        ("data = 'x'", "must be a list of paths"),
+        ("hidden =", "is not TOML"),
+        ("recipe = { 'layers.0' = 3 }", "recipe has 'layers.0' = 3; it must be a pattern"),
+        ("recipe = { 'a,b' = 'mxfp8' }", "recipe has 'a,b' = 'mxfp8'; it must be a pattern"),
+        ("recipe = {}", "recipe is a table without an entry"),
+    ],
+)
+def test_refused_file(tmp_path, text, says):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        merge({}, file)
+    assert says in str(caught.value) and "bad.toml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"cannot read .*none\.toml: No such file"):
+        merge({}, tmp_path / "none.toml")
+
+
+def test_ranks_must_fit():
+    settings = replace(TrainSettings(), global_batch=6)
+    for ranks in (1, 2, 3, 6):
+        settings.check_ranks(ranks)
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
+        settings.check_ranks(4)
+    with pytest.raises(ConfigurationError, match="multiple of 4"):
+        replace(settings, micro_batches=2).check_ranks(2)
+    with pytest.raises(ConfigurationError, match="dp_replicate = 2 must divide the 3"):
+        replace(settings, dp_replicate=2).check_ranks(3)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"eps": 1e-6, "optimizer": "lion"},
+            "eps = 1e-06 would do nothing, since it needs another optimizer than 'lion'",
+        ),
+        ({"exp_avg_sq_dtype": "fp8", "optimizer": "lion"}, "exp_avg_sq_dtype = 'fp8' would do nothing"),
+        ({"momentum": 0.9}, "momentum = 0.9 would do nothing, since it needs optimizer = 'muon'"),
+        ({"momentum": 0.9, "eps": 1e-6, "exp_avg_sq_dtype": "fp8", "optimizer": "muon"}, ""),
+    ],
+)
+def test_settings_of_another_optimizer_are_refused(given, says):
+    settings = replace(TrainSettings(), **given)
+    if not says:
+        check_used(given, settings)
+        return
+    with pytest.raises(ConfigurationError) as caught:
+        check_used(given, settings)
+    assert says in str(caught.value)
+
+
+def test_a_run_records_the_recipe_that_auto_stands_for():
+    assert TrainSettings().recipe == "auto"
+    assert TrainSettings().resolved().recipe == "current"
+    assert TrainSettings(recipe="layers.0=bf16, *=auto/wgrad:bf16").resolved().recipe == (
+        "layers.0=bf16,*=current/wgrad:bf16"
+    )

@@ -1,0 +1,132 @@
+"""What a run's bits depend on beside its settings: found, and compared with what was found before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantshard import deterministic
+from quantshard.errors import ConfigurationError
+from quantshard.tools.trainer import environment, launch
+from quantshard.tools.trainer.environment import differences
+from quantshard.tools.trainer.settings.config import TrainSettings
+from tests.tools.cli.hostile import told
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kept():
+    with deterministic(False):
+        yield
+
+
+def test_found_on_a_cpu(kept, monkeypatch):
+    for name in ("NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE", "NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "x")
+    found = environment.current_environment(TrainSettings(), CPU)
+    assert json.loads(json.dumps(found)) == found
+    assert found["deterministic"] is False and found["torch"] == torch.__version__ and "cuda" not in found
+    assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert {"NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE"} <= set(found["variables"])
+    assert not {"NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"} & set(found["variables"])
+    with deterministic():
+        assert differences(found, environment.current_environment(TrainSettings(), CPU)) == [
+            "deterministic was off, is on"
+        ]
+
+
+def test_found_on_a_gpu(kept, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    device = torch.device("cuda", 0)
+    found = environment.current_environment(TrainSettings(), device)
+    assert (found["device"], found["cuda"], found["cudnn"], found["nccl"]) == ("NVIDIA H200", "13.0", "91002", "2.28.9")
+    assert found["triton"] and found["attention"] == "cudnn, else flash, efficient, math"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with deterministic():
+        on = environment.current_environment(TrainSettings(), device)
+    assert on["attention"] == "flash, else efficient, math"
+
+
+def test_differences_are_named():
+    before = {"torch": "2.11", "deterministic": True, "gone": "a", "variables": {"NCCL_ALGO": "Ring", "MKL_CBWR": "A"}}
+    now = {"torch": "2.12", "deterministic": True, "variables": {"NCCL_ALGO": "Tree", "NCCL_PROTO": "LL"}}
+    assert differences(before, before) == []
+    assert differences(before, now) == [
+        "torch was 2.11, is 2.12",
+        "gone was a, is not set",
+        "NCCL_ALGO was Ring, is Tree",
+        "MKL_CBWR was A, is not set",
+        "NCCL_PROTO was not set, is LL",
+    ]
+
+
+def run_command(line, redirected="", **variables):
+    """The exit code, and the lines of standard error, of a command in a shell."""
+    shell = f'exec "$0" -m quantshard {line} {redirected}'
+    # With an unbuffered standard output nothing is left to flush at exit.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | variables
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_full_output_is_a_line():
+    full = "quantshard: cannot write to standard output: No space left on device"
+    assert run_command("plan --help", ">/dev/full") == (1, [full])
+
+
+def test_a_closed_output_is_nowhere():
+    assert run_command("--version", ">&-") == (0, [])
+
+
+def test_a_deleted_working_directory_is_a_line():
+    shell = 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$0" -m quantshard --version'
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", shell, sys.executable], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "quantshard: the working directory was deleted; change to one that exists"
+
+
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+@pytest.mark.parametrize("size", ["9" * 5000, "1000000000", "1e9", "\u00b2"])
+def test_an_impossible_terminal_size_is_ignored(monkeypatch, name, size):
+    monkeypatch.setenv(name, size)
+    code, lines, _ = told("plan", "--help")
+    assert code == 0 and max(map(len, lines)) == 80
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"RANK": "5"}, {"RANK": "x"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "-1"}, {"MASTER_PORT": "x"}],
+)
+def test_a_wrong_variable_of_a_launcher_is_named(monkeypatch, wrong):
+    right = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in (right | wrong).items():
+        monkeypatch.setenv(name, value)
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigurationError, match=f"{name} = '{value}' is not a number from .*unset RANK"):
+        launch.process_numbers()
+
+
+def test_a_missing_local_rank_is_the_rank(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch.process_numbers() == (1, 2, 1)
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ConfigurationError, match="RANK is set, but WORLD_SIZE is not"):
+        launch.process_numbers()

@@ -1,0 +1,359 @@
+"""Folders from anyone: no code of theirs runs, no name in them is requested, no size in them hangs a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantshard import checkpoints
+from quantshard.errors import ConfigurationError
+from quantshard.optimizers import FusedAdam
+from quantshard.tools.trainer import launch
+from quantshard.tools.trainer.data import texts
+from quantshard.tools.trainer.data.dataset_folders import open_dataset
+from quantshard.tools.trainer.data.finding import DATASET
+from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.monitoring import trackers
+from quantshard.tools.trainer.settings.config import TrainSettings
+from tests.interop.layouts import models
+from tests.tools.report.runs import made_run
+
+ROOT = Path(__file__).parents[3]
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
+LLAMA = SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+CODE = {"AutoConfig": "evil/code--evil.C", "AutoModelForCausalLM": "evil/code--evil.M"}
+HOSTILE_MODELS: dict[str, dict[str, Any]] = {
+    "code": {"model_type": "vit", "auto_map": CODE},
+    "code by an alias": {"model_type": "vit", "attribute_map": {"x": "auto_map"}, "x": CODE},
+    "detr": {
+        "model_type": "detr",
+        "architectures": ["DetrForObjectDetection"],
+        "backbone": "evil/repo",
+        "use_timm_backbone": False,
+    },
+    "upernet": {
+        "model_type": "upernet",
+        "architectures": ["UperNetForSemanticSegmentation"],
+        "backbone": "evil/repo",
+    },
+}
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The paths requested from a server that stands in for the Hugging Face hub, in this process and its children."""
+    paths: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield paths
+    server.shutdown()
+    server.server_close()
+
+
+def on_a_terminal(script: str, *arguments: str) -> str:
+    """The output of a Python script whose terminal answers every question with y."""
+    primary, secondary = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], stdin=secondary, stdout=secondary, stderr=secondary, env=environment
+    )
+    os.close(secondary)
+    os.write(primary, b"y\n" * 8)
+    output = b""
+    try:
+        while block := os.read(primary, 4096):
+            output += block
+    except OSError:  # Linux raises EIO when the last writer has closed
+        pass
+    process.wait()
+    os.close(primary)
+    return output.decode()
+
+
+DESCRIBE = """
+import json, sys
+from quantshard.errors import ConfigurationError
+from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.monitoring import trackers
+from quantshard.tools.trainer.settings.config import TrainSettings
+for content in json.loads(sys.argv[1]):
+    try:
+        huggingface.described(content, "config.json", causal=True)
+        print("BUILT")
+    except ConfigurationError as error:
+        print("REFUSED", error)
+"""
+
+
+def test_configurations_neither_run_code_nor_make_requests(requests: list[str]) -> None:
+    """With a terminal that answers y, and without one."""
+    contents = json.dumps([*HOSTILE_MODELS.values()])
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    piped = subprocess.run(
+        [sys.executable, "-c", DESCRIBE, contents], input="y\n" * 8, capture_output=True, text=True, env=environment
+    )
+    for output in (piped.stdout, on_a_terminal(DESCRIBE, contents)):
+        assert output.count("REFUSED") == len(HOSTILE_MODELS), output
+        assert "wish to run" not in output
+    assert requests == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 4096},
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 10**6},
+        {"model_type": "vit", "architectures": ["ViTModel"], "num_layers": 10**6},
+        {"model_type": "whisper", "architectures": ["WhisperModel"], "encoder_layers": 10**6},
+        {"model_type": "timesformer", "layers": 10**9},
+        {"text_config": [{"depth": 10**6}]},
+    ],
+)
+def test_configurations_of_too_many_layers(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json: \w+ is \d+, and at most 1024 are built"):
+        huggingface.described(LLAMA | change, "config.json")
+
+
+def test_models_of_too_many_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted while they are built, whatever field of the configuration asks for them."""
+    monkeypatch.setattr(huggingface, "_MOST_MODULES", 100)
+    with pytest.raises(ConfigurationError, match=r"^config\.json: its model has more than 100 modules$"):
+        huggingface.described(LLAMA | {"num_hidden_layers": 64}, "config.json")
+    assert huggingface.described(LLAMA | {"num_hidden_layers": 2}, "config.json")
+
+
+def test_an_alias_of_a_field_is_not_read() -> None:
+    content = LLAMA | {"num_hidden_layers": 2, "attribute_map": {"x": "num_hidden_layers"}, "x": 10**9}
+    assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
+
+
+BOMB = "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)])
+OUTSIDE = "names files outside its folder"
+MANY = "has more than 131072 values"
+DESCRIPTIONS = {
+    "URL": ("data_files: http://HUB/x.parquet", OUTSIDE),
+    "escaped URL": (r'data_files: "http:\x2f\x2fHUB/x.parquet"', OUTSIDE),
+    "merged URL": ("<<: {data_files: http://HUB/x.parquet}", OUTSIDE),
+    "hub": ("data_files: [[hf://datasets/a/b/x.parquet]]", OUTSIDE),
+    "chain": ("data_files: [{split: train, path: zip://x::http://HUB/x.zip}]", OUTSIDE),
+    "absolute": ("data_files: /etc/passwd", OUTSIDE),
+    "parent": ("data_dir: a/../../b", OUTSIDE),
+    "home": ("data_dir: ~/x", OUTSIDE),
+    "aliases": (f"data_files: x\na0: &a0 [x]\n{BOMB}\nconfigs: *a11", MANY),
+    "cycle": ("data_files: &a [*a]", MANY),
+    "many values": (f"data_files: [{'a,' * 200_000}]", MANY),
+    "deep": (f"data_files: {'[' * 1500}", "cannot read the dataset"),
+    "labels": ("x: {class_label: {names: {'9000000000': x}}}", "a column of more than 131072 labels"),
+    "one megabyte": (f"data_files: {'x' * (1 << 20)}", "1048576"),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_descriptions_of_datasets(requests: list[str], tmp_path: Path, name: str) -> None:
+    """Neither file that `datasets` reads in a folder makes it request anything, read other folders, or hang."""
+    pytest.importorskip("datasets")
+    hub = os.environ["HF_ENDPOINT"].removeprefix("http://")
+    for file in ("README.md", ".huggingface.yaml"):
+        folder = tmp_path / file
+        folder.mkdir()
+        text, message = DESCRIPTIONS[name]
+        text = f"configs:\n- config_name: default\n  {text}".replace("HUB", hub)
+        (folder / file).write_text(f"\n---\n{text}\n---\n" if file == "README.md" else text)
+        with pytest.raises(ConfigurationError, match=message):
+            open_dataset(folder, "train", "text")
+    assert requests == []
+
+
+def test_columns_that_are_not_read(tmp_path: Path) -> None:
+    """Images of a dataset are not decoded for its texts; a saved dataset cannot ask for 10^10 names of labels."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    table = datasets.Dataset.from_list([{"image": {"bytes": b"no image"}, "text": "a"}] * 3, features=features)
+    table.save_to_disk(tmp_path / "saved")
+    (tmp_path / "described").mkdir()
+    table.to_parquet(tmp_path / "described" / "train.parquet")
+    # an alias and a link outside `data_files`, as the hub's own library writes them
+    (tmp_path / "described" / "README.md").write_text(
+        "---\nlicense_link: https://x.org\nconfigs:\n- &a {config_name: default, data_files: '*.parquet'}\nx: *a\n---\n"
+    )
+    for name in ("saved", "described"):
+        piece = texts.Piece(str(tmp_path / name), 0, 1, 1)
+        assert {chunk.text for chunk in texts.chunks(DATASET, piece, texts.TextOptions())} == {"a"}
+        with pytest.raises(ConfigurationError, match=r"the column 'image' holds Image\(.*\), no text"):
+            open_dataset(tmp_path / name, "train", "image")
+        with pytest.raises(ConfigurationError, match="no column 'body', only 'image', 'text'"):
+            open_dataset(tmp_path / name, "train", "body")
+    info = tmp_path / "saved" / "dataset_info.json"
+    content = json.loads(info.read_text())
+    content["features"]["label"] = {"_type": "ClassLabel", "num_classes": 10**10}
+    info.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match="a column of more than 131072 labels"):
+        open_dataset(tmp_path / "saved", "train", "text")
+
+
+SHADOWS = (
+    "xxhash.py", "torch.py", "numpy.py", "json.py", "typer.py", "pickle.py", "multiprocessing.py", "sitecustomize.py",
+    "usercustomize.py", "quantshard/__init__.py",
+)  # fmt: skip
+
+
+def shadow(folder: Path) -> None:
+    """Add modules that would shadow those of libraries if the folder is on the path, and leave a file when imported."""
+    (folder / "quantshard").mkdir()
+    for name in SHADOWS:
+        (folder / name).write_text(f"open({str(folder / 'it-ran')!r}, 'a').write(__file__ + '\\n')\n")
+
+
+@pytest.fixture
+def hostile_folder(tmp_path: Path) -> Path:
+    shadow(tmp_path)
+    return tmp_path
+
+
+COMMANDS = """#!{python}
+import json, os, sys, traceback
+from quantshard.__main__ import main
+from quantshard.cli import app
+import typer
+if sys.argv[2] == "Python 3.10":  # which does not read it
+    del os.environ["PYTHONSAFEPATH"]
+codes = {{}}
+if __name__ == "__main__":
+    names = [*typer.main.get_command(app()).commands]
+    for command in [*([name, "--help"] for name in names), *json.loads(sys.argv[1])]:
+        sys.argv = ["quantshard", *command]
+        try:
+            main()
+        except SystemExit as error:
+            codes[" ".join(command)] = error.code
+        except BaseException:
+            traceback.print_exc()
+    print("\\n" + json.dumps(codes))
+"""
+
+
+def in_one_process(folder: Path, version: str, commands: list[list[str]], script: Path) -> dict[str, int]:
+    """Exit codes of commands, and of the help of each command, called from a script such as pip installs."""
+    script.write_text(COMMANDS.format(python=sys.executable))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONSAFEPATH": "" if version == "Python 3.10" else "1"}
+    done = subprocess.run(
+        [sys.executable, script, json.dumps(commands), version], cwd=folder, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert not (folder / "it-ran").exists(), (folder / "it-ran").read_text()
+    codes: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    assert not any(codes.values()) and len(codes) > len(commands) + 10, (codes, done.stderr)
+    return codes
+
+
+@pytest.mark.parametrize("version", ["Python 3.10", pytest.param("PYTHONSAFEPATH", marks=pytest.mark.exhaustive)])
+def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
+    """A run's folder, or one with texts, is the working directory."""
+    run = made_run(tmp_path / "run", steps=5)
+    shadow(run)
+    (run / "text.jsonl").write_text('{"text": "of anybody"}\n' * 100)
+    model = models.build("mxfp8")
+    checkpoints.save(run / "saved", model, FusedAdam(model.named_parameters()))
+    (run / "config").mkdir()
+    (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
+    commands = [
+        "report .", "watch . --once", "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB",
+        "verify saved", "inspect saved", "diff saved saved", "explain saved",
+        "export saved --layout plain-fp32 --out exported --config config",
+    ]  # fmt: skip
+    in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"], ids=["Python 3.10", "PYTHONSAFEPATH"])
+def test_workers_import_nothing_from_the_working_directory(hostile_folder: Path, safe_path: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": safe_path}
+    command = [sys.executable, launch.command_script(), "worker", "--help"]
+    done = subprocess.run(command, cwd=hostile_folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "quantshard worker" in done.stdout, done.stderr
+    assert not (hostile_folder / "it-ran").exists()
+
+
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+@pytest.mark.parametrize("key", ["base_url", "http_proxy"])
+def test_settings_of_wandb_in_a_folder_do_not_redirect_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "settings"
+    file.write_text("[default]\nentity = mine\nproject = p\n")
+    trackers.check_account(TrainSettings(wandb="p"))
+    file.write_text(f"[default]\n{key} = http://127.0.0.1:9\n")
+    with pytest.raises(ConfigurationError, match=rf"{folder}/settings sets '{key}'; delete it"):
+        trackers.check_account(TrainSettings(wandb="p"))
+
+
+TRACKED = """
+import sys
+from pathlib import Path
+from quantshard.tools.trainer.monitoring import trackers
+from quantshard.tools.trainer.run_dir import RunDir
+from quantshard.tools.trainer.settings.config import TrainSettings
+settings = TrainSettings(wandb="p")
+if sys.argv[1] == "online":
+    trackers.check_account(settings)
+else:
+    (tracker,) = trackers.open_trackers(settings, RunDir(Path(".")), 0)
+    tracker.metrics({"step": 1, "loss": 1.0})
+    tracker.close(failed=False)
+"""
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_runs_no_git_and_reads_no_account_of_the_run(tmp_path: Path, mode: str) -> None:
+    """Git runs commands that the configuration of a repository names, and wandb asked git about the run's folder."""
+    run, programs, log = tmp_path / "run", tmp_path / "programs", tmp_path / "log"
+    for folder in (run / ".git", programs, tmp_path / "home"):
+        folder.mkdir(parents=True)
+    (run / ".git" / "config").write_text("[core]\nfsmonitor = touch it-ran\n")
+    for name in (".netrc", "_netrc", "netrc"):
+        (run / name).write_text(f"machine api.wandb.ai login user password {'k' * 40}\n")
+    (run / ".env").write_text(f"WANDB_API_KEY={'k' * 40}\nNETRC=.netrc\n")
+    (programs / "git").write_text(f"#!/bin/sh\necho $PWD: git $@ >> {log}\n")
+    (programs / "git").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(tmp_path / "home"), "WANDB_MODE": mode}
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKED, mode], cwd=run, env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if mode == "online":
+        assert "no API key is configured" in done.stderr
+    else:
+        assert done.returncode == 0 and list(run.glob("wandb/offline-run-*")), done.stderr
+    assert not log.exists(), log.read_text()
+    assert not (run / "it-ran").exists()

@@ -1,0 +1,49 @@
+"""What is told of bytes while they are moved: as many as were expected, of which the files have that many."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quantshard as qs
+from quantshard.checkpoints.disk import transfer
+from quantshard.checkpoints.disk.manifest import read_manifest
+from quantshard.checkpoints.inspect.verify import verify
+from quantshard.tools.report.figures import TransferFigures
+from tests.interop.layouts import models
+from tests.tools.cli.hostile import told
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def watched(work: Callable[[], Any]) -> TransferFigures:
+    with transfer.watched(figures := TransferFigures("work")):
+        work()
+    return figures
+
+
+def test_bytes_are_told_as_they_are_moved(tmp_path: Path) -> None:
+    model, checkpoint = models.save(tmp_path, "mxfp8")
+    described = read_manifest(checkpoint)
+    assert described is not None
+    held = {
+        "save": watched(lambda: qs.checkpoints.save(tmp_path / "again", model, None)),
+        "load": watched(lambda: qs.checkpoints.load(checkpoint, model, None)),
+        "verify": watched(lambda: verify(checkpoint)),
+        "export": watched(
+            lambda: qs.layouts.export(checkpoint, "sglang-mxfp8", tmp_path / "out", config=models.CONFIG)
+        ),
+        "import": watched(lambda: qs.layouts.load(tmp_path / "out", model)),
+    }
+    weights = sum(param.numel() for param in model.parameters())
+    for name, figures in held.items():
+        assert weights < figures.total and 0.98 < figures.done / figures.total < 1.3, (name, figures)
+    assert held["verify"].done >= described.bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code, out, err = told("verify", checkpoint)
+    assert code == 0 and not err and "whole: " in " ".join(out)

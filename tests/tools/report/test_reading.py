@@ -1,0 +1,285 @@
+"""What is read of a run's files: all of it, in bounded memory, whatever else stands there."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from quantshard.checkpoints.disk.store import LocalStore
+from quantshard.errors import ConfigurationError
+from quantshard.tools.report import metrics, records
+from quantshard.tools.report.heat_maps import MOST_COLUMNS, MapColumn, StatisticsReader
+from quantshard.tools.report.history import read_history
+from quantshard.tools.report.metrics import MetricReader, number
+from quantshard.tools.report.records import RecordFile
+from quantshard.tools.report.source import RunSource
+from quantshard.tools.report.thinning import thinned
+from quantshard.tools.report.watching import RunWatch
+from tests.tools.report.runs import NAMES, entry, made_run, sampled, write
+
+
+def steps_of(file: RecordFile) -> list[int]:
+    return [record["step"] for batch in file.batches() for record in batch]
+
+
+def test_only_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "metrics.jsonl", []
+    before = LocalStore.read_range
+    monkeypatch.setattr(LocalStore, "read_range", lambda s, p, a, b: asked.append(b - a) or before(s, p, a, b))
+    file = RecordFile(LocalStore(), str(path))
+    assert not file.was_rewritten() and steps_of(file) == []
+    write(path, [entry(step) for step in range(1, 1501)])
+    assert steps_of(file) == list(range(1, 1501))
+    with open(path, "a") as out:
+        out.write('{"step": 1501, "lo')
+    assert not file.was_rewritten() and steps_of(file) == [] and file.torn
+    with open(path, "a") as out:
+        out.write('ss": 3}\n')
+    asked.clear()
+    assert not file.was_rewritten() and steps_of(file) == [1501] and not file.torn
+    assert sum(asked) < 200, "the whole file was read again"
+
+
+def test_a_file_that_was_written_anew_is_read_again(tmp_path: Path) -> None:
+    """As a resume does it: shorter, or by now as long as before."""
+    path = tmp_path / "metrics.jsonl"
+    file = RecordFile(LocalStore(), str(path))
+    write(path, [entry(step) for step in range(1, 7)])
+    assert steps_of(file) == [1, 2, 3, 4, 5, 6]
+    write(path, [entry(step) for step in range(1, 4)])
+    assert file.was_rewritten() and steps_of(file) == [1, 2, 3] and not file.was_rewritten()
+    write(path, [entry(step, loss=1.0) for step in range(1, 9)])
+    assert file.was_rewritten() and steps_of(file) == list(range(1, 9))
+
+
+def test_lines_that_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "AT_ONCE", 4096)
+    path = tmp_path / "metrics.jsonl"
+    bad = [b"[" * 3000, b"\xff\xfe", b"[1]", b'{"a": [1', b"2]}", b"9" * 3500, b"", b'{"x": "' + b"y" * 20000 + b'"}']
+    lines = [b'{"step": 1}', *bad, b'{"step": 2}', b'{"step": 3}, {"step": 4}', b'{"step": 5}']
+    path.write_bytes(b"\n".join(lines) + b'\n{"step": 6')
+    file = RecordFile(LocalStore(), str(path))
+    assert steps_of(file) == [1, 2, 5] and file.broken == len(bad) + 1 and file.torn
+
+
+def test_figures_of_any_kind() -> None:
+    reader = MetricReader("metrics.jsonl")
+    reader.add([{"step": 1, "loss": 2, "text": "x", "flag": True, "memory": {"weights_bytes": 3}, "big": 10**400}])
+    reader.add(
+        [{"step": 2, "loss": "nan", "new": 1.5}, {"step": -1, "loss": 1}, {"loss": 1}, {"step": "3"}, {"step": 3}]
+    )
+    reader.add([{"step": 4, "loss": math.nan, "new": "inf", "big": 1}])
+    table = reader.table()
+    assert table.steps.tolist() == [1, 2, 3, 4] and set(table.columns) == {"loss", "memory.weights_bytes", "new", "big"}
+    assert table.not_finite("loss").tolist() == [2, 4] and table.there("loss")[1].tolist() == [2.0]
+    assert table.there("new")[0].tolist() == [2] and math.isnan(table.columns["new"][2])
+    assert number("nan") == number("-inf") == number(math.nan) == math.inf and math.isnan(number([1]))
+
+
+def test_steps_that_were_trained_twice_count_once() -> None:
+    reader = MetricReader("metrics.jsonl")
+    for at, steps in enumerate(([1, 2, 3, 4, 5], [3, 4], [4, 5, 6])):
+        reader.add([{"step": step, "loss": 10 * at + step} for step in steps])
+    table = reader.table()
+    assert table.steps.tolist() == [1, 2, 3, 4, 5, 6] and table.columns["loss"].tolist() == [1, 2, 13, 24, 25, 26]
+
+
+def test_memory_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = MetricReader("metrics.jsonl")
+    reader.add([{"step": 1, **{f"key{number}": 1 for number in range(500)}}])
+    assert len(reader.columns) == metrics.MOST_COLUMNS and reader.table().others
+    monkeypatch.setattr(metrics, "_MOST_VALUES", 1000)
+    with pytest.raises(ConfigurationError, match=r"metrics.jsonl has more than 1 steps of 64 figures"):
+        reader.add([{"step": step} for step in range(100)])
+
+
+def test_thinned_curves_keep_their_spikes() -> None:
+    values = np.sin(np.arange(100_003) / 5000)
+    values[[31_415, 100_002]] = 9, -9
+    for most in (4, 5, 100, 1999):
+        kept = thinned(values, most)
+        assert len(kept) <= most and {0, 31_415, 100_002} <= set(kept.tolist()) and (np.diff(kept) > 0).all()
+    assert thinned(values[:7], 7).tolist() == list(range(7))
+
+
+def test_merged_statistics_keep_the_worst() -> None:
+    reader = StatisticsReader()
+    reader.add(
+        sampled(step, amax=99.0 if step == 777 else 1.0, sqnr_db=1.0 if step == 778 else 30.0) for step in range(5000)
+    )
+    columns = reader.merged(MOST_COLUMNS)
+    assert len(columns) <= MOST_COLUMNS and columns[0].first == 0
+    assert max(drawn(columns, "amax")) == 99 and min(drawn(columns, "sqnr_db")) == 1
+
+
+def drawn(columns: list[MapColumn], statistic: str) -> list[float]:
+    """A row of a map: what the inputs of the first layer had."""
+    return [each.values["input", statistic][NAMES[0]] for each in columns]
+
+
+def test_columns_stand_for_equally_many_steps() -> None:
+    reader = StatisticsReader()
+    reader.add(sampled(step) for step in range(10, 100_001, 10))
+    whole = drawn(reader.columns, "amax")
+    for columns in (reader.columns, reader.merged(MOST_COLUMNS), reader.merged(8)):
+        starts = np.array([each.first for each in columns])
+        assert len(columns) > 4 and starts[0] == 10 and len(set(np.diff(starts).tolist())) == 1
+        assert columns[-1].last == 100_000 and columns[-1].last - starts[-1] < starts[1] - starts[0]
+        assert all(each.last + 10 == later.first for each, later in pairwise(columns))
+    assert drawn(reader.columns, "amax") == whole, "merging for a page changed what is kept"
+    assert MOST_COLUMNS <= len(reader.columns) < 2 * MOST_COLUMNS and MOST_COLUMNS / 2 <= len(
+        reader.merged(MOST_COLUMNS)
+    )
+
+
+def test_the_smallest_scale_and_what_is_not_finite_stay() -> None:
+    reader = StatisticsReader()
+    odd = {300: {"scale_min": 0.125}, 301: {"sqnr_db": "nan"}}
+    reader.add(sampled(step, **{"scale_min": 0.5, "sqnr_db": 30.0} | odd.get(step, {})) for step in range(400))
+    columns = reader.merged(8)
+    assert sorted(drawn(columns, "scale_min"))[:2] == [0.125, 0.5]
+    assert sorted(drawn(columns, "sqnr_db"))[-2:] == [30.0, math.inf]
+
+
+def test_a_step_that_comes_again_replaces_what_was_merged() -> None:
+    reader = StatisticsReader()
+    reader.add(sampled(step, amax=9.0 if step >= 1001 else 1.0) for step in range(1, 1151))
+    assert reader.each == 4 and reader.columns[-1].last == 1150
+    again = reader.columns[-30]
+    assert again.first < 1035 <= again.last, "the step is to be within a column"
+    reader.add([sampled(1035, amax=2.0)])
+    last, before = reader.columns[-1], reader.columns[-2]
+    assert (last.first, last.last, before.last) == (1035, 1035, again.first - 1)
+    assert drawn([last], "amax") == [2.0], "what is no longer there was merged into it"
+    reader.add(sampled(step, amax=2.0) for step in range(1036, 1043))
+    assert [(each.first, each.last) for each in reader.columns[-2:]] == [(1035, 1038), (1039, 1042)]
+    reader.add([sampled(1), sampled(2)])  # from the beginning: as fine as at first
+    assert [(each.first, each.last) for each in reader.columns] == [(1, 1), (2, 2)]
+
+
+def test_alarms_and_rows_of_anybody() -> None:
+    reader = StatisticsReader()
+    odd = [
+        {"step": 1, "rows": 3, "alarms": "x"},
+        {"step": 2, "rows": [1, {"name": 3}, {"name": "a", "role": [], "x": "y"}]},
+    ]
+    reader.add([*odd, {"step": 3, "rows": [{"name": "n" * 9999, "amax": "inf"}], "alarms": [1, {"kind": ["k"] * 999}]}])
+    reader.add([{"step": 4, "alarms": [{"kind": "nan", "text": "t" * 9999}] * 1000}])
+    assert reader.counts["nan"] == 1000 and len(reader.alarms()) == 400 and len(reader.alarms()[-1].text) == 300
+    (column,) = reader.columns
+    assert column.first == 3 and column.values == {("", "amax"): {"n" * 300: math.inf}}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """The URL of a folder, by a server that knows no ranges."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_run_is_read_by_path_and_by_url(tmp_path: Path, served: str) -> None:
+    run = made_run(tmp_path / "run")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(run) + "/", "/report-test/run/", recursive=True)
+    try:
+        found = [read_history(where) for where in (run, f"file://{run}", f"{served}/run", "memory://report-test/run")]
+    finally:
+        memory.rm("/report-test", recursive=True)
+    for history in found:
+        assert history.name == "run" and history.metrics.steps.tolist() == list(range(1, 41)) and not history.notes
+        assert [(row.step, row.complete, row.bytes) for row in history.checkpoints] == [
+            (20, True, 4096),
+            (40, False, None),
+        ]
+        assert history.starts[1]["step"] == 20 and history.config["launch.processes"] == 2
+        assert len(history.statistics.columns) == 40 and history.parameters["totals"]["scale_bytes"] == 8
+        assert history.tokens()[-1] == 40 * 2048 and history.seconds()[-1] == pytest.approx(40)
+
+
+def test_what_a_server_without_ranges_sends_is_cut(tmp_path: Path, served: str) -> None:
+    run = made_run(tmp_path / "run")
+    file = RunSource(f"{served}/run").records("metrics.jsonl")
+    assert steps_of(file) == list(range(1, 41))
+    write(run / "metrics.jsonl", [entry(41)], "a")
+    assert not file.was_rewritten() and steps_of(file) == [41] and file.broken == 0
+
+
+def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run")
+    secret = tmp_path / "secret.jsonl"
+    write(secret, [{"step": 1, "password": 1234}])
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(secret)
+    with pytest.raises(ConfigurationError, match=r"metrics.jsonl: it is a link, and links are not followed here"):
+        read_history(run)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(ConfigurationError, match=r"it is no regular file but a pipe"):
+        read_history(run)
+    (run / "metrics.jsonl").unlink()
+    (run / "checkpoints").rename(tmp_path / "elsewhere")
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert RunSource(run).checkpoints() == []
+    (run / "parameters.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"parameters.json is not JSON"):
+        read_history(run)
+    (run / "parameters.json").write_text(json.dumps({"rows": [3, {"shape": 3, "optimizer": []}], "totals": []}))
+    (run / "metrics.jsonl").write_text('x\n{"step": 1, "loss": 2}\n{"st')
+    history = read_history(run)
+    assert [note.rpartition("metrics.jsonl: ")[2] for note in history.notes] == [
+        "1 line is no record, and left out",
+        "its last line was cut off, or is still being written, and is left out",
+    ]
+    (run / "config.toml").unlink()
+    with pytest.raises(ConfigurationError, match=r"there is no run in .*run: it has no config.toml$"):
+        read_history(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "starts.jsonl"])
+@pytest.mark.parametrize("line", [b"\n", b"x\n", None], ids=repr)
+def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, line: bytes | None) -> None:
+    """4 MB of lines that are no records, or, with None, 20 GB of zeros in a file that has no blocks for them."""
+    run = made_run(tmp_path / "run", planned=50)
+    with open(run / name, "ab") as file:
+        if line is None:
+            file.truncate(20 << 30)
+        else:
+            file.write(line * ((4 << 20) // len(line)))
+    began = time.process_time()
+    history = read_history(run)
+    watch = RunWatch(run)
+    watch.poll(10)
+    assert time.process_time() - began < 6
+    assert (history.metrics.steps.tolist(), watch.figures.step) == (list(range(1, 41)), 40) or name == "metrics.jsonl"
+    assert history.metrics.steps[:40].tolist() == list(range(1, 41))
+    if line is None and name == "metrics.jsonl":
+        assert any("evenly over the run, were not read" in note for note in history.notes)
+
+
+def test_records_between_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\n\n{"step": 1}\n\n\n{"step": 2}\n\n')
+    file = RecordFile(LocalStore(), str(path))
+    assert steps_of(file) == [1, 2] and file.broken == 5
+    with open(path, "ab") as out:
+        out.write(b'\n{"step": 3}\n')
+    assert not file.was_rewritten() and steps_of(file) == [3]
