@@ -1,1 +1,1 @@
-"""Quantized data, the tensor class around it, and what may be done to it."""
+"""Quantized data, the tensor class around it, and the operations on it."""

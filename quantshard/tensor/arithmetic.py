@@ -1,15 +1,17 @@
-"""In-place arithmetic on quantized weights: what `torch.optim`'s optimizers and users' loops do to parameters.
+"""In-place arithmetic on quantized weights, as `torch.optim` optimizers and users' loops apply it to parameters.
 
-A weight is dequantized, the arithmetic done in float32, and the result rounded stochastically to new codes (small
-updates would vanish in rounding to nearest). All ranks that hold pieces of the weights must make the same calls in
-step: each call is one flat reduction over them, however many weights its lists hold. In it go the amaxes of shared
-blocks and what all ranks must decide alike: a result equal to the present values leaves codes, draws and amax history
-as they are (a hidden `step()` with lr = 0 changes no bit); one that is infinite or NaN anywhere is written nowhere, and
-raises.
+A weight is dequantized, the arithmetic runs in float32, and the result is rounded stochastically to new codes:
+rounding to nearest would lose small updates. All ranks with pieces of the weights must make the same calls in the same
+order. Each call is one flat reduction, however many weights its lists hold. The reduction carries the amaxes of shared
+blocks and two decisions that all ranks must agree on:
 
-A weight may also be read, as what is added to a plain tensor of its shape while autograd is off: weight decay of the
-L2 kind does `grad.add(param, alpha=weight_decay)`; and as an operand of the in-place arithmetic of another weight. No
-other operation dequantizes, and none of these is differentiable, so no training forward does so in silence.
+- A result equal to the present values leaves codes, draws and amax history unchanged, so a hidden `step()` with lr = 0
+  changes no bit.
+- A result that is infinite or NaN anywhere is not written on any rank, and the call raises.
+
+Arithmetic may also read a weight in two places. One is the addition to a plain tensor of its shape while autograd is
+off, because L2 weight decay calls `grad.add(param, alpha=weight_decay)`. The other is as an operand of the in-place
+arithmetic of another weight. No other operation dequantizes, and none of these is differentiable.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ aten = torch.ops.aten
 
 Formula = Callable[..., Tensor]
 
-# Formulas: of one weight's values x and operands, tensors in float32 or numbers. Each operation is rounded by itself,
-# in torch's order, so that every shard gets the same bits (torch's own kernels may fuse some elements, and not others).
+# Formulas of one weight's values x and operands: float32 tensors or numbers. Each operation rounds separately, in
+# torch's order, so that every shard gets the same bits (torch's own kernels may fuse some elements and not others).
 
 
 def _add(x: Tensor, other: Any, alpha: float = 1) -> Tensor:
@@ -61,7 +63,7 @@ def _mul(x: Tensor, other: Any) -> Tensor:
 
 
 def _div(x: Tensor, other: Any) -> Tensor:
-    return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs multiply by a number's inverse
+    return x / torch.as_tensor(other, dtype=x.dtype, device=x.device)  # GPUs would multiply by a number's inverse
 
 
 def _addcmul(x: Tensor, first: Tensor, second: Tensor, value: Any = 1) -> Tensor:
@@ -122,22 +124,24 @@ def _many(operation: Any, formula: Formula) -> Callable[..., None]:
     def in_place(targets: Sequence[Tensor], *operands: Any, **options: Any) -> None:
         quantized = [i for i, target in enumerate(targets) if isinstance(target, QuantizedTensor)]
         plain = [i for i, target in enumerate(targets) if not isinstance(target, QuantizedTensor)]
-        others = [targets[i] for i in plain]
-        read = [_read_list(formula, others, _pick(operand, plain)) for operand in operands] if others else []
+        plain_targets = [targets[i] for i in plain]
+        plain_operands = (
+            [_read_list(formula, plain_targets, _pick(operand, plain)) for operand in operands] if plain_targets else []
+        )
         weights: list[Any] = [targets[i] for i in quantized]
         results = [
             _result(formula, targets[i], [_entry(operand, i) for operand in operands], options) for i in quantized
         ]
         if weights:
-            _update(weights, results, str(operation))  # may raise; then the plain ones are left alone too
-        if others:
-            operation(others, *read, **options)
+            _update(weights, results, str(operation))  # first, so that an error leaves plain tensors unchanged too
+        if plain_targets:
+            operation(plain_targets, *plain_operands, **options)
 
     return in_place
 
 
 def _is_list(operand: Any) -> bool:
-    """True for an operand with an entry for each target: a list, or a tensor [targets] of scalars."""
+    """True for an operand with one entry per target: a list, or a tensor [targets] of scalars."""
     return isinstance(operand, (list, tuple)) or (isinstance(operand, Tensor) and operand.ndim == 1)
 
 
@@ -152,7 +156,7 @@ def _pick(operand: Any, indices: list[int]) -> Any:
 
 
 def _result(formula: Formula, target: Any, operands: Sequence[Any], options: dict[str, Any]) -> Tensor:
-    """What the weight's values would become, float32, of the shape of its rectangle."""
+    """The weight's new values, float32, in the shape of its rectangle."""
     _check_writable(target)
     shape = target.quantized_storage.shard.shape
     x = target.quantized_storage.dequantize().reshape(target.shape)
@@ -184,9 +188,9 @@ def _check_writable(target: QuantizedTensor) -> None:
 
 
 def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], operation: str) -> None:
-    """Give weights new values, rounded stochastically; all of them or, if any is not finite on any rank, none.
+    """Write new values, rounded stochastically, into all weights, or into none if a value is not finite on any rank.
 
-    The new values of a whole list are held until the reduction is done: float32, as long as the call lasts.
+    All new values of a list, float32, stay in memory until the reduction is done.
     """
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
@@ -204,7 +208,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
         reduction.add(flag, group)
     non_finite = torch.stack([~torch.isfinite(result).all() for result in results]).float()
     reduction.add(non_finite, process_groups.united(by_group))
-    begun = [
+    requantizations = [
         Requantization(
             weight.quantized_storage, result, requantize.shared_scales(owner, weight.quantized_storage), reduction
         )
@@ -214,12 +218,12 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        begun[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
+        requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
 def _warn_without_masters() -> None:
-    """Warn, once at a line, of an optimizer whose `step` writes quantized weights itself."""
+    """Warn, once per line, if an optimizer's `step` writes quantized weights without masters."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
@@ -236,14 +240,14 @@ def _warn_without_masters() -> None:
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:
-    """Float32 [2 + n]: a digest of the operation and the weights, and whether each of n weights changes."""
+    """Float32 [2 + n]: a digest of the operation and the weights, and for each of n weights whether it changes."""
     identity = [operation, *((int(storage.state[KEY]), int(storage.state[DRAWS])) for storage in held)]
     change = [(result != storage.dequantize()).any() for storage, result in zip(held, results, strict=True)]
     return torch.cat([flat_max.rank_digest(identity, results[0].device), torch.stack(change).float()])
 
 
 def _changed(members: list[int], flags: Tensor, operation: str) -> list[int]:
-    """The `members` whose values change on any rank."""
+    """The `members` that get new values on any rank."""
     highest, complement, *change = flags.tolist()
     if not flat_max.was_alike(highest, complement):
         raise RankMismatchError(
@@ -265,13 +269,15 @@ def _check_finite(weights: Sequence[QuantizedTensor], non_finite: Tensor, operat
             )
 
 
-# Which ranks hold the other pieces of a weight. Inside a dispatch only the local tensor is known, and FSDP2 tells it
-# nothing; its own record of sharded parameters does.
+# Ranks with the other pieces of a weight: a dispatch sees only the local tensor, so they come from FSDP2's record of
+# sharded parameters.
 
 
 class _ParameterPlacement(NamedTuple):
-    """How the parameter is cut whose local tensor has a storage. It is not held itself: PyTorch does not move or cast a
-    DTensor that something has a weak reference to."""
+    """Mesh, placements and global shape of a sharded parameter.
+
+    It has no reference to the parameter: PyTorch does not move or cast a DTensor that has a weak reference.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -282,7 +288,7 @@ _places: WeakKeyDictionary[QuantizedStorage, _ParameterPlacement] = WeakKeyDicti
 
 
 def _owner_of(weight: QuantizedTensor) -> Tensor:
-    """A DTensor like the parameter whose local tensor this is; a whole weight itself."""
+    """A DTensor like the parameter that `weight` is the local tensor of; the weight itself if it is not cut."""
     storage = weight.quantized_storage
     cut = storage.shard.cut
     if cut is None:
@@ -303,12 +309,12 @@ def _owner_of(weight: QuantizedTensor) -> Tensor:
             "of weights give FusedAdam, Lion, Muon or MasterWeights ema_decay=0.999, or change the parameters of a "
             "second fully_shard-ed model (docs/optimizers.md)"
         )
-    place = _places[storage]
-    return private_torch.dtensor_around(weight, place.mesh, list(place.placements), place.shape)
+    placement = _places[storage]
+    return private_torch.dtensor_around(weight, placement.mesh, list(placement.placements), placement.shape)
 
 
 def _name(weight: QuantizedTensor) -> str:
-    """What a weight is, for messages; with its name where FSDP2 knows it."""
+    """Describe a weight for messages, with its name if FSDP2 knows it."""
     for parameter, name in private_torch.sharded_parameters():
         local: Any = private_torch.local_tensor(parameter)
         if isinstance(local, QuantizedTensor) and local.quantized_storage is weight.quantized_storage:
@@ -326,7 +332,7 @@ def _read_list(formula: Formula, targets: Sequence[Tensor], operand: Any) -> Any
 
 
 def _read(formula: Formula, target: Tensor, operand: Any) -> Any:
-    """An operand of arithmetic on a plain tensor; a quantized one dequantized, where that may be."""
+    """An operand of arithmetic on a plain tensor, dequantized if that is allowed."""
     if not isinstance(operand, QuantizedTensor):
         return operand
     allowed = formula is _add and target.shape == operand.shape and not operand.quantized_storage.gathered
@@ -350,7 +356,7 @@ def _add_to_plain(plain: Any, weight: Any, alpha: float = 1) -> Tensor:
 
 @rule(aten._foreach_add.List, needed_by="torch.optim with foreach=True: weight decay of the L2 kind")
 def _foreach_add_to_plain(plain: Sequence[Any], weights: Sequence[Any], alpha: float = 1) -> list[Tensor]:
-    return [_add_to_plain(one, other, alpha) for one, other in zip(plain, weights, strict=True)]
+    return [_add_to_plain(tensor, weight, alpha) for tensor, weight in zip(plain, weights, strict=True)]
 
 
 @rule(aten.full_like.default, needed_by="torch.optim.Adagrad's state")
@@ -366,7 +372,7 @@ _TRAINER = (
     "; where transformers' Trainer makes the optimizer: from quantshard.integrations.transformers import "
     "QuantizedTraining, and class QuantizedTrainer(QuantizedTraining, Trainer)"
 )
-"""Its default is fused=True."""
+"""Hint for users of transformers' Trainer, which sets fused=True by default."""
 
 
 def _refuse_fused(targets: Sequence[Tensor], *_: Any, **__: Any) -> None:

@@ -1,7 +1,7 @@
-"""The ATen operations that a quantized tensor allows; each rule says who needs it.
+"""The ATen operations that a quantized tensor allows; each rule names the callers that need it.
 
-Anything that is neither here nor in `arithmetic` raises (see `QuantizedTensor.__torch_dispatch__`). No rule here
-dequantizes, and none communicates.
+Operations without a rule here or in `arithmetic` raise (see `QuantizedTensor.__torch_dispatch__`). No rule here
+dequantizes or communicates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def rule(*operations: Any, needed_by: str) -> Callable[[Rule], Rule]:
-    """Register what an operation does to a quantized tensor, and who needs it."""
+    """Register the implementation of operations for quantized tensors. `needed_by`: the callers that need it."""
     assert needed_by
 
     def register(function: Rule) -> Rule:
@@ -75,7 +75,8 @@ def _split(tensor: QuantizedTensor, split_size: int, dim: int = 0) -> list[Quant
 
 
 def _new(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a placeholder of a size; of a dtype that no weight stands for, a plain tensor, with `make`."""
+    """A rule that makes a placeholder of a given size, or a plain tensor, with `make`, if the dtype is not a floating
+    one."""
 
     def new(
         tensor: QuantizedTensor,
@@ -109,7 +110,7 @@ def _slice(
     storage = tensor.quantized_storage
     if isinstance(storage, Placeholder):
         if dim == 0 and first == 0 and last == 0 and storage.parent.shard.shape[0] != 0:
-            # This rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end.
+            # this rank's chunk is empty, so nothing was copied in: it is the piece past the parent's end
             parent = storage.parent
             empty = parent.piece(0, parent.shard.shape[0], tensor.shape[0])
             moved = empty.map(torch.clone) if empty.device == storage.target else empty.to(storage.target)
@@ -153,10 +154,10 @@ def _copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> T
 
 
 def copy_bytes(target: QuantizedStorage, source: QuantizedStorage) -> None:
-    """Copy components and state between storages of one format and one place in the global tensor.
+    """Copy components and state between storages of the same format and the same place in the global tensor.
 
     Raises:
-        UnsupportedOperationError: they differ in either.
+        UnsupportedOperationError: format or place differ.
     """
     if target.cell != source.cell or target.shard != source.shard:
         raise UnsupportedOperationError(
@@ -222,7 +223,7 @@ def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
 
 
 def plain_like(make: Callable[..., Tensor]) -> Rule:
-    """A rule that makes a plain tensor with `make`, of the quantized one's shape; its dtype and device are defaults."""
+    """A rule that makes a plain tensor with `make`, by default of the quantized tensor's shape, dtype and device."""
 
     def like(
         tensor: QuantizedTensor,
@@ -255,7 +256,7 @@ def _is_set_in_place(tensor: Tensor, other: Tensor) -> bool:
 @rule(aten._pin_memory.default, needed_by="FSDP2's CPU offload")
 def _pin_memory(tensor: QuantizedTensor, device: Any = None) -> QuantizedTensor:
     if isinstance(tensor.quantized_storage, Placeholder):
-        return tensor  # nothing is in it yet
+        return tensor  # still empty
     return QuantizedTensor(tensor.quantized_storage.map(Tensor.pin_memory), tensor.dtype, tensor.shape)
 
 

@@ -1,9 +1,9 @@
-"""State dict <-> components: what a checkpoint holds of a quantized weight.
+"""State dict entries of a quantized weight: the conversion between components and checkpoint keys.
 
 For a weight named `X` the state dict has, in place of `X`, one plain tensor (or plain DTensor) per component and per
-piece of state: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format`, 16 bytes
-that say what the codes are. They alias the live components, so loading writes through them. None is of a class of ours,
-and reading them back needs no code of ours: see docs/format.md.
+piece of state: `X` (codes), `X_scale_inv`, ..., `X_key`, `X_draws`, `X_amax_history` and `X_format`, 16 bytes that
+name the format of the codes. They alias the live components, so loading writes through them. None has a class of
+quantshard, and reading them back needs no quantshard: see docs/format.md.
 """
 
 from __future__ import annotations
@@ -35,29 +35,33 @@ CHECKPOINT_VERSION = 1
 
 
 def quantized_local(tensor: object) -> QuantizedTensor | None:
-    """The (local) quantized tensor of a parameter, or None if it is not quantized."""
+    """The (local) quantized tensor of a parameter, or None for a plain parameter."""
     if isinstance(tensor, DTensor):
         tensor = private_torch.local_tensor(tensor)
     return tensor if isinstance(tensor, QuantizedTensor) else None
 
 
 PARAMETER_ENTRIES = ("params", "param_names")
-"""The entries of an optimizer's group that name its parameters: a load compares them and leaves them as they are. All
-other entries are options."""
+"""Entries of an optimizer's group that list its parameters. A load compares them and does not change them. All other
+entries are options."""
 
-_LARGEST_INTEGER = (1 << 63) - 1  # of int64, as which PyTorch takes Python's integers
+_LARGEST_INTEGER = (1 << 63) - 1  # PyTorch stores Python's integers as int64
 
 
 def own_settings(optimizer: Optimizer) -> set[str]:
-    """The options in a group that the optimizer itself put there, by default or as our own name them (`group_entries`):
-    an LR scheduler adds `initial_lr`, and a user what they like."""
+    """Names of the options that the optimizer itself puts into a group, as defaults or as `group_entries`.
+
+    Others come from elsewhere: an LR scheduler adds `initial_lr`, and users may add any entry.
+    """
     return {*optimizer.defaults, *getattr(optimizer, "group_entries", ())}
 
 
 def can_take(is_own: bool, saved: Any, own: Any) -> bool:
-    """Whether a saved option can take the place of this optimizer's `own`: a number or bool that of one, a list that of
-    a list of its length, None that of a bool or a string, and anything that of None. An option that somebody else put
-    there (not `is_own`) may be anything, unless it is a number here.
+    """Whether a saved option can replace this optimizer's `own`.
+
+    A number or bool replaces a number or bool, a list a list of the same length, None a bool or a string, and any
+    value replaces None. Any value also replaces an option that the optimizer did not add itself (`is_own` is False),
+    unless `own` is a number.
     """
     return not (is_own or isinstance(own, bool | int | float | Tensor)) or _is_like(saved, own)
 
@@ -69,7 +73,7 @@ def _is_like(saved: Any, own: Any) -> bool:
         return isinstance(own, bool | str)
     if isinstance(own, tuple | list):
         is_list = isinstance(saved, tuple | list) and len(saved) == len(own)
-        return is_list and all(_is_like(one, other) for one, other in zip(saved, own, strict=True))
+        return is_list and all(_is_like(saved_item, own_item) for saved_item, own_item in zip(saved, own, strict=True))
     if isinstance(own, bool | int | float | Tensor):
         if isinstance(saved, Tensor):
             return not saved.is_complex() and (saved.numel() == 1 or saved.shape == getattr(own, "shape", None))
@@ -78,19 +82,19 @@ def _is_like(saved: Any, own: Any) -> bool:
 
 
 def as_setting(saved: Any, own: Any) -> Any:
-    """A saved option in the form that this optimizer has: for a number of its own, a tensor of one element is one."""
+    """Convert a saved option to the form of `own`: a one-element tensor becomes a number where `own` is a number."""
     is_number = isinstance(own, bool | int | float) and isinstance(saved, Tensor)
     return saved.item() if is_number and saved.numel() == 1 else saved
 
 
 def canonical_name(name: str) -> str:
-    """A module's or parameter's name as the keys of the model's state dict have it: without the parts that
-    `checkpoint_wrapper` puts in."""
+    """A module's or parameter's name as in the keys of the model's state dict, without the parts that
+    `checkpoint_wrapper` inserts."""
     return private_torch.without_wrappers(name)
 
 
 def is_same_name(name: str, other: str) -> bool:
-    """Whether two names are of one parameter, named before and after DDP, torch.compile or `checkpoint_wrapper`."""
+    """Whether two names, taken before and after DDP, torch.compile or `checkpoint_wrapper`, mean one parameter."""
     first, second = (
         [part for part in canonical_name(path).split(".") if part not in ("module", "_orig_mod")]
         for path in (name, other)
@@ -99,27 +103,27 @@ def is_same_name(name: str, other: str) -> bool:
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters by their keys in the model's state dict; a tied one under each of its names."""
+    """Parameters by their keys in the model's state dict. A tied parameter appears under all of its names."""
     return {canonical_name(name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def quantized_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Those of `named_parameters` that are quantized."""
+    """The quantized parameters among `named_parameters`."""
     return {name: param for name, param in named_parameters(model).items() if quantized_local(param) is not None}
 
 
 def storage_of(param: Tensor) -> QuantizedStorage:
-    """The (local) storage of a parameter that is quantized."""
+    """The (local) storage of a quantized parameter."""
     local = quantized_local(param)
     assert local is not None
     return local.quantized_storage
 
 
 def format_tag(name: str, padding: int = 0) -> Tensor:
-    """uint8 [16]: what the codes are.
+    """The `X_format` entry of a weight, uint8 [16].
 
-    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros, byte 15
-    the number of elements that were added to each row to fill its last byte.
+    Byte 0 is the version of the checkpoint format, bytes 1 to 14 a format's name in ASCII, padded with zeros. Byte 15
+    is the number of elements that pad each row to a whole byte.
     """
     padded = name.encode("ascii").ljust(FORMAT_NAME_BYTES, b"\0")
     return torch.tensor([CHECKPOINT_VERSION, *padded, padding], dtype=torch.uint8, device="cpu")
@@ -129,7 +133,7 @@ def read_format_tag(tag: Tensor) -> str:
     """The format's name in a tag.
 
     Raises:
-        CheckpointError: the tag has a version that this release does not know, or is no tag.
+        CheckpointError: the tag is malformed, or of a version that this release does not support.
     """
     if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
         raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
@@ -143,56 +147,64 @@ def read_format_tag(tag: Tensor) -> str:
 
 
 def component_placements(shard: Shard, component: Component, placements: tuple[Placement, ...]) -> list[Placement]:
-    """Placements of a component of a weight with the given ones: the weight's on each mesh axis whose cut is clean for
-    the component, else replicated."""
+    """Placements of a component of a weight with these `placements`.
+
+    On mesh axes with a clean cut for the component they are the weight's; on other axes the component is replicated.
+    """
     whole = sharding.whole_axes(shard, component, private_torch.cut_dims(placements))
     return [Replicate() if axis in whole else placement for axis, placement in enumerate(placements)]
 
 
 def check_offsets(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that DTensor's metadata, by which DCP saves and loads, place the pieces of these tensors where FSDP2 and
-    tensor parallelism really cut them. It is arithmetic over the mesh, so all ranks find the same; plain tensors pass.
+    """Check that DTensor's metadata match how FSDP2 and tensor parallelism really cut these tensors.
+
+    DCP saves and loads by the metadata. The check is arithmetic over the mesh, so all ranks get the same result. Plain
+    tensors always pass.
 
     Raises:
-        ConfigurationError: naming the first tensor whose piece is elsewhere, with a rank and the two places.
+        ConfigurationError: a piece is misplaced; the message names the first such tensor, a rank and the two places.
     """
     for name, tensor in named:
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
-            found = _misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
-            if found is not None:
+            problem = _misplaced(tuple(tensor.shape), tuple(mesh.shape), tuple(tensor.placements))
+            if problem is not None:
                 raise ConfigurationError(
-                    limits.refusal("misplaced pieces", f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {found}")
+                    limits.refusal(
+                        "misplaced pieces", f"{name} {tuple(tensor.shape)} on a mesh {mesh.shape}: {problem}"
+                    )
                 )
 
 
 @lru_cache(maxsize=4096)
 def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> str | None:
-    """A rank whose piece is not where DTensor says, in words."""
+    """Describe the first rank that DTensor's metadata give another piece than the real one; None if there is none."""
     dims = private_torch.cut_dims(placements)
     for dim, size in enumerate(shape):
-        # the last axis cuts first; only what FSDP2 cuts after it along the same dim (3 ranks or more) is misplaced
+        # the last axis cuts first; only a later cut of FSDP2 along the same dim (3 ranks or more) is misplaced
         axes = [axis for axis in reversed(range(len(dims))) if dims[axis] == dim and mesh_shape[axis] > 1]
         if len(axes) < 2:
             continue
         inner = mesh_shape[axes[0]]
         if len(axes) == 2 and size % inner == 0 and private_torch.is_strided_over(placements[axes[1]], inner):
-            continue  # DTensor places equal pieces right; to look at each of a thousand ranks would take long
-        for at in product(*(range(mesh_shape[axis]) for axis in axes)):
-            held = (0, size)
-            for axis, index in zip(axes, at, strict=True):
-                held = sharding.chunk_of(held, index, mesh_shape[axis])
-            place = dict(zip(axes, at, strict=True))
-            coordinate = tuple(place.get(axis, 0) for axis in range(len(dims)))
-            told = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
-            if told != held and (told[0] < told[1] or held[0] < held[1]):  # where an empty piece is does not matter
-                here, there = (f"[{start}:{stop}]" for start, stop in (held, told))
-                return f"of dim {dim} the rank at {coordinate} holds {here}, DTensor says {there}"
+            continue  # DTensor places equal pieces correctly; checking each of a thousand ranks would be slow
+        for indices in product(*(range(mesh_shape[axis]) for axis in axes)):
+            extent = (0, size)
+            for axis, index in zip(axes, indices, strict=True):
+                extent = sharding.chunk_of(extent, index, mesh_shape[axis])
+            index_by_axis = dict(zip(axes, indices, strict=True))
+            coordinate = tuple(index_by_axis.get(axis, 0) for axis in range(len(dims)))
+            dtensor_extent = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
+            if dtensor_extent != extent and (
+                dtensor_extent[0] < dtensor_extent[1] or extent[0] < extent[1]
+            ):  # empty pieces have no place
+                actual, expected = (f"[{start}:{stop}]" for start, stop in (extent, dtensor_extent))
+                return f"of dim {dim} the rank at {coordinate} holds {actual}, DTensor says {expected}"
     return None
 
 
 def shard_of(param: Tensor) -> Shard:
-    """Which rectangle of the global tensor a 2-D parameter's local tensor is."""
+    """The rectangle of the global tensor that a 2-D parameter's local tensor holds."""
     local = quantized_local(param)
     if local is not None:
         return local.quantized_storage.shard
@@ -201,27 +213,26 @@ def shard_of(param: Tensor) -> Shard:
         mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
         assert coordinate is not None
         dims = private_torch.cut_dims(param.placements)
-        for axis in reversed(range(mesh.ndim)):  # tensor parallelism, whose axes stand last, cuts first
+        for axis in reversed(range(mesh.ndim)):  # tensor parallelism has the last axes and cuts first
             dim = dims[axis]
             if dim is not None:
-                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # that of torch.chunk, as both cut
+                chunk = sharding.ceil_div(shard.shape[dim], mesh.size(axis))  # as in torch.chunk
                 shard = shard.piece(dim, coordinate[axis] * chunk, chunk)
     return shard
 
 
 def as_dtensor(local: Tensor, like: DTensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
-    """A DTensor on the mesh of `like` around a local tensor that is neither copied nor moved."""
+    """A DTensor on the mesh of `like` around a local tensor, without a copy or a move."""
     return private_torch.dtensor_around(local, like.device_mesh, placements, torch.Size(shape))
 
 
 @torch.no_grad()
 def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Move or cast a quantized parameter as `nn.Module` does a plain one: it remains the object that optimizers hold,
-    and keeps its attributes, its hooks and its gradient. `change` makes the moved or cast tensor of a given one.
+    """Move or cast a quantized parameter like `nn.Module` does a plain one, keeping the object, its attributes and its
+    grad.
 
-    PyTorch itself swaps a tensor subclass with a new one, and the parameter then has that one's attributes and hooks.
-    To or from the meta device there is no other way: the hooks are lost, like those of a plain parameter, which PyTorch
-    replaces there.
+    `change` returns the moved or cast version of a tensor. Hooks survive too, except on the way to or from the meta
+    device, where PyTorch can only swap tensors and a plain parameter would lose its hooks as well.
     """
     changed, grad = change(param), param.grad
     if private_torch.takes_data(param, changed):
@@ -229,7 +240,8 @@ def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
         if grad is not None:
             grad.data = change(grad)
         return
-    param.grad = None  # as in `nn.Module._apply`: a gradient that Python has looked at prevents the swap
+    # as in `nn.Module._apply`: a gradient that has a Python object prevents the swap
+    param.grad = None
     with attributes_kept([param]):
         torch.utils.swap_tensors(param, nn.Parameter(changed, requires_grad=param.requires_grad))
     if grad is not None:
@@ -238,45 +250,49 @@ def move_parameter(param: Tensor, change: Callable[[Tensor], Tensor]) -> None:
 
 @contextmanager
 def attributes_kept(params: Iterable[Tensor]) -> Iterator[None]:
-    """Give tensors back the attributes that they had on entry: PyTorch may swap them with others in between."""
-    kept = [(param, dict(vars(param))) for param in params]
+    """Restore, on exit, tensor attributes that PyTorch removed by swapping tensors."""
+    attributes_before = [(param, dict(vars(param))) for param in params]
     yield
-    for param, attributes in kept:
+    for param, attributes in attributes_before:
         vars(param).update({name: value for name, value in attributes.items() if name not in vars(param)})
 
 
 _OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_quantshard_", "_is_hf_initialized")
-"""How the attributes of a parameter begin that tell of this very object: ours, PyTorch's, and transformers' of what it
-loaded."""
+"""Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
+and the loading marks of transformers."""
 _UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
 
 
 def living_optimizers() -> list[Optimizer]:
-    """The optimizers of this process. It goes through all objects of Python, a tenth of a second for some 200,000."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]  # isinstance asks objects, too
+    """All optimizers of this process. The search visits all Python objects: 0.1 s for some 200,000."""
+    # not isinstance, which also reads __class__ of each object
+    return [instance for instance in gc.get_objects() if issubclass(type(instance), Optimizer)]
 
 
 def set_attributes(param: Tensor) -> dict[str, Any]:
-    """What users and frameworks have set on a parameter, live values."""
+    """Attributes that users and frameworks have set on a parameter."""
     return {name: value for name, value in vars(param).items() if not name.startswith(_OWN_ATTRIBUTES)}
 
 
 def carry_attributes(old: Tensor | None, new: Tensor | None) -> None:
-    """Give a parameter that takes the place of another what was set on that one, where both stand for one quantized
-    weight: its shard, the whole that is gathered from that, its copy off the meta device. PyTorch makes new objects for
-    these and leaves such marks behind. A gathered weight has those of its shard, and hands none back."""
-    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:  # at each gather, hence the last
+    """Copy user attributes from a parameter to its replacement, if both have the same quantized weight.
+
+    PyTorch makes new objects for a shard, for an unsharded parameter and for a move off the meta device, and drops
+    such attributes. An unsharded parameter receives the attributes of its shard and passes none back.
+    """
+    # the last condition is a fast path: each gather calls this function
+    if old is None or new is None or old is new or vars(old).keys() <= _UNMARKED:
         return
-    if given := set_attributes(old):
+    if user_attributes := set_attributes(old):
         before, after = quantized_local(old), quantized_local(new)
         if before is None or after is None or before.quantized_storage.gathered:
             return
         if before.quantized_storage.state.get(KEY) is after.quantized_storage.state.get(KEY):
-            vars(new).update(given)
+            vars(new).update(user_attributes)
 
 
 def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
-    """Zeros of the parameter's shape, and further dims; a DTensor where it is one."""
+    """Zeros of the parameter's shape, with `last` appended; a DTensor if the parameter is one."""
     local = private_torch.local_tensor(param)
     zeros = torch.zeros((*local.shape, *last), dtype=dtype, device=local.device)
     if not isinstance(param, DTensor):
@@ -285,12 +301,12 @@ def zeros_like(param: Tensor, dtype: torch.dtype, *last: int) -> Tensor:
 
 
 def storage_tensors(storage: QuantizedStorage, owner: Tensor) -> dict[str, Tensor]:
-    """Component name -> live component; a DTensor if `owner`, the parameter or state that has this storage, is one."""
+    """Component name -> live component; DTensors if `owner`, the parameter or state of this storage, is a DTensor."""
     return {name: storage_tensor(storage, owner, name) for name in storage.components}
 
 
 def storage_tensor(storage: QuantizedStorage, owner: Tensor, name: str) -> Tensor:
-    """One of `storage_tensors`."""
+    """One entry of `storage_tensors`."""
     part = storage.components[name]
     if not isinstance(owner, DTensor):
         return part
@@ -304,20 +320,20 @@ def global_component_shape(fmt: Format, shard: Shard, name: str) -> tuple[int, i
 
 
 def state_of(param: Tensor) -> dict[str, Tensor]:
-    """Key suffix -> live tensor, for all that a checkpoint holds of a quantized parameter.
+    """Key suffix -> live tensor, for each checkpoint entry of a quantized parameter.
 
     Raises:
         ConfigurationError: see `check_offsets`.
     """
     storage = storage_of(param)
-    # here, since each save and load comes through here: DCP would mix misplaced pieces up in silence
+    # each save and load calls this function, and DCP would silently mix up misplaced pieces
     check_offsets([(f"the {storage.cell.tag} weight", param)])
     by_name = storage.cell.format.by_name
-    found = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
-    found.update({f"_{name}": value for name, value in storage.state.items()})
+    entries = {by_name[name].key_suffix: part for name, part in storage_tensors(storage, param).items()}
+    entries.update({f"_{name}": value for name, value in storage.state.items()})
     packed = storage.cell.format.copies[Orientation.ROWWISE].codes.block_shape[1]
-    found[FORMAT_SUFFIX] = format_tag(storage.cell.tag, -storage.shard.global_shape[1] % packed)
-    return found
+    entries[FORMAT_SUFFIX] = format_tag(storage.cell.tag, -storage.shard.global_shape[1] % packed)
+    return entries
 
 
 def suffixes(param: Tensor) -> list[str]:
@@ -332,7 +348,7 @@ def suffixes(param: Tensor) -> list[str]:
 
 
 def state_entry(param: Tensor, suffix: str) -> Tensor | None:
-    """What `state_of` has of a suffix, without the DTensors of all others; None if it has nothing."""
+    """The entry of `state_of` for one suffix, or None, without building DTensors for the other entries."""
     storage = storage_of(param)
     by_name = storage.cell.format.by_name
     for name in storage.components:
@@ -342,21 +358,21 @@ def state_entry(param: Tensor, suffix: str) -> Tensor | None:
 
 
 def load_components(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Copy loaded components and state, by key suffix, into a quantized parameter. Nothing is dequantized.
+    """Copy loaded components and state, by key suffix, into a quantized parameter. No value is dequantized.
 
-    A value may be a DTensor like the live one, or a plain tensor: the local part or the whole component.
+    Each loaded value is a DTensor like the live one, or a plain tensor: the local part or the whole component.
 
     Raises:
-        CheckpointError: the values are of another format or shape; nothing was written.
+        CheckpointError: the values have another format or shape; nothing was written.
     """
     write_components(param, fitting_pairs(param, values, name))
 
 
 def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> list[tuple[Tensor, Tensor]]:
-    """What `load_components` would copy: pairs of the live local tensor and its new values.
+    """Pairs of live local tensors and their loaded values, as `load_components` copies them.
 
     Raises:
-        CheckpointError: the values are of another format or shape.
+        CheckpointError: the values have another format or shape.
     """
     storage = storage_of(param)
     tag = values.get(FORMAT_SUFFIX)
@@ -381,8 +397,10 @@ def fitting_pairs(param: Tensor, values: Mapping[str, Tensor], name: str) -> lis
 
 
 def power_of_two_scales(param: Tensor) -> list[str]:
-    """The key suffixes of a parameter's float32 scales, if its scaling wants powers of two: the encoding holds others
-    too, and the format tag does not tell whether a checkpoint has such."""
+    """Key suffixes of a parameter's float32 scales that must be powers of two by its scaling.
+
+    The encoding also holds other scales, and the format tag does not record the difference.
+    """
     local = quantized_local(param)
     if local is None or not local.quantized_storage.cell.scaling.power_of_two:
         return []
@@ -391,10 +409,10 @@ def power_of_two_scales(param: Tensor) -> list[str]:
 
 
 def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None:
-    """Check the scales among loaded components (by key suffix); each rank checks those that it is given.
+    """Check the scales among this rank's loaded components, by key suffix.
 
     Raises:
-        CheckpointError: the parameter's scaling wants powers of two, and one is none.
+        CheckpointError: the parameter's scaling needs powers of two, and a scale is not one.
     """
     for suffix in power_of_two_scales(param):
         scale = None if suffix not in values else private_torch.local_tensor(values[suffix])
@@ -408,7 +426,7 @@ def check_scales(param: Tensor, values: Mapping[str, Tensor], name: str) -> None
 
 @torch.no_grad()
 def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy the pairs that `fitting_pairs` found into a parameter, quantized or not."""
+    """Copy the pairs of `fitting_pairs` into a parameter, quantized or not."""
     for target, source in pairs:
         target.copy_(source)
     local = quantized_local(param)
@@ -417,13 +435,16 @@ def write_components(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
-    """A quantized parameter like this one around the loaded components themselves, which stay where they were loaded
-    to; its random key, draws and amax history are copies. `pairs`: see `fitting_pairs`; targets are live tensors."""
+    """A quantized parameter like `param` around the loaded components themselves, on the device they were loaded to.
+
+    Its random key, draws and amax history are copies. `pairs`: as from `fitting_pairs`, with live tensors as targets.
+    """
     storage, loaded = storage_of(param), {id(target): source for target, source in pairs}
     parts = {name: loaded[id(part)] for name, part in storage.components.items()}
     device = next(iter(parts.values())).device
     for name, part in parts.items():
-        is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes  # it would keep the whole
+        # a view of a whole component would keep all of it alive
+        is_cut = isinstance(param, DTensor) and part.untyped_storage().nbytes() > part.nbytes
         parts[name] = part.to(device, copy=is_cut).contiguous()
     state = {name: state_like(value, loaded.get(id(value)), device) for name, value in storage.state.items()}
     new = replace(storage, components=parts, state=state, high_precision=None)
@@ -437,8 +458,10 @@ def assigned(param: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> nn.Parameter:
 
 
 def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tensor:
-    """A copy of a loaded piece of a weight's state, on the device of its `own` one, or on `device` if that is on meta.
-    If nothing was loaded: a copy of its own, or zeros if that is on meta."""
+    """A copy of a loaded piece of a weight's state on the device of `own`, or on `device` if `own` is on meta.
+
+    If nothing was loaded, it is a copy of `own`, or zeros if `own` is on meta.
+    """
     where = device if own.is_meta else own.device
     if loaded is None:
         return torch.zeros_like(own, device=where) if own.is_meta else own.clone()
@@ -448,7 +471,7 @@ def state_like(own: Tensor, loaded: Tensor | None, device: torch.device) -> Tens
 def _checked(live: Tensor, value: Tensor, key: str, shard: Shard, component: Component | None) -> tuple[Tensor, Tensor]:
     """The local tensors to copy to and from."""
     target, source = private_torch.local_tensor(live), private_torch.local_tensor(value)
-    # a plain tensor may be the whole component, as rank 0 or another program has it: this rank takes its entries
+    # a whole component from rank 0 or another program is a plain tensor: take this rank's entries
     if component is not None and not isinstance(value, DTensor) and source.shape == live.shape != target.shape:
         (r0, r1), (c0, c1) = shard.resident(component)
         source = source[r0:r1, c0:c1]

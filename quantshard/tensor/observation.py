@@ -1,7 +1,6 @@
-"""Whom layers show what they work on: at most one observer, which is there in sampled steps alone.
+"""The observer that layers report their operands to: at most one, and only in sampled steps.
 
-Whoever has something to show looks whether `active` is None, which is all that it costs in other steps. An observer
-changes nothing that it is shown.
+Layers check `active`, which is None in other steps. An observer must not change its arguments.
 """
 
 from __future__ import annotations
@@ -16,35 +15,35 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class Observer(ABC):
-    """Who is shown the operands of GEMMs, while it is `active`."""
+    """Receives the operands of GEMMs while it is `active`."""
 
     @abstractmethod
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
-        """Be shown an operand of a layer.
+        """Receive one operand of a layer.
 
         Args:
-            key: of the layer's weight, int64 [1] on the CPU.
-            role: what it is.
-            for_wgrad: it was quantized for that GEMM, along tokens, apart from what the first GEMM reads.
+            key: key of the layer's weight, int64 [1] on the CPU.
+            role: the role of the tensor.
+            for_wgrad: whether the operand was quantized separately for wgrad, along tokens.
             values: [R, C], this rank's piece.
-            operand: what they were quantized to, of the same rectangle; or values, if they were not.
+            operand: the quantized `values`, of the same rectangle; or `values` themselves in high precision.
         """
 
     @abstractmethod
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Be shown a layer in training that is computed in high precision, none of whose operands is quantized.
+        """Receive the tensors of a training layer that runs in high precision, without quantized operands.
 
         Args:
-            keys: of its weights.
-            x: [..., in_features], that all of them read.
+            keys: keys of the layer's weights.
+            x: [..., in_features], the common input.
             weights: [out_features, in_features].
-            outputs: [..., out_features], one for each weight; a hook of theirs sees their gradients.
+            outputs: [..., out_features], one per weight. Hooks on the outputs receive their gradients.
         """
 
 
 active: Observer | None = None
-"""Who observes now."""
+"""The current observer."""

@@ -1,14 +1,14 @@
 """The one tensor class: a `torch.Tensor` whose data are the components of a format row.
 
-A `QuantizedTensor` looks to PyTorch like a bf16 (or fp32, fp16) tensor of the weight's shape and holds only codes and
+To PyTorch a `QuantizedTensor` is a bf16 (or fp32, fp16) tensor of the weight's shape, but it holds only codes and
 scales. It is a handle to a `QuantizedStorage`; `detach`, a flat `view(-1)` and FSDP2's narrows are further handles to
-the same storage, so nothing that only looks at a weight ever dequantizes it. `aten_rules` and `arithmetic` say which
-ATen operations are allowed, and who needs each; every other operation raises instead of dequantizing in silence.
+the same storage, so views never dequantize. `aten_rules` and `arithmetic` list the allowed ATen operations and the
+callers that need them; every other operation raises.
 
 FSDP2 cuts, pads, gathers and frees weights through the operations in `aten_rules` and the two hooks at the end of the
-class. It calls, in this order: `split` into chunks; `new_zeros` of the padded chunk; `copy_` into a `narrow` of that;
-another `narrow`, which becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros` returns a
-placeholder, whose storage `copy_` fills.
+class. It calls, in this order: `split` into chunks; `new_zeros` of the padded chunk; `copy_` into a `narrow` of that
+chunk; another `narrow`, which becomes the sharded parameter; `view(-1)`. The padding is never built: `new_zeros`
+returns a placeholder, and `copy_` fills its storage.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from quantshard.tensor.storage import QuantizedStorage
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-"""ATen operation -> what it does to a quantized tensor. Filled by `aten_rules` and `arithmetic`."""
+"""ATen operation -> its implementation for quantized tensors. `aten_rules` and `arithmetic` fill the table."""
 
-_COMPONENT, _STATE = "component_", "state_"  # attribute names that __tensor_flatten__ hands to torch.compile
+_COMPONENT, _STATE = "component_", "state_"  # prefixes of the attribute names in __tensor_flatten__
 
 _OF_AVERAGES = {
     getattr(torch.ops.aten, of + name) for name in ("add", "sub", "mul", "lerp") for of in ("", "_foreach_")
@@ -45,7 +45,7 @@ _AVERAGE = (
     ". An average of the weights, as torch.optim.swa_utils.AveragedModel computes one, is kept by ema_decay=0.999 of "
     "FusedAdam, Lion, Muon or MasterWeights, in float32; averaged_weights evaluates with it"
 )
-"""What is told besides of the operations by which averages are computed out of place."""
+"""Hint in the error of operations that compute averages of weights out-of-place."""
 
 
 def _name_in_running_model(weight: Tensor | None) -> str:
@@ -62,15 +62,15 @@ def _name_in_running_model(weight: Tensor | None) -> str:
 class QuantizedTensor(Tensor):
     """A 2-D tensor stored as codes and scales of a number format.
 
-    Made by modules under `quantized_model_init`, by `quantize_weight`, and by FSDP2 when it cuts or gathers one; not by
-    its constructor. `shape` and `dtype` are those of the values; `dtype` is nominal: it is what `dequantize` returns
-    and what gradients have, and changing it (`.to(torch.float32)`) changes no code. So `element_size()` and `nbytes`
-    are what the values would take as a plain tensor; `explain` tells the bytes that are held.
+    Modules create it under `quantized_model_init`, as do `quantize_weight` and FSDP2's cuts and gathers; do not call
+    the constructor. `shape` and `dtype` describe the values. `dtype` is nominal: `dequantize` and gradients have it,
+    and changing it (`.to(torch.float32)`) changes no code. `element_size()` and `nbytes` are those of a plain tensor
+    with that dtype; `explain` shows the stored bytes.
     """
 
     quantized_storage: QuantizedStorage
 
-    # all rules are ATen's, in __torch_dispatch__: a level above would cost time in every operation
+    # all rules are in __torch_dispatch__: __torch_function__ would slow down every operation
     __torch_function__ = private_torch.disabled_torch_function  # type: ignore[assignment]
 
     def __new__(
@@ -97,12 +97,12 @@ class QuantizedTensor(Tensor):
 
         Args:
             tensor: the new values, any floating dtype, on any device.
-            noop_flag: a tensor of one element; if it is not zero, nothing is written.
+            noop_flag: a one-element tensor; if it is not zero, nothing is written.
 
         Raises:
             ConfigurationError: new values are infinite or NaN; nothing is written.
-            UnsupportedOperationError: this is a shard whose blocks straddle ranks; their scale needs a collective, and
-                none hides here. `requantize_` does all weights of a model in one.
+            UnsupportedOperationError: blocks of this shard straddle ranks. Their scales need a collective, which
+                `requantize_` runs once for all weights of a model.
         """
         self.check_filled("quantize_")
         shared = [
@@ -126,14 +126,12 @@ class QuantizedTensor(Tensor):
         return self
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """The values that this (local) weight was initialized with, on the CPU, or None if they were not kept.
-
-        They are kept by `quantized_model_init(preserve_high_precision_init_val=True)`.
-        """
+        """The initial values of this (local) weight, on the CPU. None if they were not kept, as
+        `quantized_model_init(preserve_high_precision_init_val=True)` does, or if the weight was written since."""
         return self.quantized_storage.initial_values()
 
     def clear_high_precision_init_val(self) -> None:
-        """Free what `get_high_precision_init_val` returns."""
+        """Free the result of `get_high_precision_init_val`."""
         self.quantized_storage.high_precision = None
 
     def check_filled(self, what: str) -> None:
@@ -144,10 +142,10 @@ class QuantizedTensor(Tensor):
             )
 
     def data_ptr(self) -> int:
-        """Address of the first component's entries, its codes: one for all handles to a storage, 0 on the meta device.
+        """Address of the codes: equal for all handles to a storage, 0 on the meta device.
 
-        An empty shard or a placeholder has no entries, and gets a number that no other living one has: there are
-        libraries that tell parameters apart by their addresses, those without elements too.
+        An empty shard or a placeholder returns a number that is unique among living tensors, because some libraries
+        identify parameters by their addresses.
         """
         if self.is_meta:
             return 0
@@ -155,15 +153,15 @@ class QuantizedTensor(Tensor):
         return id(self.quantized_storage) if codes is None or codes.numel() == 0 else codes.data_ptr()
 
     def share_memory_(self) -> QuantizedTensor:
-        """Refused: a quantized tensor has no storage of its own that could be shared."""
+        """Raise: a quantized tensor has no storage of its own to share."""
         raise UnsupportedOperationError(limits.refusal("shared memory", self))
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused, as `tolist`, `np.asarray` and DLPack are: there is no array of values to show."""
+        """Raise, like `tolist`, `np.asarray` and DLPack: there is no array of values."""
         raise UnsupportedOperationError(limits.refusal("array", self))
 
     def tolist(self) -> NoReturn:
-        """Refused, as `numpy` is."""
+        """Raise, like `numpy`."""
         self.numpy()
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
@@ -174,22 +172,22 @@ class QuantizedTensor(Tensor):
 
     @property
     def data(self) -> QuantizedTensor:  # type: ignore[override]
-        """A handle to the same storage, detached; as for any tensor.
+        """A detached handle to the same storage, like `data` of any tensor.
 
-        Another one of the same format and place can be assigned, as `.to()` of it gives: this tensor then is a handle
-        to that one's storage, and remains the object that it is, with its attributes and hooks.
+        A quantized tensor of the same format and place, such as the result of `.to()`, can be assigned. This tensor
+        then becomes a handle to that storage, and keeps its identity, attributes and hooks.
 
         Raises:
-            UnsupportedOperationError: what is assigned is a plain tensor, or of another format or place.
+            UnsupportedOperationError: the assigned tensor is plain, or has another format or place.
         """
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # `components.move_parameter` assigns it, so that a moved module keeps its parameters; `w.data -= update` does
+        # `components.move_parameter` and `w.data -= update` assign it
         if not isinstance(value, QuantizedTensor) or not _is_in_place_of(value, self):
-            given = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
-            raise UnsupportedOperationError(limits.refusal("new data", f"{given} as .data of {self!r}"))
+            description = repr(value) if isinstance(value, QuantizedTensor) else f"{value.dtype} {tuple(value.shape)}"
+            raise UnsupportedOperationError(limits.refusal("new data", f"{description} as .data of {self!r}"))
         private_torch.set_data(self, value)
         self.quantized_storage = value.quantized_storage
 
@@ -211,7 +209,7 @@ class QuantizedTensor(Tensor):
             copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
         else:
             copied.requires_grad_(self.requires_grad)
-        memo[id(self)] = copied  # before the attributes are copied, one of which may refer to this tensor
+        memo[id(self)] = copied  # first, since an attribute may refer to this tensor
         vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in vars(copied)}, memo))
         return copied
 
@@ -221,20 +219,20 @@ class QuantizedTensor(Tensor):
     # torch.compile ---------------------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Tensor:
-        # only for the names that __tensor_flatten__ gives: PyTorch reads them with getattr
+        # only for the names in __tensor_flatten__, which PyTorch reads with getattr
         for prefix, part in ((_COMPONENT, "components"), (_STATE, "state")):
             if name.startswith(prefix):
-                found = getattr(self.quantized_storage, part).get(name.removeprefix(prefix))
-                if found is not None:
-                    return found
+                tensor = getattr(self.quantized_storage, part).get(name.removeprefix(prefix))
+                if tensor is not None:
+                    return tensor
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         self.check_filled("__tensor_flatten__")
         names = [_COMPONENT + name for name in self.quantized_storage.components]
         names += [_STATE + name for name in self.quantized_storage.state]
-        # Names belong to what guards a graph: it is good for the copies that it was traced with, and FSDP2 gathers one
-        # in forward and another in backward.
+        # Names are part of the guards: a graph is valid for the copies that it was traced with, and FSDP2 gathers one
+        # copy in forward and another in backward.
         return names, (self.quantized_storage.cell, self.quantized_storage.shard, self.dtype, tuple(names))
 
     @staticmethod
@@ -273,22 +271,23 @@ class QuantizedTensor(Tensor):
     # FSDP2 -----------------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], GatherMetadata]:
-        """What this rank sends: the components that other ranks lack, of the copies that the coming pass needs.
+        """All-gather inputs of this rank: the components that other ranks lack, of the copies that the coming pass
+        reads.
 
-        The hook takes the mesh alone. FSDP2 has a longer signature too, but demands of a hook with that, where a shard
-        is padded, inputs of the padded parameter's size, which scales do not have.
+        FSDP2's longer hook signature does not fit: with it, inputs of padded shards must have the padded parameter's
+        size, which scales do not have.
         """
         storage = self.quantized_storage
         plan = _fsdp_plan(self)
         if plan.reshards_to_other_mesh:
             raise ConfigurationError(limits.refusal("reshard to fewer ranks", self))
         if mesh.size() == 1:
-            # FSDP2 then copies the first input only and gathers nothing; the post hook uses the local components.
+            # FSDP2 then copies only the first input and gathers nothing; the post hook uses the local components.
             return (next(iter(storage.components.values())).reshape(-1)[:1],), GatherMetadata(storage, (), mesh)
-        both = tuple(storage.cell.format.copies)
-        passes: tuple[tuple[Orientation, ...], ...] = (both,)
-        if len(both) > 1 and plan.frees_between_passes:  # fprop reads the rowwise copy, dgrad the columnwise one
-            passes = tuple((which,) for which in both)
+        copies = tuple(storage.cell.format.copies)
+        passes: tuple[tuple[Orientation, ...], ...] = (copies,)
+        if len(copies) > 1 and plan.frees_between_passes:  # fprop reads the rowwise copy, dgrad the columnwise one
+            passes = tuple((which,) for which in copies)
         this_pass = passes[-1] if private_torch.in_backward() else passes[0]
         slots = sharding.gather_slots(storage.cell.format, storage.shard, this_pass, passes)
         return tuple(_padded(storage, slot) for slot in slots), GatherMetadata(storage, tuple(slots), mesh)
@@ -301,25 +300,27 @@ class QuantizedTensor(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered weight: gathered components alias FSDP2's buffers. Resident ones are copied from the shard, but
-        in a backward after which FSDP2 frees it they are the shard's: a forward may be a call of `unshard`."""
+        """The unsharded weight. Gathered components alias FSDP2's buffers. Resident components are copied from the
+        shard, since a forward can be a call of `unshard`, but alias it in a backward after which FSDP2 frees the
+        weight."""
         for_a_pass = private_torch.in_backward() and _fsdp_plan(self).frees_after_passes()
         gathered = _assemble(metadata, all_gather_outputs, for_a_pass)
-        if out is not None:  # FSDP2 filled the first gather's buffers again; under TP a DTensor
+        # FSDP2 refilled the buffers of the first gather; `out` is a DTensor under TP
+        if out is not None:
             unsharded: Any = private_torch.local_tensor(out)
             unsharded.quantized_storage.take(gathered)
             return None
-        return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; the few scales may stay
+        return QuantizedTensor(gathered, param_dtype), ()  # FSDP2 frees its own buffers; a few scales stay
 
 
-# FSDP2 asks for it at each gather, and inspect is slow where it is not written down
+# FSDP2 inspects the signature at each gather; storing it makes that fast
 QuantizedTensor.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     QuantizedTensor.fsdp_pre_all_gather
 )
 
 
 def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
-    """For messages: the first quantized tensor among the arguments, or in a list of them."""
+    """The first quantized tensor among the arguments, or in a list of them, for error messages."""
     for argument in arguments:
         for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(tensor, QuantizedTensor):
@@ -328,18 +329,18 @@ def first_quantized(arguments: Iterable[Any]) -> QuantizedTensor | None:
 
 
 def _is_in_place_of(new: QuantizedTensor, old: QuantizedTensor) -> bool:
-    """True if `new` could be the values of `old`: of one format, shape and place in the global tensor. Neither may be a
-    copy that FSDP2 gathered: it lies in buffers that FSDP2 frees and fills again."""
+    """True if `new` can become the data of `old`: same format, shape and place in the global tensor, and neither is an
+    unsharded copy, which lies in buffers that FSDP2 frees and refills."""
     ours, theirs = new.quantized_storage, old.quantized_storage
     if ours is theirs:
-        return True  # `weight.data -= update` ends with it
+        return True  # the last step of `weight.data -= update`
     alike = (ours.cell, ours.shard, new.shape) == (theirs.cell, theirs.shard, old.shape)
     passing = isinstance(ours, Placeholder) or ours.gathered or theirs.gathered
     return alike and not passing and private_torch.takes_data(old, new)
 
 
 class Placeholder(QuantizedStorage):
-    """What `new_zeros` and `new_empty` give: a storage that is empty until a quantized tensor is copied into it."""
+    """The result of `new_zeros` and `new_empty`: a storage that is empty until a quantized tensor is copied into it."""
 
     def __init__(self, parent: QuantizedStorage, device: torch.device) -> None:
         super().__init__(parent.cell, parent.shard, {}, parent.state)
@@ -351,23 +352,23 @@ class Placeholder(QuantizedStorage):
         return self.target
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> Placeholder:
-        """A placeholder on another device: FSDP2's CPU offload moves the empty chunk of a rank without rows."""
+        """A placeholder on another device. FSDP2's CPU offload moves the empty chunk of a rank without rows."""
         return Placeholder(self.parent, self.target if device is None else torch.device(device))
 
     def fill(self, source: QuantizedStorage) -> None:
-        """Become a real storage: the source itself if the placeholder was made from it, else a copy of it."""
-        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets go of that. reset_sharded_param, at
-        # the first forward and after loads, pads the shard itself: optimizers and state dicts hold its very tensors.
+        """Become a real storage: the source itself if the placeholder was made from it, otherwise a copy."""
+        # fully_shard pads a chunk, which is a view of the whole weight: a copy lets the whole be freed. At the first
+        # forward and after loads reset_sharded_param pads the shard, whose tensors optimizers and state dicts have.
         filled = source if source is self.parent else source.map(lambda part: part.to(self.target, copy=True))
         if filled is not source and filled.high_precision is not None:
             filled.high_precision = filled.high_precision.clone()  # not a view of the whole
-        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # all handles made so far must see it
+        self.__class__ = QuantizedStorage  # type: ignore[assignment]  # so that existing handles see it
         del self.parent, self.target
         self.take(filled)
 
 
 class GatherMetadata(NamedTuple):
-    """What the pre hook tells the post hook: the live shard, what each input holds, and over which mesh it goes."""
+    """State that the pre hook passes to the post hook: live shard, component of each input, mesh to gather over."""
 
     storage: QuantizedStorage
     slots: tuple[sharding.GatherSlot, ...]
@@ -378,8 +379,8 @@ _plans: WeakKeyDictionary[QuantizedStorage, private_torch.FsdpPlan] = WeakKeyDic
 
 
 def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
-    """The plan at the first gather, when FSDP2 fixes the sizes of its buffers: of a weight of two copies, whose passes
-    gather other things under another plan, it must not change after that."""
+    """The FSDP2 plan of a weight at its first gather, when FSDP2 fixes the sizes of its buffers. A weight with two
+    copies gathers different components under another plan, so its plan must not change afterwards."""
     storage = tensor.quantized_storage.home
     if storage not in _plans:
         _plans[storage] = private_torch.fsdp_plan(storage)
@@ -390,9 +391,10 @@ def _fsdp_plan(tensor: QuantizedTensor) -> private_torch.FsdpPlan:
 
 
 def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
-    """What is sent in a slot; nobody reads what fills it up."""
+    """All-gather input of a slot, with uninitialized padding."""
     reference = next(iter(storage.components.values()))
-    if slot.name is None:  # only in formats of two copies, which store bytes alone: the dtype of any component is right
+    # only formats of two copies have such slots, and they store bytes: any component has the right dtype
+    if slot.name is None:
         return reference.new_empty(slot.numel)
     part = storage.components[slot.name]
     if part.numel() == slot.numel:
@@ -403,7 +405,7 @@ def _padded(storage: QuantizedStorage, slot: sharding.GatherSlot) -> Tensor:
 
 
 def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass: bool) -> QuantizedStorage:
-    """`for_a_pass`: nothing writes to the shard while the result is in use."""
+    """Put the unsharded storage together. `for_a_pass`: nothing writes to the shard while the result is in use."""
     local = gathering.storage
     shard = local.shard.before_cut()
     by_name = local.cell.format.by_name
@@ -416,15 +418,15 @@ def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass
         components[slot.name] = pieces.reshape(-1, slot.cols)[:rows]
     for name, part in local.components.items():
         if part.is_cuda and local.home is not local:
-            # CPU offload made it on FSDP2's stream, which must not reuse it before this one is done
+            # CPU offload allocated it on FSDP2's stream, which must not reuse it before this stream is done
             part.record_stream(torch.cuda.current_stream(part.device))
         if not gathering.slots:
             components[name] = part  # a mesh of one rank
         elif not local.shard.gathers(by_name[name]):
-            # A few scales. Where FSDP2 keeps gathered codes over an optimizer's step, which writes the shard's scales
-            # in place, old codes must not meet new scales.
+            # A few scales. FSDP2 may keep gathered codes over an optimizer's step, which writes the shard's scales in
+            # place: old codes must not be read with new scales.
             components[name] = part if for_a_pass else part.clone()
-    # CPU offload gathers from a copy of the shard on another device; the draws to count are those of the shard
+    # CPU offload gathers from a copy of the shard on another device; draws are counted in the shard
     return QuantizedStorage(
         local.cell, shard, components, local.home.state, version=local.version, gathered=True,
         captured=kernel_dispatch.is_capturing(),
@@ -435,14 +437,11 @@ def _assemble(gathering: GatherMetadata, outputs: tuple[Tensor, ...], for_a_pass
 def _gather_copy(
     shard: ReferenceType[QuantizedStorage], mesh: DeviceMesh, device: torch.device, which: Orientation
 ) -> dict[str, Tensor]:
-    """Gather one copy of a weight apart from FSDP2, which gathered the other for this pass.
-
-    Activation recomputation needs it, which runs a forward, and so fprop, in backward. Every rank recomputes the same
-    layers, so every rank is in this collective.
-    """
+    """Gather one copy of a weight outside FSDP2, which gathered the other copy for this pass. Activation recomputation
+    needs it: it runs fprop in backward. All ranks recompute the same layers, so all ranks make this collective call."""
     home = shard()
     assert home is not None
-    storage = home.map(lambda part: part.to(device))  # under CPU offload the copy that FSDP2 made is gone by now
+    storage = home.map(lambda part: part.to(device))  # FSDP2's copy under CPU offload no longer exists
     slots = sharding.gather_slots(storage.cell.format, storage.shard, (which,), ((which,),))
     outputs = []
     for slot in slots:
@@ -453,7 +452,7 @@ def _gather_copy(
 
 
 class _Dequantize(torch.autograd.Function):
-    # without a function of its own what `dequantize` returns would have no gradient: it is made of components
+    # connects the result to the tensor, since autograd does not see its components
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         tensor.check_filled("dequantize")
@@ -473,17 +472,17 @@ def quantize_weight(
     state: dict[str, Tensor] | None = None,
     keep_high_precision: bool = False,
 ) -> QuantizedTensor:
-    """Quantize a whole 2-D tensor [R, C] of any floating dtype; on the meta device, describe it only.
+    """Quantize a whole 2-D tensor [R, C] of any floating dtype. On the meta device the result has no values.
 
     Args:
-        values: what to quantize.
+        values: the high-precision values.
         cell: the format row and scaling, e.g. `recipe.weight`.
-        dtype: the nominal dtype (default: that of `values`).
+        dtype: the nominal dtype (default: `values.dtype`).
         state: the parameter's key, draws and amax history (default: new ones).
         keep_high_precision: keep the values on the CPU for `get_high_precision_init_val`.
 
     Raises:
-        UnsupportedOperationError: they are of another number of dims, or of no floating dtype.
+        UnsupportedOperationError: `values` is not a matrix of a floating dtype.
     """
     if values.ndim != 2 or not values.is_floating_point():
         raise UnsupportedOperationError(

@@ -1,12 +1,11 @@
-"""New values for quantized weights: amaxes are measured, reduced over the ranks that share blocks, and codes written.
+"""New values for quantized weights: measure amaxes, reduce them over ranks that share blocks, write codes.
 
-A block that straddles ranks must get one scale, so the amaxes of all blocks that ranks share are reduced (MAX) before
-any code is written: the one collective that makes sharding invisible to the numbers. `FlatMax` does it for everything
-that is registered in one flat collective per process group; `Requantization` is the two halves, measure and write, of
-giving a weight new values around it.
+A block that straddles ranks must get one scale. So the amaxes of shared blocks are reduced (MAX) before any code is
+written: the one collective that makes sharding invisible to the numbers. `FlatMax` runs it once per process group for
+everything that is registered; `Requantization` has the two halves around the collective, measuring and writing.
 
-Where several mesh axes shard a weight (FSDP over tensor parallelism), each component is reduced over those of them
-that left its grid whole, axis by axis: one collective for each axis, whatever the components need.
+Where several mesh axes shard a weight (FSDP over tensor parallelism), each component is reduced over the axes that
+left its grid whole, axis by axis. This takes one collective per axis, however many components there are.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
 
 def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[dist.ProcessGroup, ...]]:
-    """The components with amaxes whose blocks several ranks hold, each with the ranks to reduce them over.
+    """Process groups to reduce amaxes over, by component, for components with blocks on several ranks.
 
-    `owner`: the parameter whose storage, or a state of which, this is.
+    `owner`: the parameter that the storage, or an optimizer state with this storage, belongs to.
     """
     if not isinstance(owner, DTensor):
         return {}
@@ -41,29 +40,32 @@ def shared_scales(owner: Tensor, storage: QuantizedStorage) -> dict[str, tuple[d
     axes = {
         name: sharding.whole_axes(storage.shard, by_name[name], dims) for name in storages.scale_names(storage.cell)
     }
-    groups = {name: private_torch.axis_groups(owner.device_mesh, sorted(found)) for name, found in axes.items()}
+    groups = {name: private_torch.axis_groups(owner.device_mesh, sorted(mesh_axes)) for name, mesh_axes in axes.items()}
     return {name: group for name, group in groups.items() if group}
 
 
 class Requantization:
-    """New values for one weight, or one optimizer state: measured at construction, written by `commit`.
+    """New values for one weight or optimizer state: measured at construction, written by `commit`.
 
-    Between the two, the `reduction` given must have run. The values are not kept: `commit` takes them again. It drops
-    the initial values that a weight may have kept (`get_high_precision_init_val`): it no longer has them.
+    The caller must run `reduction` in between. Values are not stored, so `commit` takes them again. Initial values
+    that the weight kept (`get_high_precision_init_val`) are dropped.
     """
 
     def __init__(
         self, storage: QuantizedStorage, values: Tensor, shared: Mapping[str, Groups], reduction: FlatMax
     ) -> None:
-        """`shared`: what `shared_scales` gives for the storage."""
+        """`shared`: the result of `shared_scales` for the storage."""
         self.storage = storage
         self.amaxes = storage.measure(values)
         for name, grid in self.amaxes.items():
             reduction.add(grid, shared.get(name))
 
     def commit(self, values: Tensor, words: RandomWords | None = None, remainder: Remainder | None = None) -> None:
-        """Write codes and scales. Under delayed scaling the scale is that of past amaxes, or of this one if it is
-        larger, and this one is recorded. Arguments as of `QuantizedStorage.write`."""
+        """Write codes and scales; arguments as in `QuantizedStorage.write`.
+
+        Under delayed scaling the scale derives from the larger of the past amaxes and the new one, and the new amax is
+        recorded.
+        """
         self.storage.high_precision = None
         history = self.storage.state.get(AMAX_HISTORY)
         if history is None:
@@ -72,9 +74,9 @@ class Requantization:
         (name,) = storages.scale_names(self.storage.cell)
         amax = self.amaxes[name]
         past = history_amax(history, self.storage.cell.scaling.most_recent)
-        # as the kernels do: an infinite or NaN amax, which is not recorded either, changes no scale
-        used = torch.where(torch.isfinite(amax), torch.maximum(past, amax), past)
-        self.storage.write(values, {name: used.view(1, 1)}, words, remainder)
+        # as in the kernels, an infinite or NaN amax is neither used nor recorded
+        scale_amax = torch.where(torch.isfinite(amax), torch.maximum(past, amax), past)
+        self.storage.write(values, {name: scale_amax.view(1, 1)}, words, remainder)
         record_amax_(history, amax.view(()))
 
 
@@ -86,23 +88,22 @@ def requantize_(
     assume_finite: bool = False,
     plain: Iterable[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    """Quantize new local values into weights, with one collective per sharding axis for all of them together.
+    """Quantize new local values into weights, with one collective per sharding axis for all weights together.
 
-    Under delayed scaling the amax history of each weight begins again, with the amax of its new values.
+    Under delayed scaling the amax history of each weight restarts with the amax of its new values.
 
     Args:
         weights: pairs of a `QuantizedTensor`, or a DTensor of one, and its local values in high precision. All ranks
-            must pass the same weights in the same order, ranks with an empty shard too.
-        names: of the weights, for messages.
-        judged: the caller knows that all values are finite, as an optimizer does that judged its gradients: nobody
-            waits for a GPU to say so.
-        plain: pairs of other parameters and their local values, which the caller writes afterwards. They are judged
-            with the weights, unless `assume_finite`; in `names` theirs come last.
+            must pass the same weights in the same order, including ranks with an empty shard.
+        names: names of the weights, then of `plain`, for error messages.
+        assume_finite: skip the check for infinite and NaN values, which waits for the GPU.
+        plain: pairs of other parameters and their local values, which the caller writes afterwards. The check for
+            finite values includes them.
 
     Raises:
-        ConfigurationError: values are infinite or NaN, which codes would hide: they saturate. It is raised on every
-            rank that holds a piece of one of the weights, and nothing is written. Or values are of another shape.
-        UnsupportedOperationError: a weight is a gathered copy; or a CUDA graph is being captured, and values are not
+        ConfigurationError: values have the wrong shape, or are infinite or NaN, which codes would hide because they
+            saturate. Every rank with a piece of one of the weights raises, and nothing is written.
+        UnsupportedOperationError: a weight is an unsharded copy of FSDP2; or a CUDA graph is being captured without
             `assume_finite`.
     """
     check_arguments("requantize_", ITERABLE, weights=weights, plain=plain)
@@ -112,7 +113,7 @@ def requantize_(
     if all_values and not assume_finite:
         bad = _are_bad(all_values)
         reduction.add(bad, united(sharding_group(param) for param, _ in all_values))
-    begun = [
+    requantizations = [
         (Requantization(storage, values, shared_scales(weight, storage), reduction), values)
         for weight, values in weights
         for storage in (_storage_of(weight),)
@@ -120,7 +121,7 @@ def requantize_(
     reduction.reduce()
     if bad is not None:
         _check_finite(all_values, bad, names)
-    for requantization, values in begun:
+    for requantization, values in requantizations:
         requantization.storage.forget_amaxes()
         requantization.commit(values)
     for weight, _ in weights:
@@ -143,7 +144,7 @@ def _checked_values(weight: Tensor, values: Tensor) -> Tensor:
 
 
 def _are_bad(weights: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Float32 [weights]: 1 where not all values are finite here."""
+    """Float32 [weights]: 1 where local values are infinite or NaN."""
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured values", private_torch.local_tensor(weights[0][0])))
     device = weights[0][1].device
@@ -151,35 +152,35 @@ def _are_bad(weights: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _check_finite(weights: Sequence[tuple[Tensor, Tensor]], bad: Tensor, names: Sequence[str]) -> None:
-    for index, (at_fault, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
-        if at_fault:
+    for index, (is_bad, (weight, values)) in enumerate(zip(bad.tolist(), weights, strict=True)):
+        if is_bad:
             name = names[index] if names else repr(private_torch.local_tensor(weight))
             is_quantized = hasattr(private_torch.local_tensor(weight), "quantized_storage")
-            told = non_finite(values, _storage_of(weight).shard.origin if is_quantized else None)
-            hidden = "codes saturate, which would hide it, so " if is_quantized else ""
+            problem = non_finite(values, _storage_of(weight).shard.origin if is_quantized else None)
+            hint = "codes saturate, which would hide it, so " if is_quantized else ""
             raise ConfigurationError(
-                f"requantize_: {name}: {told or 'values that other ranks hold are infinite or NaN'}; {hidden}nothing "
+                f"requantize_: {name}: {problem or 'values that other ranks hold are infinite or NaN'}; {hint}nothing "
                 "was written. Look at where the values come from"
             )
 
 
 def non_finite(values: Tensor, origin: tuple[int, ...] | None) -> str:
-    """How many of some values are infinite or NaN, and where in the whole the first is; "" if none is.
+    """Describe how many values are infinite or NaN and the first of them; "" if all are finite. Waits for the GPU.
 
-    `origin`: of the values [R, C] in the whole; without one, of any shape, no place is told. It waits for a GPU.
+    `origin`: global index of the first value [R, C]. None omits the place, and allows any shape.
     """
     bad = ~torch.isfinite(values)
     if not bad.any():
         return ""
     first = int(bad.flatten().to(torch.uint8).argmax())
-    found, place = values.flatten()[first].item(), ""
+    value, suffix = values.flatten()[first].item(), ""
     if origin is not None:
-        at = [start + here for start, here in zip(origin, divmod(first, values.shape[1]), strict=True)]
-        place = f", at {at}"
-    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {found}{place}"
+        indices = [start + offset for start, offset in zip(origin, divmod(first, values.shape[1]), strict=True)]
+        suffix = f", at {indices}"
+    return f"{int(bad.sum())} of {values.numel()} values are infinite or NaN, the first, {value}{suffix}"
 
 
 def _storage_of(weight: Tensor) -> QuantizedStorage:
-    local: Any = private_torch.local_tensor(weight)  # a QuantizedTensor, a class that imports this file
+    local: Any = private_torch.local_tensor(weight)  # a QuantizedTensor; its module imports this one
     storage: QuantizedStorage = local.quantized_storage
     return storage

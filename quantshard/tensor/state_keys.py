@@ -1,4 +1,4 @@
-"""Entries of a model's state dict that modules name otherwise, hold elsewhere, or store otherwise."""
+"""State dict entries that differ from the module's parameters: other names, other ranks or other values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def zero_centered_gammas(model: nn.Module) -> list[str]:
         for prefix, module in model.named_modules()
         for name in getattr(module, "zero_centered_gammas", ())
     )
-    return list(dict.fromkeys(names))  # wrappers have the attributes of the module inside
+    return list(dict.fromkeys(names))  # wrappers expose the attributes of the module inside, so names repeat
 
 
 def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-    """A state dict in which entries that stack the rows of several parameters of a module are split.
+    """Split state dict entries that stack the rows of several parameters of a module.
 
-    TransformerEngine stores the gated `fc1_weight` as gate over up. An entry of other rows stays as it is, and so does
-    a state dict without such entries, which may read a file at each access.
+    TransformerEngine stores the gated `fc1_weight` as gate over up. Entries with a row count that does not divide stay
+    as they are. A state dict without stacked entries is returned itself, since it may read a file at each access.
     """
     stacked: dict[str, list[str]] = {}
     for path, owner in module.named_modules():
@@ -43,12 +43,12 @@ def split_stacked(module: nn.Module, state_dict: Mapping[str, Any], prefix: str 
 
 
 def held_elsewhere(model: nn.Module, keys: Iterable[str]) -> set[str]:
-    """The keys of a whole model's state dict that belong to experts which other ranks hold (`GroupedLinear`)."""
-    found: set[str] = set()
+    """The state dict keys, of the whole model, of experts that live on other ranks (`GroupedLinear`)."""
+    result: set[str] = set()
     for prefix, module in model.named_modules():
-        # asked of any module: `GroupedLinear` stands on a higher floor, and cannot be imported here
+        # duck typing: `GroupedLinear` is in a higher layer of the package, so it cannot be imported here
         is_held_elsewhere = getattr(module, "is_held_elsewhere", None)
         if is_held_elsewhere is not None:
             start = f"{canonical_name(prefix)}." if prefix else ""
-            found |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
-    return found
+            result |= {key for key in keys if key.startswith(start) and is_held_elsewhere(key.removeprefix(start))}
+    return result

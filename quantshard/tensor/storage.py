@@ -1,7 +1,7 @@
-"""Quantized data without a tensor around it: the components of one format, and where they lie in the global tensor.
+"""Quantized data without a tensor around it: the components of one format, and their place in the global tensor.
 
-A weight's `QuantizedTensor` is a handle to such a storage, as a `torch.Tensor` is to its own; quantized activations are
-storages alone. Nothing here communicates.
+A `QuantizedTensor` is a handle to a `QuantizedStorage`, as a `torch.Tensor` is to its own storage. Quantized
+activations are bare storages. No function in this file communicates, except through `QuantizedStorage.fetch`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard, ceil_div
 
 KEY, DRAWS, AMAX_HISTORY = "key", "draws", "amax_history"
-"""Names of the state that a weight carries besides its components; see `weight_state`."""
+"""Names of the state that a weight carries in addition to its components; see `weight_state`."""
 
 SECOND_SCALE = "second_scale"
-"""Name of what an operand that a kernel made for a product has besides its components, if these have an amax."""
+"""Name of the second scale that kernels add to operands of formats with an amax."""
 
 INIT_STREAM, GRADIENT_STREAM, WEIGHT_STREAM, SEED_STREAM, STREAMS_PER_RANK = 0, 1, 3, 4, 16
-"""What the random words of one draw are for: the streams of `numerics.random_words` under a parameter's key. A tensor
-that differs between ranks adds rank * STREAMS_PER_RANK."""
+"""Streams of `numerics.random_words` under a parameter's key: one per use of the random words of a draw. A tensor that
+differs between ranks adds rank * STREAMS_PER_RANK."""
 
 
-_versions = count(1)  # one count for all storages: no two writes of a process share a version
+# one count for all storages: no two writes of a process share a version
+_versions = count(1)
 
 
 class GemmKey:
-    """What a product must know of an operand before its values: format and rectangle. There is one for all operands
-    that are alike, and so caches find it by its identity, without asking formats and shards for hashes.
+    """Format and rectangle of a GEMM operand, as a key of caches.
 
-    `narrow_scales`: scales have 8 bits.
+    `operand_layout` makes one instance per format and rectangle, so caches compare keys by identity and never hash
+    formats or shards. `narrow_scales`: whether scales have 8 bits.
     """
 
     __slots__ = ("format", "narrow_scales", "shard")
@@ -54,12 +55,15 @@ class GemmKey:
 
 
 operand_layout = lru_cache(4096)(GemmKey)
-"""The one layout of a format and a rectangle."""
+"""The only `GemmKey` of a format and a rectangle."""
 
 
 class Remainder(NamedTuple):
-    """Of a weight whose rowwise codes are the high bytes of 16 bits: where the low bytes go, uint8 of its shape, and
-    the words of rounding to these 16 bits stochastically; None: to nearest."""
+    """The low bytes of a 16-bit master; the rowwise codes of the weight are its high bytes.
+
+    `low`: output for the low bytes, uint8 of the weight's shape. `words`: random words for stochastic rounding to 16
+    bits; None rounds to nearest.
+    """
 
     low: Tensor
     words: Tensor | None
@@ -69,18 +73,24 @@ class Remainder(NamedTuple):
 class QuantizedStorage:
     """Components of a rectangle of a 2-D tensor.
 
-    `cell`: the format row and its scaling. `shard`: which rectangle. `components`: each component's resident entries;
-    of an operand that was made for a product perhaps as that reads them (`kernel_dispatch.as_stored`).
-    `state`: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
-    random bits, its count of `draws`, and, for delayed scaling, the `amax_history`. `high_precision`: the values
-    that the weight was initialized with, on the CPU, if they were asked to be kept; read by `initial_values`.
-    `version`: a number that no other write has; the last write or load of new values gave it to this storage, or to
-    the one that this is a copy of. `gathered`: this is FSDP2's copy of the whole weight, which lasts until a
-    reshard; it may hold only the quantized copy that the pass needs, and `fetch` then gathers the components of
-    another, a collective call. `captured`: that copy is one that a CUDA graph gathers in each replay. `source`: for
-    a copy made by a gather or a move, the storage that it was made from. `mesh`: the axis of tensor parallelism, of
-    a piece that this alone cut. Pieces that FSDP2 cuts have none: their DTensors are found among FSDP2's
-    parameters. `layout`: once a product has asked for it (`gemm_key`), until `take`.
+    Args:
+        cell: the format row and its scaling.
+        shard: the rectangle, in the global tensor.
+        components: resident entries of each component. An operand that a kernel made for a GEMM may lay them out as
+            the GEMM reads them (`kernel_dispatch.as_stored`).
+        state: small tensors, equal on all ranks, that later quantizations need: the 64-bit `key` of the parameter's
+            random bits, the count of `draws` and, for delayed scaling, the `amax_history`.
+        high_precision: the values that the weight was initialized with, on the CPU, if the user wants them kept.
+            `initial_values` returns them.
+        version: number of the last write or load, unique in the process. A copy has the version of its source.
+        gathered: whether this is FSDP2's unsharded copy, which lasts until a reshard and may hold only the quantized
+            copy that the pass needs.
+        captured: whether a CUDA graph gathers this unsharded copy in each replay.
+        fetch: gathers the components of a copy that FSDP2 did not gather (a collective call).
+        source: the storage that a gather or a move made this one from.
+        mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut. Shards of FSDP2 have none:
+            `arithmetic` finds their DTensors among FSDP2's parameters.
+        layout: cached result of `gemm_key`.
     """
 
     cell: QuantSpec
@@ -95,25 +105,27 @@ class QuantizedStorage:
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
     layout: GemmKey | None = field(default=None, repr=False)
-    _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's count of writes
+    _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
     _views: dict[tuple[str, Callable[[Tensor], Tensor]], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def gemm_key(self) -> GemmKey:
-        """The layout that it has as an operand."""
+        """The cache key of this storage as a GEMM operand."""
         self.layout = operand_layout(self.cell.format, self.shard)
         return self.layout
 
     def mark_written(self) -> None:
-        """Note that there are new values, and no initial ones: by `version` optimizers find their masters outdated, and
-        modules a gathered copy."""
+        """Record that the components have new values, and drop the initial values.
+
+        By `version` optimizers notice outdated masters, and modules outdated unsharded copies.
+        """
         self.version, self._in_place, self.high_precision = next(_versions), None, None
 
     def seen_version(self) -> int:
-        """`version`, which is a new one if the components were written in place since the last such look.
+        """Return `version`, after renewing it if the components were written in place since the last call.
 
-        `dcp.load` writes them so, as the tensors of a state dict, and nobody calls `mark_written`.
+        `dcp.load` writes through the tensors of a state dict without calling `mark_written`.
         """
         changes = private_torch.count_in_place_changes(self.components.values())
         if self._in_place not in (None, changes):
@@ -122,43 +134,44 @@ class QuantizedStorage:
         return self.version
 
     def initial_values(self) -> Tensor | None:
-        """The values that the weight was initialized with, if they were kept and it was given no others since."""
+        """The values that the weight was initialized with, if they were kept and nothing was written since."""
         if self.high_precision is not None:
             self.seen_version()
         return self.high_precision
 
     def keep_initial_values(self, values: Tensor | None) -> None:
-        """Have these be the values that `initial_values` returns, until others are written."""
+        """Set the values that `initial_values` returns until the next write."""
         self.seen_version()
         self.high_precision = values
 
     def _watched(self) -> QuantizedStorage:
-        """Itself, new, from now on with an eye on writes that would outdate its initial values."""
-        if self.high_precision is not None:  # not in __post_init__: each operand of a GEMM is a storage
+        """Start to watch for in-place writes that would outdate the initial values, and return self."""
+        # not in __post_init__, which would run for every GEMM operand
+        if self.high_precision is not None:
             self.seen_version()
         return self
 
     def forget_amaxes(self) -> None:
-        """Empty the amax history, before or after a write of values that did not come from those here."""
+        """Zero the amax history, before or after a write of values that do not derive from the present ones."""
         if AMAX_HISTORY in self.state:
             self.state[AMAX_HISTORY].zero_()
 
     @property
     def home(self) -> QuantizedStorage:
-        """The storage that this one is a passing copy of, if that still exists; else itself."""
-        found = None if self.source is None else self.source()
-        return self if found is None else found
+        """The storage that this temporary copy was made from, if it still exists; otherwise self."""
+        source = None if self.source is None else self.source()
+        return self if source is None else source
 
     @property
     def is_stale(self) -> bool:
-        """True if new values were written to the shard since this copy was gathered from it."""
+        """True if the shard was written after this copy was gathered from it."""
         return self.gathered and self.version != self.home.version
 
     def check_captured(self, owner: str) -> None:
-        """Of a gathered copy: raise unless a CUDA graph that is captured now, and no other, gathers it.
+        """Check that an unsharded copy and the running code belong to the same CUDA graph capture, or to none.
 
         Raises:
-            ConfigurationError: naming the weight, `owner`.
+            ConfigurationError: they do not; the message names the weight, `owner`.
         """
         if self.captured is (is_capturing := kernel_dispatch.is_capturing()):
             return
@@ -176,8 +189,8 @@ class QuantizedStorage:
 
     @property
     def is_unwritten(self) -> bool:
-        """True if nothing has given it values since its memory was allocated, as `to_empty` does; not of a shard
-        without entries, which nothing is ever written to."""
+        """True if the memory was allocated, as by `to_empty`, and never written. False for a shard without entries,
+        which is never written."""
         home = self.home
         return (
             home.version == 0
@@ -191,33 +204,33 @@ class QuantizedStorage:
         return next(iter(self.components.values())).device
 
     def view(self, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
-        """A component seen in another way, or a copy of it; a view is kept for the next who asks."""
-        part, asked = self.components[name], (name, how)
-        found, at = self._views.get(asked), part.data_ptr()
-        if found is None or found.data_ptr() != at:
-            found = how(part)
-            if found.data_ptr() == at:
-                self._views[asked] = found
-        return found
+        """A component transformed by `how`. The result is cached if it is a view."""
+        part, key = self.components[name], (name, how)
+        view, address = self._views.get(key), part.data_ptr()
+        if view is None or view.data_ptr() != address:
+            view = how(part)
+            if view.data_ptr() == address:
+                self._views[key] = view
+        return view
 
     def has(self, which: Orientation) -> bool:
-        """True if the codes of that copy are here (a gather may bring only the copy that a pass needs)."""
+        """True if the codes of that copy are present: a gather may bring only the copy that the pass needs."""
         copy = self.cell.format.copies.get(which)
         return copy is not None and copy.codes.name in self.components
 
     def touched(self) -> dict[str, Tensor]:
-        """Views of the components' entries that this rectangle touches."""
+        """Views of the component entries that this rectangle touches."""
         return self._touched(self.components)
 
     def _touched(self, resident: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.shard.cut is None:  # each GEMM asks this of its operands
+        if self.shard.cut is None:  # a fast path: each GEMM calls this for its operands
             return resident
         by_name = self.cell.format.by_name
         return {name: part[self.shard.touched(by_name[name])] for name, part in resident.items()}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
-        """A storage whose components are `change(component)`; the state is shared."""
-        # what `dcp.load` wrote is noticed before the copy takes the version: later the copy would seem stale
+        """Apply `change` to each component. The new storage shares the state."""
+        # notice writes of `dcp.load` before the copy takes the version: otherwise the copy would look stale later
         if self.version == 0 and private_torch.count_in_place_changes(self.components.values()):
             self.mark_written()
         version = self.version if self._in_place is None else self.seen_version()
@@ -225,13 +238,13 @@ class QuantizedStorage:
         return replace(self, components=components, version=version)._watched()
 
     def clone(self) -> QuantizedStorage:
-        """An independent copy, of the state too."""
+        """An independent copy, including the state."""
         state = {name: value.clone() for name, value in self.state.items()}
         new = replace(self.map(torch.clone), state=state, gathered=False, captured=False, fetch=None, source=None)
         return new._watched()
 
     def to(self, device: torch.device | None, *, non_blocking: bool = False) -> QuantizedStorage:
-        """An independent copy on another device (None: the same one). The key stays on the CPU, which reads it."""
+        """An independent copy on `device` (None: the same one). The key stays on the CPU, where the host reads it."""
         state = {name: value.clone() for name, value in self.state.items()}
         if AMAX_HISTORY in state:
             state[AMAX_HISTORY] = state[AMAX_HISTORY].to(device)
@@ -250,13 +263,15 @@ class QuantizedStorage:
                 for new, old in zip(shard.resident(component), self.shard.resident(component), strict=True)
             )
             components[name] = part[tuple(slices)]
-        kept = self.initial_values()
-        if kept is not None:
-            kept = kept.narrow(dim, min(start, kept.shape[dim]), shard.shape[dim])  # min: an empty piece past the end
-        return QuantizedStorage(self.cell, shard, components, self.state, kept, self.version)._watched()
+        initial = self.initial_values()
+        if initial is not None:
+            initial = initial.narrow(
+                dim, min(start, initial.shape[dim]), shard.shape[dim]
+            )  # min: for an empty piece past the end
+        return QuantizedStorage(self.cell, shard, components, self.state, initial, self.version)._watched()
 
     def split(self, dim: int, chunk: int) -> list[QuantizedStorage]:
-        """All pieces of a cut, as `piece` gives them, but made together: a cut over a thousand ranks has a thousand."""
+        """Every `piece` of a cut. Making them together is faster: a cut over a thousand ranks has a thousand pieces."""
         size = self.shard.shape[dim]  # 0 gives one empty piece, as in torch.split
         shards = [self.shard.piece(dim, start, chunk) for start in range(0, max(size, 1), max(chunk, 1))]
         by_name, columns = self.cell.format.by_name, {}
@@ -267,14 +282,14 @@ class QuantizedStorage:
                 columns[name] = list(part.split(max(ceil_div(chunk, by_name[name].block_shape[dim]), 1), dim))
         parts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         initial = self.initial_values()
-        kept = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
+        initial_pieces = [None] * len(shards) if initial is None else initial.split(max(chunk, 1), dim)
         return [
             QuantizedStorage(self.cell, shard, part, self.state, values, self.version)._watched()
-            for shard, part, values in zip(shards, parts, kept, strict=True)
+            for shard, part, values in zip(shards, parts, initial_pieces, strict=True)
         ]
 
     def take(self, source: QuantizedStorage) -> None:
-        """Become another handle to what `source` holds now."""
+        """Become another handle to the data of `source`."""
         self.cell, self.shard, self.components = source.cell, source.shard, source.components
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
@@ -292,14 +307,15 @@ class QuantizedStorage:
         """Quantize `values`, the high-precision rectangle, into the components, in place.
 
         Args:
-            amaxes: for every scale and amax component its resident grid, already reduced over the ranks that share it.
-            words: of stochastic rounding.
-            remainder: of the rowwise codes, which then are rounded as it says.
+            amaxes: the resident grid of every scale and amax component, already reduced over the ranks that share it.
+            words: random words for stochastic rounding.
+            remainder: output for the low bytes of 16-bit masters. Their rounding then also decides the rowwise codes.
         """
         self.mark_written()
         fmt, scaling = self.cell.format, self.cell.scaling
-        stored, multipliers = numerics.scales_and_multipliers(amaxes, fmt, scaling, values.dtype)
-        for name, scale in stored.items():  # of all resident blocks: the state dict says that ranks replicate them
+        scales, multipliers = numerics.scales_and_multipliers(amaxes, fmt, scaling, values.dtype)
+        # scales of all resident blocks, since the state dict declares them replicated
+        for name, scale in scales.items():
             self.components[name].copy_(scale)
         multipliers = self._touched(multipliers)
         for which, copy in fmt.copies.items():
@@ -312,22 +328,22 @@ class QuantizedStorage:
 
     @torch.no_grad()
     def write_whole(self, values: Tensor, words: RandomBits | None = None) -> None:
-        """`write` a whole matrix by its own amaxes, in one pass; only where `kernel_dispatch.sees_blocks`."""
+        """`write` a whole matrix by its own amaxes, in one pass. Requires `kernel_dispatch.sees_blocks`."""
         self.mark_written()
-        # not in place: it is for operands, whose new components nobody else holds
+        # not in place: operands have fresh components, which no other object refers to
         self.components.update(kernel_dispatch.quantize(values, self.cell.format, self.cell.scaling, words))
 
     @torch.no_grad()
     def measure(self, values: Tensor) -> dict[str, Tensor]:
-        """Amaxes of `values` over the resident grids, zero in entries that this rectangle does not touch."""
+        """Amaxes of `values` over the resident grids; zero in entries that this rectangle does not touch."""
         fmt = self.cell.format
-        found = kernel_dispatch.amaxes(values, fmt, self.shard.origin)
+        amaxes = kernel_dispatch.amaxes(values, fmt, self.shard.origin)
         if self.shard.cut is None:
-            return found
+            return amaxes
         grids = {}
-        for name, grid in found.items():
+        for name, grid in amaxes.items():
             component = fmt.by_name[name]
-            resident = grid.new_zeros(self.shard.component_shape(component))  # zeros lose against other ranks in MAX
+            resident = grid.new_zeros(self.shard.component_shape(component))  # zeros do not change a MAX reduction
             resident[self.shard.touched(component)] = grid
             grids[name] = resident
         return grids
@@ -335,16 +351,21 @@ class QuantizedStorage:
     def dequantize(
         self, which: Orientation | None = None, dtype: torch.dtype = torch.float32, nan_flag: Tensor | None = None
     ) -> Tensor:
-        """The rectangle's values, from the given copy or from whichever is here, rounded once to `dtype`; all NaN if
-        `nan_flag` is, a float32 scalar that else is 0."""
+        """The values of the rectangle, rounded once to `dtype`.
+
+        Args:
+            which: the copy to read; by default any copy that is present. Reading an absent one is a collective call.
+            nan_flag: float32 scalar, 0 or NaN; NaN makes all values NaN.
+        """
         which = which or (Orientation.ROWWISE if self.has(Orientation.ROWWISE) else Orientation.COLUMNWISE)
         if not self.has(which):
-            return self.with_copy(which).dequantize(which, dtype, nan_flag)  # a gathered weight: a collective call
+            # FSDP2 gathered the other copy of an unsharded weight: a collective call
+            return self.with_copy(which).dequantize(which, dtype, nan_flag)
         copy = self.cell.format.copies[which]
         return kernel_dispatch.dequantize(copy, self.touched(), self.shard.shape, self.shard.origin, dtype, nan_flag)
 
     def with_copy(self, which: Orientation) -> QuantizedStorage:
-        """This storage if it holds that copy; else one with the copy fetched, which is not kept here."""
+        """This storage if it has that copy; otherwise a new storage with the copy fetched (a collective call)."""
         if self.has(which):
             return self
         assert self.fetch is not None, "only a gathered weight lacks a copy"
@@ -368,10 +389,11 @@ def scale_names(cell: QuantSpec) -> list[str]:
 
 
 def weight_state(cell: QuantSpec | None, device: torch.device | str) -> dict[str, Tensor]:
-    """New state of a parameter: a key drawn from torch's CPU generator, no draws yet, and an empty amax history.
+    """New state of a parameter: a key drawn from torch's CPU generator, a zero count of draws, and an empty amax
+    history.
 
-    The key is drawn on the CPU whatever the parameter's device, "meta" included, so that equally seeded ranks get
-    equal keys. `device`: where the amax history lies.
+    The key is drawn on the CPU for every device, "meta" included, so that equally seeded ranks get equal keys.
+    `device`: the device of the amax history.
     """
     state = {
         KEY: random_key(),
@@ -383,30 +405,30 @@ def weight_state(cell: QuantSpec | None, device: torch.device | str) -> dict[str
 
 
 def random_key() -> Tensor:
-    """A key for the counter generator: int64 [1] from torch's CPU generator, on the CPU."""
+    """A key for the counter generator: int64 [1] on the CPU, from torch's CPU generator."""
     info = torch.iinfo(torch.int64)
     return torch.randint(info.min, info.max, (1,), dtype=torch.int64, device="cpu")
 
 
 def counts_on_host(state: dict[str, Tensor]) -> bool:
-    """True if the host counts a parameter's draws, as it does unless `modules.capturable_` was called."""
+    """True if the host counts a parameter's draws: the default, until `modules.capturable_` is called."""
     return state[DRAWS].is_cpu
 
 
 def move_draws(state: dict[str, Tensor], device: torch.device | None) -> None:
-    """Move the count of draws with a weight to its new device (None: it stays there), unless the host counts them.
+    """Move the count of draws to a weight's new device, unless the host counts them. None leaves it in place.
 
-    The meta device has no values: the count of a weight that goes there goes to the CPU, so that it is kept.
+    The count of a weight that moves to the meta device moves to the CPU, since meta tensors hold no values.
     """
     if device is not None and DRAWS in state and not counts_on_host(state):
         state[DRAWS] = state[DRAWS].to("cpu" if device.type == "meta" else device)
 
 
 def next_draw(state: dict[str, Tensor]) -> int | Tensor:
-    """Count one draw more of a parameter, and return its number: an int64 scalar if a GPU counts them.
+    """Count one more draw of a parameter and return its number, as an int64 scalar if a GPU counts them.
 
     Raises:
-        UnsupportedOperationError: the host counts them, and a CUDA graph is being captured.
+        UnsupportedOperationError: the host counts draws while a CUDA graph is being captured.
     """
     draws = state[DRAWS]
     if not counts_on_host(state):
@@ -422,7 +444,7 @@ def next_draw(state: dict[str, Tensor]) -> int | Tensor:
 def rounding_words(storage: QuantizedStorage) -> RandomBits:
     """Random words for the stochastic rounding of a weight's new values, by global index.
 
-    It is one draw of the weight's counter, so every rank that holds a piece must take it in the same step.
+    The call takes one draw of the weight's counter, so every rank that holds a piece must make it in the same step.
     """
     draw = next_draw(storage.state)
     shard = storage.shard
