@@ -1,1 +1,1 @@
-"""Matrix products of quantized operands, and how operands are quantized."""
+"""Matrix products of quantized operands, and the quantization of operands."""

@@ -1,7 +1,7 @@
-"""The meta device in the place of a GPU: tensors without values go through the same kernels and products as there.
+"""The meta device as a stand-in for a GPU: meta tensors go through the same kernels and products.
 
-So the memory of a step is counted where there is no GPU, and no data: every tensor that a GPU would allocate is made,
-of its shape and dtype, and has no bytes.
+This counts the memory of a step without a GPU and without data: every tensor that a GPU would allocate is created with
+its shape and dtype, but without bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from quantshard.gemm.scaled_products import Capability
 
 @contextmanager
 def described_gpu(capability: Capability) -> Iterator[None]:
-    """Within it the meta device has the kernels, and the scaled products, of a GPU of this compute capability.
+    """Give the meta device the kernels and scaled products of a GPU with this compute capability.
 
-    Other devices are as before. Launches do nothing (`kernels.launch`); a scaled product is PyTorch's, which is for its
-    caller to answer where this version of PyTorch knows none of tensors without values.
+    Other devices are unchanged. Kernel launches do nothing (`kernels.launch`). Scaled products are PyTorch's; the
+    caller must answer them if this version of PyTorch does not support them on meta tensors.
     """
-    devices, known = kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY
-    kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices | {"meta"}, capability
+    devices_before, capability_before = kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY
+    kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices_before | {"meta"}, capability
     scaled_products.capability_of.cache_clear()
     try:
         yield
     finally:
-        kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices, known
+        kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices_before, capability_before
         scaled_products.capability_of.cache_clear()

@@ -1,7 +1,7 @@
-"""How scaled products read operands: transposed, where one copy serves both directions, padded, scales laid out.
+"""Reading operands for scaled products: transposition, padding and the layout of scales.
 
-A scaled product takes both operands by rows, with the summed dim last, and sizes that are multiples of 16. How an
-operand is brought into that form is the same for all of a format and a shard, and found out once (`OperandReader`).
+A scaled product reads both operands by rows, with the summed dim last and sizes that are multiples of 16. The steps to
+that form depend only on format and shard, and an `OperandReader` computes them once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 
 
 class OperandSpec(NamedTuple):
-    """What is known of an operand of a product before it is read: its copy, and shape, blocks and origin with the
-    summed dim last.
+    """Static facts about an operand of a product: its copy, and shape, blocks and origin with the summed dim last.
 
-    `cuts`: where the codes, and the scales, that a piece touches lie among those that are resident; None: it touches
-    all. `transposed`: as against what is stored.
+    `cuts`: slices of the resident codes and scales that the shard touches; None: all of them. `transposed`: relative
+    to storage.
     """
 
     which: Orientation
@@ -40,52 +39,54 @@ class OperandSpec(NamedTuple):
 
     @staticmethod
     def of(fmt: Format, shard: Shard, as_stored: bool) -> OperandSpec | None:
-        """That of an operand whose summed dim is its last (`as_stored`) or its first; None if no codes can be read
+        """Describe an operand that is summed over its last (`as_stored`) or first dim; None if no codes can be read
         so."""
         which = Orientation.ROWWISE if as_stored or Orientation.COLUMNWISE not in fmt.copies else Orientation.COLUMNWISE
         if not (as_stored or fmt.transposable or which is Orientation.COLUMNWISE):
             return None
         copy = fmt.copies[which]
         cuts = (_touched(shard, copy.codes), _touched(shard, copy.scale))
-        (rows, cols), (high, wide), (top, left) = shard.shape, copy.block, shard.origin
+        (rows, cols), (high, wide), (first_row, first_col) = shard.shape, copy.block, shard.origin
         if as_stored:
-            return OperandSpec(which, copy, (rows, cols), (high, wide), (top, left), cuts, False)
-        return OperandSpec(which, copy, (cols, rows), (wide, high), (left, top), cuts, True)
+            return OperandSpec(which, copy, (rows, cols), (high, wide), (first_row, first_col), cuts, False)
+        return OperandSpec(which, copy, (cols, rows), (wide, high), (first_col, first_row), cuts, True)
 
     @property
     def kind(self) -> Kind:
-        """By which the table of scaled products finds this operand."""
+        """Key of this operand in the table of scaled products."""
         return scaled_products.kind_of(self.copy, self.block)
 
     @property
     def is_aligned(self) -> bool:
-        """True if blocks are whole but for the last of a dim."""
-        return all(cover == ALL or at % cover == 0 for at, cover in zip(self.origin, self.block, strict=True))
+        """True if all blocks are complete, except the last one of a dim."""
+        return all(cover == ALL or start % cover == 0 for start, cover in zip(self.origin, self.block, strict=True))
 
 
 def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
-    found = shard.touched(component)
+    slices = shard.touched(component)
     sizes = shard.component_shape(component)
-    return None if all(at.start == 0 and at.stop == size for at, size in zip(found, sizes, strict=True)) else found
+    return (
+        None if all(part.start == 0 and part.stop == size for part, size in zip(slices, sizes, strict=True)) else slices
+    )
 
 
 @cache
 def _native_codes(native: torch.dtype, right: bool) -> Callable[[Tensor], Tensor]:
-    """Codes as PyTorch's dtype; those of a right operand by columns."""
+    """A view of codes in PyTorch's dtype; codes of a right operand are transposed."""
     if right:
         return lambda codes: codes.t() if codes.dtype is native else codes.view(native).t()
     return lambda codes: codes if codes.dtype is native else codes.view(native)
 
 
 ReadOperand = tuple[Tensor, tuple[Tensor, ...]]
-"""Codes and scales as a scaled product takes them."""
+"""Codes and scales in the form of a scaled product."""
 
 
 class OperandReader:
-    """How the codes and scales of an operand are read and brought into the form that a scaled product demands.
+    """Reads the codes and scales of an operand in the form of a scaled product.
 
-    `rows`: what its rows are padded to a multiple of. `expands`: every row gets a scale of its own. `right`: it is the
-    right operand, whose codes are given by columns.
+    `rows`: the row count is padded to a multiple of it. `expands`: every row gets its own scale. `right`: this is the
+    right operand, with transposed codes.
     """
 
     def __init__(self, spec: OperandSpec, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
@@ -110,26 +111,25 @@ class OperandReader:
         self.is_padded = any(self.more_codes)
         self.native_codes = _native_codes(self.native, right)
         is_whole = not (self.repeats or self.is_padded or self.size == 1)
-        # what is stored is all that is read, and only looked at in another way
+        # a view of the stored tensors is enough
         self.is_viewed = is_whole and not (spec.transposed or any(spec.cuts))
-        # nothing is done but to transpose it; of blocks of 128 x 128 the same pass lays the scales out
+        # only the codes are transposed; for blocks of 128 x 128 the same kernel lays out the scales
         self.is_transposed = is_whole and spec.transposed and bits == 8 and self.amax is None
-        # of scales that lie as the left operand's are read, and need nothing
+        # strides of scales that a left operand needs no copy of
         self.strides = (1, 1) if scales.layout is scaled_products.by_rows else (1, self.size)
         self.lays_blocks = self.is_transposed and scales.layout is scaled_products.by_four
         self.turns_scales = scales.layout is not scaled_products.as_single
-        # of blocks whose scales are swizzled one pass lays these out, and transposes the codes if need be
+        # one kernel swizzles the scales and, if needed, transposes the codes
         self.is_swizzled = bool(scales.swizzle) and not (self.is_padded or self.size == 1 or any(spec.cuts))
         self.is_made_at_once = self.is_transposed or self.is_swizzled
         self.takes_poison = copy.scale.encoding is FP32 or self.is_swizzled
 
     def is_ready(self, storage: QuantizedStorage) -> bool:
-        """True if a kernel has made the operand with scales that are swizzled already."""
+        """True if the kernel that made the operand has swizzled its scales."""
         return self.scale in storage.components and storage.components[self.scale].ndim == 1
 
     def read(self, storage: QuantizedStorage, nan_flag: Tensor | None) -> ReadOperand:
-        """Codes of a dtype that PyTorch multiplies, [rows, bytes] or for a right operand the transpose of that, and
-        scales, to which `nan_flag` is added."""
+        """Codes in PyTorch's dtype, [rows, bytes] (transposed for a right operand), and scales plus `nan_flag`."""
         if self.is_swizzled:
             if not self.is_ready(storage):
                 return OperandReader.swizzled([self], [storage], [nan_flag], [None])[0]
@@ -149,7 +149,7 @@ class OperandReader:
                 grid = self.scales.layout(grid + nan_flag)
             elif self.right and self.turns_scales:
                 grid = storage.view(self.scale, self.scales.layout)
-            elif self.turns_scales and grid.stride() != self.strides:  # no weight's: kernels store it as it is read
+            elif self.turns_scales and grid.stride() != self.strides:  # weights' scales are viewed above
                 grid = self.scales.layout(grid)
         else:
             codes, grid = self._made(*self._touched(storage), nan_flag)
@@ -159,22 +159,22 @@ class OperandReader:
     def transposed(
         readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], nan_flags: Sequence[Tensor | None]
     ) -> list[ReadOperand]:
-        """The same of several that are transposed (`is_transposed`) alike, by one kernel."""
-        parts = [each._touched(storage) for each, storage in zip(readers, storages, strict=True)]
-        lays = readers[0].lays_blocks
-        found = kernel_dispatch.by_columns(
-            [(codes, grid if lays else None, nan_flag if lays else None)
+        """`read` several operands of the same kind with one kernel. Requires `is_transposed`."""
+        parts = [reader._touched(storage) for reader, storage in zip(readers, storages, strict=True)]
+        lays_scales = readers[0].lays_blocks
+        outputs = kernel_dispatch.by_columns(
+            [(codes, grid if lays_scales else None, nan_flag if lays_scales else None)
              for (codes, grid), nan_flag in zip(parts, nan_flags, strict=True)],
             readers[0].native,
         )  # fmt: skip
         results: list[ReadOperand] = []
-        for each, (codes, laid), (_, grid), nan_flag in zip(readers, found, parts, nan_flags, strict=True):
-            if laid is None:
-                grid = grid.t() if each.turns_scales else grid
-                laid = each.scales.layout(grid if nan_flag is None else grid + nan_flag)
+        for reader, (codes, scales), (_, grid), nan_flag in zip(readers, outputs, parts, nan_flags, strict=True):
+            if scales is None:
+                grid = grid.t() if reader.turns_scales else grid
+                scales = reader.scales.layout(grid if nan_flag is None else grid + nan_flag)
             else:
-                laid = scaled_products.strided(laid, (1, laid.shape[0]))
-            results.append((codes if each.right else codes.t(), (laid,)))
+                scales = scaled_products.strided(scales, (1, scales.shape[0]))
+            results.append((codes if reader.right else codes.t(), (scales,)))
         return results
 
     @staticmethod
@@ -184,13 +184,16 @@ class OperandReader:
         nan_flags: Sequence[Tensor | None],
         others: Sequence[Tensor | None],
     ) -> list[ReadOperand]:
-        """The same of several of one copy whose scales are swizzled (`is_swizzled`), which are not so yet, by one
-        kernel; `others`: scales E8M0 that are poisoned too."""
+        """`read` several operands of the same copy with one kernel. Requires `is_swizzled`, and scales that are not
+        swizzled yet.
+
+        `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN.
+        """
         operands = SwizzledOperands(readers, storages, nan_flags, others)
         return operands.read(kernel_dispatch.swizzle(operands.copy, operands.matrices, operands.turned))
 
     def _touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
-        """Those of the stored codes and scales that are read."""
+        """Codes and scales that the shard touches, as stored."""
         if self.codes not in storage.components:
             storage = storage.with_copy(self.spec.which)
         codes, grid = storage.components[self.codes], storage.components[self.scale]
@@ -198,7 +201,7 @@ class OperandReader:
         return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
 
     def _made(self, codes: Tensor, grid: Tensor, nan_flag: Tensor | None) -> tuple[Tensor, Tensor]:
-        """New codes and scales."""
+        """New codes and scales, transposed and padded."""
         spec = self.spec
         if spec.transposed:
             codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, spec.shape[0]), grid.t()
@@ -217,8 +220,7 @@ class OperandReader:
 
 
 class SwizzledOperands:
-    """Several operands of one copy, with what `kernel_dispatch.swizzle` is to be told of them, as in
-    `OperandReader.swizzled`."""
+    """Several operands of one copy as arguments of `kernel_dispatch.swizzle`; see `OperandReader.swizzled`."""
 
     def __init__(
         self,
@@ -227,26 +229,28 @@ class SwizzledOperands:
         nan_flags: Sequence[Tensor | None] | None = None,
         others: Sequence[Tensor | None] | None = None,
     ) -> None:
-        nothing = [None] * len(storages)
+        nones = [None] * len(storages)
         self.readers, self.copy, self.turned = readers, readers[0].spec.copy, readers[0].spec.transposed
         self.matrices = list[kernel_dispatch.StoredMatrix]()
         self._held = list[QuantizedStorage]()
-        for each, storage, nan_flag, other in zip(
-            readers, storages, nan_flags or nothing, others or nothing, strict=True
+        for reader, storage, nan_flag, extra_scales in zip(
+            readers, storages, nan_flags or nones, others or nones, strict=True
         ):
-            stored = storage if each.codes in storage.components else storage.with_copy(each.spec.which)
-            parts = stored.components
-            amax = None if each.amax is None else parts[each.amax]
-            self.matrices.append((stored.shard.shape, parts[each.codes], parts[each.scale], amax, nan_flag, other))
-            self._held.append(stored)
+            operand = storage if reader.codes in storage.components else storage.with_copy(reader.spec.which)
+            parts = operand.components
+            amax = None if reader.amax is None else parts[reader.amax]
+            self.matrices.append(
+                (operand.shard.shape, parts[reader.codes], parts[reader.scale], amax, nan_flag, extra_scales)
+            )
+            self._held.append(operand)
 
     def read(self, made: Sequence[kernel_dispatch.SwizzledMatrix]) -> list[ReadOperand]:
-        """The operands as scaled products take them, from what a kernel has made."""
+        """Convert the outputs of the kernel to operands of scaled products."""
         results = list[ReadOperand]()
-        for each, stored, (codes, scale, second) in zip(self.readers, self._held, made, strict=True):
+        for reader, storage, (codes, scale, second) in zip(self.readers, self._held, made, strict=True):
             if codes is None:
-                codes = stored.view(each.codes, each.native_codes)
-            elif each.right:
+                codes = storage.view(reader.codes, reader.native_codes)
+            elif reader.right:
                 codes = codes.t()
             results.append((codes, (scale,) if second is None else (scale, second)))
         return results

@@ -1,8 +1,8 @@
-"""Operands of GEMMs: how an activation or a gradient is quantized, whole or in pieces, and gathered.
+"""Operands of GEMMs: quantizing an activation or a gradient, whole or as a shard, and gathering it.
 
-An operand may be split over the ranks of a process group, as activations are under tensor parallelism. Each rank then
-quantizes its piece, and gets the piece of what quantizing the whole gives, bit for bit; so gathering codes in place of
-values saves bytes and changes nothing.
+Under tensor parallelism, activations are split over the ranks of a process group. Each rank then quantizes its shard
+and gets the shard of the quantized whole, bit for bit. So gathering codes instead of values saves bytes and changes no
+result.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Operand = Tensor | QuantizedStorage
 """A matrix of a GEMM: in high precision, or quantized."""
 
 RandomBitsFn = Callable[[Shard], RandomBits]
-"""Gives the random words of a rectangle, by its global shape and origin."""
+"""Returns the random words of a rectangle, by its global shape and origin."""
 
 
 class OperandUsage(NamedTuple):
-    """What is wanted of an input or output gradient: an operand of its first GEMM, one of wgrad, and of a gradient its
-    sum over tokens and a poison.
+    """The uses of an input or output gradient: in its first GEMM, in wgrad, and for a gradient the sum over tokens and
+    the nan flag.
 
-    `passing`: the operands that nobody keeps, neither, the first or both. A kernel may give their values in place of
-    codes.
+    `passing`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel may
+    return the values of such operands instead of codes.
     """
 
     first: bool
@@ -52,31 +52,31 @@ class OperandUsage(NamedTuple):
 
 
 operand_usage = lru_cache(OperandUsage)
-"""It is one of few."""
+"""Cached `OperandUsage`; only a few combinations exist."""
 
 
 def quantized_cells(
     first: QuantSpec | None, second: QuantSpec | None, wanted: OperandUsage
 ) -> tuple[QuantSpec | None, QuantSpec | None, bool]:
-    """By which cells a matrix is quantized, and its transpose, for two GEMMs, of `first` and `second`; and whether both
-    read the first quantization."""
+    """The cells to quantize a matrix and its transpose by, for two GEMMs with the cells `first` and `second`. The last
+    result is True if both GEMMs read the first quantization."""
     shared = wanted.second and serves_both(first, second)
     return first if wanted.first or shared else None, second if wanted.second and not shared else None, shared
 
 
 LARGE: Final = 1 << 22
-"""Elements from which on a matrix is worth a launch more, if less of it is kept: its codes are as many bytes, and a
-pass over them takes a GPU a few microseconds, about as long as a launch takes the host."""
+"""Elements from which an extra kernel launch is worth it if it saves memory: a pass over as many bytes of codes takes
+a GPU a few microseconds, about as long as a launch takes the host."""
 
 
 def is_large(x: Tensor) -> bool:
-    """True if memory counts more than the host's time where a matrix is made again, or apart from others."""
+    """True if saving memory for x is worth an extra kernel launch."""
     return x.numel() >= LARGE
 
 
 @lru_cache
 def scales_by_one_amax(cells: CellPair) -> bool:
-    """True if nothing but the amax of a whole matrix need be known of it before it is quantized by these cells."""
+    """True if quantizing a matrix by these cells needs no statistic except the amax of the whole matrix."""
     blocks = [
         cell.format.copies[Orientation.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local
     ]
@@ -85,31 +85,32 @@ def scales_by_one_amax(cells: CellPair) -> bool:
 
 
 def needs_amax(*cells: QuantSpec | None) -> bool:
-    """True if an amax must be known before values are quantized by these cells: theirs, or under delayed scaling one of
-    the past."""
+    """True if one of these cells needs an amax before it quantizes: the matrix's own or, under delayed scaling, a past
+    one."""
     return any(cell is not None and not cell.format.is_local for cell in cells)
 
 
 def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
-    """The amax of a matrix, float32 scalar, of which this rank has all or a piece. A collective call if it is split."""
-    found = kernel_dispatch.block_amax(values, (ALL, ALL))
+    """The amax of a matrix or, in a collective call, of the matrix that `values` is this rank's shard of; float32
+    scalar."""
+    amax = kernel_dispatch.block_amax(values, (ALL, ALL))
     if split is not None:
         reduction = FlatMax()
-        reduction.add(found, split.group)
+        reduction.add(amax, split.group)
         reduction.reduce()
-    return found.view(())
+    return amax.view(())
 
 
 def serves_both(first: QuantSpec | None, second: QuantSpec | None) -> bool:
-    """True if one quantization can be read in both GEMMs: by the same cell, of square blocks."""
+    """True if both GEMMs can read one quantization: they have the same cell, with square blocks."""
     return first == second and first is not None and first.format.transposable
 
 
 @dataclass(frozen=True)
 class OperandSplit:
-    """A matrix that is cut along `dim`, 0 or 1, into equal pieces, one for each rank of `group` in the group's order.
+    """A matrix cut along `dim`, 0 or 1, into equal shards, one per rank of `group` in the group's order.
 
-    Without a group, or with a group of one rank, this rank has all of it, and nothing communicates.
+    Without a group, or with one rank, this rank has the whole matrix and nothing communicates.
     """
 
     dim: int
@@ -117,21 +118,21 @@ class OperandSplit:
 
     @property
     def size(self) -> int:
-        """Number of pieces."""
+        """Number of shards."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """Which piece this rank holds."""
+        """Index of this rank's shard."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def transposed(self) -> OperandSplit:
-        """How the transposed matrix is split."""
+        """The split of the transposed matrix."""
         return OperandSplit(1 - self.dim, self.group)
 
     def shard(self, shape: tuple[int, int]) -> Shard:
-        """Where this rank's piece, of shape [R, C], lies in the whole."""
+        """The rectangle of this rank's shard, of shape [R, C], in the whole matrix."""
         if self.size == 1:
             return sharding.whole(shape)
         chunk = shape[self.dim]
@@ -139,7 +140,7 @@ class OperandSplit:
         return sharding.whole(sizes).piece(self.dim, self.rank * chunk, chunk)
 
 
-_MIXED = len(HADAMARD_SIGNS)  # elements of a row that the Hadamard transform mixes
+_MIXED = len(HADAMARD_SIGNS)  # adjacent elements of a row that the Hadamard transform mixes
 
 
 def quantize_operand(
@@ -152,19 +153,19 @@ def quantize_operand(
 ) -> QuantizedStorage:
     """Quantize an activation or gradient [R, C] along its last dim.
 
-    With `split` it is a collective call: the amaxes of blocks that ranks share, those of the whole tensor too, are
-    reduced in one collective; there is none if no block is shared or `amax` is given.
+    With `split` this is a collective call: one collective reduces the amaxes of blocks that ranks share, or of the
+    whole tensor. It is skipped if no block is shared or `amax` is given.
 
     Args:
-        values: [R, C], any floating dtype. With the cell's `random_hadamard` it is transformed first, and C is padded
-            to a multiple of 16.
+        values: [R, C], any floating dtype. If the cell has `random_hadamard`, values are transformed first, and C is
+            padded to a multiple of 16.
         amax: a float32 scalar to scale by instead of the tensor's own amax (delayed scaling).
-        words: random words for stochastic rounding, of [R, C] (padded likewise).
-        split: `values` is this rank's piece of a matrix that is split so; of the same shape on every rank. The result
-            is the piece of the quantized whole, and `words` are those of the piece (see `operand_shard`).
+        words: random words for stochastic rounding, of [R, C] with the same padding.
+        split: `values` is this rank's shard of a matrix split in this way, with the same shape on every rank. The
+            result is the shard of the quantized whole, and `words` are for the shard only (see `operand_shard`).
 
     Raises:
-        ConfigurationError: on every rank, if pieces of this shape cannot be quantized apart; see `gathers_codes`.
+        ConfigurationError: on every rank, if shards of this shape cannot be quantized separately; see `gathers_codes`.
     """
     shape = (values.shape[0], values.shape[1])
     shard = operand_shard(shape, cell, split)
@@ -173,8 +174,8 @@ def quantize_operand(
     if cell.scaling.random_hadamard:
         values = numerics.hadamard16(values)
     storage = storages.empty(cell, shard, values.device)
-    alone = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
-    if alone and shard.cut is None and kernel_dispatch.sees_blocks(values, cell.format, words):
+    is_local = amax is None and not any(shard.shares_blocks(part) for part in cell.format.components)
+    if is_local and shard.cut is None and kernel_dispatch.sees_blocks(values, cell.format, words):
         assert not isinstance(words, Tensor)
         storage.write_whole(values, words)
     else:
@@ -199,17 +200,17 @@ def _amaxes(
 
 
 def operand_shard(shape: tuple[int, int], cell: QuantSpec, split: OperandSplit | None = None) -> Shard:
-    """The rectangle that `quantize_operand` writes for values of `shape` [R, C]: C is padded where the cell transforms
-    it."""
+    """The rectangle that `quantize_operand` writes for values of `shape` [R, C], with C padded if the cell transforms
+    rows."""
     padded = (shape[0], shape[1] + (-shape[1] % _MIXED if cell.scaling.random_hadamard else 0))
     return sharding.whole(padded) if split is None else split.shard(padded)
 
 
 def gathers_codes(cell: QuantSpec, shape: tuple[int, int], split: OperandSplit) -> bool:
-    """True if pieces of `shape` [R, C] can be quantized apart, and gathering their codes gives the quantized whole.
+    """True if shards of `shape` [R, C] can be quantized separately and gathered codes equal the quantized whole.
 
-    They cannot where the cut crosses something finer than a scale block: 16 elements that a Hadamard transform mixes,
-    or two codes of 4 bits that share a byte. Every rank gives the same answer.
+    This fails if the cut crosses a unit smaller than a scale block: 16 elements that a Hadamard transform mixes, or
+    two 4-bit codes in a byte. Every rank gets the same answer.
     """
     if split.size == 1:
         return True
@@ -236,29 +237,30 @@ def quantize_and_gather(
     amax: Tensor | None = None,
     words: RandomBitsFn | None = None,
 ) -> QuantizedStorage:
-    """Quantize a matrix of which this rank has the piece `values` [R, C], and return the whole. A collective call.
+    """Quantize a matrix from this rank's shard `values` [R, C], and return the whole. A collective call.
 
-    Codes are sent where that gives the same bits as sending values, else values (`gathers_codes`).
+    Codes are sent if that gives the same bits as sending values (`gathers_codes`), otherwise values.
 
     Args:
         values, amax, split: as in `quantize_operand`.
-        words: gives the random words of the rectangle that is quantized here, the piece or the whole; asked only if
-            the cell rounds stochastically.
+        words: returns the random words of the rectangle that this rank quantizes, the shard or the whole. Called only
+            if the cell rounds stochastically.
     """
     rounds = words if cell.scaling.stochastic_rounding else None
-    here: OperandSplit | None = split
+    local_split: OperandSplit | None = split
     if not gathers_codes(cell, (values.shape[0], values.shape[1]), split):
-        values, here = gather_values(values, split), None
-    drawn = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, here))
-    storage = quantize_operand(values, cell, amax=amax, words=drawn, split=here)
-    return storage if here is None else gather(storage, here)
+        values, local_split = gather_values(values, split), None
+    random_bits = (
+        None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, local_split))
+    )
+    storage = quantize_operand(values, cell, amax=amax, words=random_bits, split=local_split)
+    return storage if local_split is None else gather(storage, local_split)
 
 
 def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
-    """The whole of a matrix of which each rank has the piece that `quantize_operand` gave for `split`. A collective
-    call.
+    """Gather the whole matrix from shards that `quantize_operand` made with `split`. A collective call.
 
-    One all-gather carries the codes and those scales that the cut parts; the others are whole already.
+    One all-gather carries the codes and the scales that the cut divides; the other scales are already complete.
     """
     if split.size == 1:
         return storage
@@ -272,15 +274,15 @@ def gather(storage: QuantizedStorage, split: OperandSplit) -> QuantizedStorage:
 
 
 def gather_values(values: Tensor, split: OperandSplit) -> Tensor:
-    """The whole of a matrix of which each rank has a piece [R, C] of any dtype. A collective call, not differentiable.
+    """Gather the whole matrix from shards [R, C] of any dtype. A collective call, not differentiable.
 
-    It is contiguous, unless it is `values` itself, where that is the whole.
+    The result is contiguous, unless it is `values` itself.
     """
     return values if split.size == 1 else _all_gather([values], split)[0]
 
 
 def _all_gather(pieces: list[Tensor], split: OperandSplit) -> list[Tensor]:
-    """The wholes of several matrices, from one collective of their bytes; none if they have no bytes."""
+    """Gather several matrices with one collective of their bytes, or without one if they have no bytes."""
     parts = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     sent = torch.cat(parts) if len(parts) > 1 else parts[0]
     flat = sent.new_empty(split.size * sent.numel())
@@ -291,7 +293,7 @@ def _all_gather(pieces: list[Tensor], split: OperandSplit) -> list[Tensor]:
 
 
 def _joined(received: Tensor, piece: Tensor, dim: int) -> Tensor:
-    """Bytes [ranks, bytes of a piece] -> the whole, contiguous, of the dtype of `piece`."""
+    """Bytes [ranks, bytes of a shard] -> the whole, contiguous, of the dtype of `piece`."""
     rows, cols = piece.shape
     by_rank = received.unflatten(1, (rows, cols * piece.itemsize))
     flat = (by_rank if dim == 0 else by_rank.transpose(0, 1)).reshape(-1).view(piece.dtype)

@@ -1,4 +1,4 @@
-"""Hardware support: PyTorch's scaled matrix products, which GPUs have them, and how each wants its scales laid out."""
+"""Hardware support: PyTorch's scaled matrix products, the GPUs that have them, and the layouts of their scales."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from quantshard.recipe import QuantSpec
 Capability = tuple[int, int]
 NEVER: Capability = (99, 0)
 Kind = tuple[str, str, int, int]
-"""What one side of a scaled product is: the encodings of its codes and of its scales, and the rows and elements of a
-row under one scale."""
+"""One side of a scaled product: the encodings of its codes and of its scales, and the rows and the elements of a row
+under one scale."""
 
 
 class ScaleLayout(NamedTuple):
-    """How PyTorch numbers a kind of scales, and how it wants them laid out, from a grid [rows, blocks of a row]."""
+    """PyTorch's enum values for a kind of scales, and the function that lays out a grid [rows, blocks of a row]."""
 
     recipes: tuple[int, ...]
     layout: Callable[[Tensor], Tensor]
@@ -32,10 +32,11 @@ class ScaleLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """A scaled product: how scales of the left and right operand are given to it, and the GPUs that have it.
+    """A scaled product: layouts of the scales of the left and right operand, and the GPUs that have the product.
 
-    `since`, `before`: compute capabilities. `seen`: the GPU that it was seen working on, or None. `rows`: what the rows
-    of the left operand are a multiple of. `fast`: it can sum in the tensor cores alone; see `recipe.MMParams`.
+    `since`, `before`: compute capabilities. `seen`: a GPU on which the product was tested, or None. `rows`: the left
+    operand's row count must be a multiple of it. `fast`: whether it can sum in the tensor cores alone; see
+    `recipe.MMParams`.
     """
 
     left: ScaleLayout
@@ -47,26 +48,26 @@ class ScaledProduct:
     fast: bool = False
 
     def is_on(self, device: torch.device) -> bool:
-        """Whether the device has it."""
+        """Whether the device has the product."""
         return self.is_of(capability_of(device))
 
     def is_of(self, capability: Capability | None) -> bool:
-        """Whether devices of a compute capability have it."""
+        """Whether devices of a compute capability have the product."""
         return capability is not None and self.since <= capability < self.before
 
     @property
     def needs(self) -> str:
-        """The compute capabilities that have it, in words."""
+        """The compute capabilities that have the product, in words."""
         return dotted(self.since) + (f" up to {dotted(self.before)}" if self.before < NEVER else " and newer")
 
 
 META_CAPABILITY: Capability | None = None
-"""Of the GPU that the meta device stands for (`described_gpu`); None: for none."""
+"""Compute capability of the GPU that the meta device stands for (`described_gpu`), or None."""
 
 
 @cache
 def capability_of(device: torch.device) -> Capability | None:
-    """The compute capability of an NVIDIA GPU; None of any other device, and of a GPU that this machine lacks."""
+    """The compute capability of an NVIDIA GPU. None for other devices, and for a GPU that this machine lacks."""
     if device.type == "meta":
         return META_CAPABILITY
     has_one = device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None  # AMD's are "cuda" too
@@ -82,34 +83,36 @@ def dotted(capability: Capability) -> str:
 
 
 def as_single(grid: Tensor) -> Tensor:
-    """One scale, of which PyTorch asks no shape."""
+    """A single scale, which PyTorch accepts in any shape."""
     return grid
 
 
 def strided(grid: Tensor, strides: tuple[int, int]) -> Tensor:
-    """A grid whose entries lie in memory as these strides say, with these very strides: `contiguous` leaves a dim of
-    one entry any stride, and PyTorch's scaled products check that one too."""
+    """A grid with exactly these strides, given that its memory already has them.
+
+    `contiguous` may leave a dim of one entry with any stride, and PyTorch's scaled products check that stride too.
+    """
     return grid if grid.stride() == strides else grid.as_strided(grid.shape, strides)
 
 
 def by_rows(grid: Tensor) -> Tensor:
-    """Scales of the left operand's rows, [rows, 1]: strides (1, 1)."""
+    """Scales of the left operand's rows, [rows, 1], with strides (1, 1)."""
     return strided(grid.contiguous(), (1, 1))
 
 
 def by_rows_right(grid: Tensor) -> Tensor:
-    """Scales of the right operand's rows, [1, rows]: strides (rows, 1)."""
+    """Scales of the right operand's rows, [1, rows], with strides (rows, 1)."""
     return strided(grid.contiguous().view(1, -1), (grid.shape[0], 1))
 
 
 def by_columns(grid: Tensor) -> Tensor:
-    """Strides (1, rows): the scales of one block of all rows lie together, as kernels store them (`producers`)."""
+    """Scales with strides (1, rows): column by column, as kernels store them (`producers`)."""
     strides = (1, grid.shape[0])
     return grid if grid.stride() == strides else strided(grid.t().contiguous().t(), strides)
 
 
 def by_four(grid: Tensor) -> Tensor:
-    """Scales of square blocks, transposed: strides (1, n), n the blocks of a row, filled up to a multiple of 4."""
+    """Scales of square blocks, transposed: strides (1, n), with n blocks in a row, padded to a multiple of 4."""
     more = -grid.shape[1] % 4
     padded = F.pad(grid, (0, more)) if more else grid
     return strided(padded.contiguous().t(), (1, padded.shape[1]))
@@ -131,7 +134,7 @@ def as_e4m3(grid: Tensor) -> Tensor:
 def _layout(
     layout: Callable[[Tensor], Tensor], *recipes: F.ScalingType, swizzle: tuple[F.SwizzleType, ...] = ()
 ) -> ScaleLayout:
-    return ScaleLayout(tuple(int(each.value) for each in recipes), layout, tuple(int(each.value) for each in swizzle))
+    return ScaleLayout(tuple(int(item.value) for item in recipes), layout, tuple(int(item.value) for item in swizzle))
 
 
 _TYPES, _SWIZZLE = F.ScalingType, F.SwizzleType
@@ -158,16 +161,16 @@ NATIVE: Final[dict[tuple[Kind, Kind], ScaledProduct]] = {
     (_MXFP8, _MXFP8): ScaledProduct(_MX, _MX, (10, 0), (11, 0)),
     (_NVFP4, _NVFP4): ScaledProduct(_NV, _NV, (10, 0), (11, 0)),
 }
-"""The scaled products that there are, by the kinds of the left and the right operand."""
+"""All scaled products, by the kinds of the left and the right operand."""
 
 
 def kind_of(copy: OrientedCodes, block: tuple[int, int]) -> Kind:
-    """By which `NATIVE` finds an operand that is read from this copy, in blocks of this shape."""
+    """Key in `NATIVE` of an operand that is read from this copy, in blocks of this shape."""
     return (copy.codes.encoding.name, copy.scale.encoding.name, *block)
 
 
 def product_of_kinds(left: Kind, right: Kind) -> ScaledProduct | None:
-    """The scaled product of two kinds, or else that of blocks of one row, as which blocks of several can be read."""
+    """The scaled product of two kinds; otherwise that with a scale per row, since larger blocks can be read so."""
     return NATIVE.get((left, right)) or NATIVE.get((flat(left), flat(right)))
 
 
@@ -183,12 +186,12 @@ def stored_kind(fmt: Format) -> Kind:
 
 
 def product_of_formats(left: Format, right: Format) -> ScaledProduct | None:
-    """The scaled product of operands that were quantized along their rows, on any hardware; None if there is none."""
+    """The scaled product of operands quantized along their rows, on any hardware, or None."""
     return product_of_kinds(stored_kind(left), stored_kind(right))
 
 
 def products_of(cell: QuantSpec) -> list[ScaledProduct]:
-    """The scaled products that a weight can be the right operand of, on any hardware."""
+    """The scaled products that accept a weight as right operand, on any hardware."""
     kind = stored_kind(cell.format)
-    found = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]
-    return list(dict.fromkeys(found))
+    products = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]
+    return list(dict.fromkeys(products))

@@ -1,5 +1,5 @@
-"""The right operands of products that are about to be made: several by one kernel, which may be the one that quantizes
-what they are multiplied with."""
+"""Right operands of a layer's products, converted by one kernel: its own, or the one that quantizes the left
+operand."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ if kernels.USABLE:
 
 
 class WeightOperands:
-    """Those of several products a @ op(b) of one dtype.
+    """Right operands of several products a @ op(b) with one output dtype.
 
-    `reads_together`: products may read them otherwise than they are stored, in a form that one kernel makes of all.
+    `reads_together`: whether the products may need another form of the operands than the stored one, which one kernel
+    makes for all.
     """
 
     def __init__(self, operands: Sequence[Operand], out_dtype: torch.dtype, transpose_b: bool = False) -> None:
@@ -31,22 +32,26 @@ class WeightOperands:
         self._storages: list[QuantizedStorage] = []
         self._laid: tuple[SwizzledOperands, SwizzleRequest] | None = None
         first = operands[0]
-        if isinstance(first, QuantizedStorage):  # else they are read as they stand, or alone
+        if isinstance(first, QuantizedStorage):  # otherwise products read the operands as they are, one at a time
             narrow = (first.layout or first.gemm_key()).narrow_scales
             if narrow or (len(operands) > 1 and not transpose_b):
-                for each in operands:
-                    if isinstance(each, QuantizedStorage):
-                        self._storages.append(each)
+                for operand in operands:
+                    if isinstance(operand, QuantizedStorage):
+                        self._storages.append(operand)
                 self.reads_together = len(self._storages) == len(operands)
 
     def swizzle_request(self, left: GemmKey) -> SwizzleRequest | None:
-        """What a kernel that makes left operands of this layout, whose products need no poison, is to lay out besides;
-        `read` then gives it. None if there is nothing, or so much that it is worth a launch of its own."""
+        """Work for the kernel that quantizes left operands with the key `left`: swizzling these weights, for `read` to
+        return.
+
+        Requires products without a nan flag. None if the weights need no swizzling, or are so large that a separate
+        launch is worth it.
+        """
         readers = self._readers(None, left)
         if not readers or not readers[0].is_swizzled:
             return None
-        for each, reader in zip(self._storages, readers, strict=True):
-            codes = each.components.get(reader.codes)
+        for storage, reader in zip(self._storages, readers, strict=True):
+            codes = storage.components.get(reader.codes)
             if codes is None or is_large(codes):
                 return None
         operands = SwizzledOperands(readers, self._storages)
@@ -59,38 +64,39 @@ class WeightOperands:
         nan_flags: Sequence[Tensor | None] | None = None,
         others: Sequence[Operand | None] | None = None,
     ) -> tuple[Sequence[ReadOperand | None], bool]:
-        """For `backend.matmul`, if one kernel can make them all; None for each if not.
+        """Operands for `backend.matmul`, made by one kernel; a None per operand if one kernel cannot make all.
 
-        And whether of each gradient, whose poison is given, the operand of wgrad in `others` is poisoned now, too.
+        The second result is True if the kernel also wrote the NaNs of `nan_flags`, one per gradient, into the scales
+        of `others`, the operands of wgrad.
         """
         if self._laid is not None:
             operands, request = self._laid
             return operands.read(request.finish()), False
-        readers, nothing = self._readers(lefts), [None] * len(self.operands)
+        readers, nones = self._readers(lefts), [None] * len(self.operands)
         if not readers:
-            return nothing, False
+            return nones, False
         if readers[0].is_swizzled:
-            has_nan = None if others is None else [_swizzled_scales(each) for each in others]
-            swizzled = SwizzledOperands(readers, self._storages, nan_flags, has_nan)
-            made = kernel_dispatch.swizzle(swizzled.copy, swizzled.matrices, swizzled.turned)
-            return swizzled.read(made), has_nan is not None and None not in has_nan
-        given = nan_flags or nothing
-        taken = [nan_flag if each.takes_poison else None for each, nan_flag in zip(readers, given, strict=True)]
-        return OperandReader.transposed(readers, self._storages, taken), False
+            nan_targets = None if others is None else [_swizzled_scales(item) for item in others]
+            swizzled = SwizzledOperands(readers, self._storages, nan_flags, nan_targets)
+            outputs = kernel_dispatch.swizzle(swizzled.copy, swizzled.matrices, swizzled.turned)
+            return swizzled.read(outputs), nan_targets is not None and None not in nan_targets
+        flags = nan_flags or nones
+        reader_flags = [nan_flag if item.takes_poison else None for item, nan_flag in zip(readers, flags, strict=True)]
+        return OperandReader.transposed(readers, self._storages, reader_flags), False
 
     def _readers(self, lefts: Sequence[Operand] | None, alike: GemmKey | None = None) -> list[OperandReader]:
-        """How native products with such left operands, which may be `alike`, read these, if one kernel can make them
-        all; else none."""
-        readers, left = list[OperandReader](), alike
+        """Readers of these operands in native products with the left operands `lefts`, or with left operands that all
+        have the key `alike`. Empty if one kernel cannot make all operands."""
+        readers, key = list[OperandReader](), alike
         capability = scaled_products.capability_of(self._storages[0].device)
-        for place, right in enumerate(self._storages):
+        for index, right in enumerate(self._storages):
             if lefts is not None:
-                a = lefts[place]
-                left = (a.layout or a.gemm_key()) if isinstance(a, QuantizedStorage) else None
-            if left is None:
+                a = lefts[index]
+                key = (a.layout or a.gemm_key()) if isinstance(a, QuantizedStorage) else None
+            if key is None:
                 return []
             plan = backend.product_plan(
-                left, True, right.layout or right.gemm_key(), self.transpose_b, capability, self.out_dtype, None, False
+                key, True, right.layout or right.gemm_key(), self.transpose_b, capability, self.out_dtype, None, False
             )
             if not (isinstance(plan, backend.ProductPlan) and plan.right.is_made_at_once):
                 return []
@@ -101,7 +107,7 @@ class WeightOperands:
 
 
 def _swizzled_scales(operand: Operand | None) -> Tensor | None:
-    """The scales E8M0 of an operand that a kernel has made for a product."""
+    """The E8M0 scales of an operand that a kernel made for a product; None for other operands."""
     if not isinstance(operand, QuantizedStorage):
         return None
     scale = operand.components[operand.cell.format.copies[Orientation.ROWWISE].scale.name]
