@@ -91,8 +91,8 @@ def needs_amax(*cells: QuantSpec | None) -> bool:
 
 
 def whole_amax(values: Tensor, split: OperandSplit | None) -> Tensor:
-    """The amax of a matrix or, in a collective call, of the matrix that `values` is this rank's shard of; float32
-    scalar."""
+    """The amax of a matrix, float32 scalar. If the matrix is split, `values` is this rank's shard, and the call is
+    collective."""
     amax = kernel_dispatch.block_amax(values, (ALL, ALL))
     if split is not None:
         reduction = FlatMax()
@@ -250,10 +250,8 @@ def quantize_and_gather(
     local_split: OperandSplit | None = split
     if not gathers_codes(cell, (values.shape[0], values.shape[1]), split):
         values, local_split = gather_values(values, split), None
-    random_bits = (
-        None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, local_split))
-    )
-    storage = quantize_operand(values, cell, amax=amax, words=random_bits, split=local_split)
+    bits = None if rounds is None else rounds(operand_shard((values.shape[0], values.shape[1]), cell, local_split))
+    storage = quantize_operand(values, cell, amax=amax, words=bits, split=local_split)
     return storage if local_split is None else gather(storage, local_split)
 
 

@@ -1,5 +1,8 @@
-"""Every use of a private PyTorch API, each with its reason. What they were in each version is recorded in
-tests/private_names.json, and what does not work where one is missing is said in docs/compatibility.md."""
+"""All uses of private PyTorch APIs, each with its reason.
+
+tests/private_names.json records the APIs of each version, and docs/compatibility.md lists the features that do not
+work without one of them.
+"""
 
 from quantshard.private_torch.autograd import (
     at_end_of_backward,

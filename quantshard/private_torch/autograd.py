@@ -1,4 +1,4 @@
-"""Modules, autograd and graphs of torch.compile."""
+"""Private parts of modules, autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ _ordered = private_name("torch._higher_order_ops.effects._EffectType.ORDERED", _
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if something sees, or changes, what goes into or comes out of a module's forward: a user's hook, or FSDP2's,
-    which casts inputs under a `MixedPrecisionPolicy`. Hooks can be registered in public, but not looked for."""
+    """True if a hook sees, or changes, the inputs or outputs of a module's forward: a user's hook, or FSDP2's, which
+    casts inputs under a `MixedPrecisionPolicy`.
+
+    The public API registers hooks, but does not list them.
+    """
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def has_call_hooks(module: nn.Module) -> bool:
-    """True if a hook of a module sees its forward or its backward."""
+    """True if a module has hooks on its forward or its backward."""
     for name in HOOKS:
         if getattr(module, name):
             return True
@@ -39,23 +42,23 @@ def has_call_hooks(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """True if a call of a module runs what its `compile()` made."""
+    """True if a call of a module runs the result of its `compile()`."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def has_tensor_hooks(tensor: Tensor) -> bool:
-    """True if a hook sees, or changes, the gradient of a tensor; it keeps them under a name that modules have too."""
+    """True if a tensor has hooks on its gradient. Tensors store them under a name that modules have too."""
     return any(getattr(tensor, name, None) for name in HOOKS)
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
-    """True if a hook sees, or changes, the gradient of a parameter, or runs once it is accumulated."""
+    """True if a parameter has hooks on its gradient, or hooks that run after its accumulation."""
     return has_tensor_hooks(param) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def runs_forward_alone(module: nn.Module) -> bool:
-    """True if a call of a module is one of its class's forward and of nothing else: there is no hook, of its own or of
-    all modules, no forward of the object, and no compiled call."""
+    """True if a call of a module runs only the forward of its class: no hook of the module or of all modules, no
+    forward set on the object, and no compiled call."""
     for name in _GLOBAL_HOOKS:
         if getattr(torch_modules, name):
             return False
@@ -66,12 +69,12 @@ _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward", "forward_p
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """A parameter by its name, or None where there is none. As an attribute it takes ten times as long."""
+    """A parameter by name, or None. Reading the attribute takes ten times as long."""
     return module._parameters.get(name)
 
 
 def registered_parameters(module: nn.Module, names: Iterable[str]) -> list[nn.Parameter | None]:
-    """`registered_parameter` of each name: of a layer of many experts a call for each would count."""
+    """`registered_parameter` of each name, in one call, which is faster for a layer with many experts."""
     registered = module._parameters
     return [registered.get(name) for name in names]
 
@@ -83,22 +86,25 @@ def registered_buffers(module: nn.Module, names: Iterable[str]) -> list[Tensor |
 
 
 def parameters_or_values(module: nn.Module, names: Iterable[str]) -> list[Any]:
-    """What a module has under the names of parameters: these, None where it has none, or what a parametrization
-    computes in the place of one. As attributes, but quick as `registered_parameter` is: each layer asks."""
-    registered, found = module._parameters, []
+    """Values of a module's attributes with the names of parameters: the parameter, None, or the result of a
+    parametrization.
+
+    Reading `_parameters` first is as fast as `registered_parameter`, and each layer calls this function.
+    """
+    registered, values = module._parameters, []
     for name in names:
-        found.append(registered[name] if name in registered else getattr(module, name))
-    return found
+        values.append(registered[name] if name in registered else getattr(module, name))
+    return values
 
 
 def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Put a parameter in the place of another, as FSDP2 does where a class leaves `__setattr__` alone: at once, without
-    what registering one looks at."""
+    """Replace a parameter without the checks of registering one, as FSDP2 does unless a class overrides
+    `__setattr__`."""
     module._parameters[name] = param
 
 
 def registered_buffer(module: nn.Module, name: str) -> Tensor | None:
-    """A buffer by its name, or None where there is none; quick as `registered_parameter` is."""
+    """A buffer by name, or None; as fast as `registered_parameter`."""
     return module._buffers.get(name)
 
 
@@ -111,15 +117,17 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Where `nn.Module` keeps the hooks of calls; in public they can be registered, but not listed."""
+"""Attributes in which `nn.Module` keeps the hooks of calls. The public API registers hooks, but does not list them."""
 
 _LOAD_HOOKS = "_load_state_dict_pre_hooks"
 _STATE_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", _LOAD_HOOKS, "_load_state_dict_post_hooks")
 
 
 def take_hooks(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the hooks of another, in whose place it comes: the tables themselves, which the handles of hooks
-    refer to. It must have none of its own."""
+    """Give a module the hooks of the module that it replaces. `module` must have no hooks.
+
+    The tables themselves are shared, because the handles of hooks refer to them.
+    """
     for name in (*HOOKS, *_STATE_HOOKS):
         assert not getattr(module, name), name
         setattr(module, name, getattr(other, name))
@@ -131,33 +139,37 @@ def take_hooks(module: nn.Module, other: nn.Module) -> None:
 
 @contextmanager
 def set_aside(module: nn.Module, kind: type[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters of this very module that are of a class of tensors; meanwhile it has None in their place, which
-    `nn.Module._apply` passes over. In public they can be taken out, but not put back in their order."""
-    taken = {name: param for name, param in module._parameters.items() if isinstance(param, kind)}
-    module._parameters.update(dict.fromkeys(taken))
+    """Replace a module's own parameters of a tensor class by None, which `nn.Module._apply` skips, and yield them.
+
+    The public API can remove parameters, but not restore them in their order.
+    """
+    params = {name: param for name, param in module._parameters.items() if isinstance(param, kind)}
+    module._parameters.update(dict.fromkeys(params))
     try:
-        yield list(taken.values())
+        yield list(params.values())
     finally:
-        module._parameters.update(taken)
+        module._parameters.update(params)
 
 
 @needs_attributes("the backward of fused layers")
 def take_saved(ctx: Any) -> tuple[Any, ...]:
-    """`ctx.saved_tensors` in the backward of an autograd function, which lets go of each as soon as its caller does.
+    """`ctx.saved_tensors` in the backward of an autograd function, released by the graph so that the caller can free
+    them.
 
-    The public attribute leaves them with the graph until backward has returned. Where the graph is to be kept
-    (`retain_graph=True`), so are they. It is what AOTAutograd calls in its own backward.
+    The public attribute keeps them until backward has returned. With `retain_graph=True` the graph keeps them anyway.
+    AOTAutograd calls the same method in its own backward.
     """
-    saved = tuple(ctx.saved_tensors)
+    tensors = tuple(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
-    return saved
+    return tensors
 
 
 def is_kept_output(x: Tensor) -> bool:
-    """True if the operation that computed x, seen as it is here or in another shape, keeps it for its own backward.
+    """True if the operation that computed x, or the tensor that x is a view of, saved its output for its own backward.
 
-    Attention does. A graph's nodes are public, and so are their names; what one keeps is told by its attributes
-    (`_saved_...`), of which its class is asked: those of a node would unpack what it has kept.
+    Attention does. A graph's nodes and their names are public, but saved tensors are private attributes
+    (`_saved_...`). Only the class of a node is inspected, since reading the attribute of a node would unpack the saved
+    tensor.
     """
     node: Any = x.grad_fn
     output = x.output_nr
@@ -174,82 +186,82 @@ _RECOMPUTED = "recomputed by quantshard"
 
 
 def mark_recomputed(x: Tensor) -> None:
-    """Say of what a checkpointed function has given that nothing of it is kept."""
+    """Record that a checkpointed function saved nothing of its output `x`."""
     node: Any = x.grad_fn
     if node is not None and not torch.compiler.is_compiling():
         node.metadata[_RECOMPUTED] = True
 
 
 def in_backward() -> bool:
-    """True while autograd runs a backward pass on this thread. There is no public way to ask."""
+    """True while autograd runs a backward pass on this thread. There is no public API for this."""
     return current_backward() is not None
 
 
 def current_backward() -> int | None:
-    """The number of the backward pass that autograd runs on this thread, the innermost of several; None outside."""
+    """Number of the innermost backward pass that autograd runs on this thread, or None."""
     number: int = _task_id()
     return None if number == -1 else number
 
 
 @needs_attributes("delayed scaling of gradients")
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the backward pass now running ends. FSDP2 and DDP finish their work in the same way."""
+    """Run `callback` once, at the end of the current backward pass. FSDP2 and DDP use the same call."""
     _engine.queue_callback(callback)
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
     """True while a graph is traced, or if one of the tensors has a shape but no values, as in tracing.
 
-    Of `FakeTensor`, PyTorch's only name for such a tensor.
+    `FakeTensor`, the class of such tensors, has no public name.
     """
     if torch.compiler.is_compiling():
         return True
-    for tensor in tensors:  # a loop: each layer asks
+    for tensor in tensors:  # a loop is faster than any(), and each layer calls this
         if isinstance(tensor, _fake_tensor):
             return True
     return False
 
 
 def constant_in_graphs(function: Any) -> Any:
-    """Let torch.compile call a function while it traces, and take its result for a constant.
+    """Mark a function that torch.compile calls during tracing and takes the result of for a constant.
 
-    This is the mark that `torch.compiler.assume_constant_result` sets; that imports all of Dynamo to do so, a second of
-    every process that starts, whether it compiles anything or not.
+    `torch.compiler.assume_constant_result` sets the same mark, but imports all of Dynamo, which takes a second in
+    every process.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 def keep_address(tensor: Tensor) -> Tensor:
-    """Tell torch.compile that a tensor which a function finds is not to be copied to another address, where a CUDA
-    graph would have it: of another address there is another CUDA graph.
+    """Mark a tensor, read by a function, that torch.compile must not copy to another address for a CUDA graph. A
+    tensor at another address gets another CUDA graph.
 
-    This is the mark that `torch._dynamo.mark_static_address(tensor, guard=False)` sets; that imports all of Dynamo.
+    `torch._dynamo.mark_static_address(tensor, guard=False)` sets the same mark, but imports all of Dynamo.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
     return tensor
 
 
 def keep_order(operator: Any) -> None:
-    """Tell torch.compile that an operator does more than it returns: calls are neither dropped, merged nor reordered.
+    """Register an operator with torch.compile as having side effects: calls are not dropped, merged or reordered.
 
-    torch.library has no public name for it yet. Such an operator cannot stand in a checkpointed part of a graph.
-    Where it cannot be told, `check_order_is_kept` raises.
+    torch.library has no public name for this yet. Such an operator cannot be in a checkpointed part of a graph. If the
+    registration is not possible, `check_order_is_kept` raises.
     """
     if missing(_register_effect, _ordered) is None:
         _register_effect(operator, _ordered)
 
 
 def check_order_is_kept() -> None:
-    """Called where such an operator is put into a graph: from now on Inductor cuts CUDA graphs at all such operators,
-    since their replays would do nothing but what they return.
+    """Make Inductor split CUDA graphs at operators of `keep_order`, since replays would skip their side effects.
 
-    It cuts at operators with the tag `cudagraph_unsafe`, but in a graph stands another around one that keeps its order
-    (torch 2.11 to 2.13), which has no tags. What it puts in the list by name it knows with what it returns, unlike
-    that of its option `custom_should_partition_ops`. Told in tracing: it takes a second to import.
+    Inductor splits at operators with the tag `cudagraph_unsafe`. In a graph, however, an operator that keeps its order
+    is wrapped in another one without tags (torch 2.11 to 2.13). This function adds the wrapper to a list of names,
+    which, unlike the option `custom_should_partition_ops`, also covers operators with outputs. It is called in
+    tracing, because the import takes a second.
 
     Raises:
-        TorchVersionError: this version of PyTorch was not told of it.
+        TorchVersionError: this version of PyTorch lacks one of the names, here or in `keep_order`.
     """
     inductor, unsafe = _inductor(), _unsafe()
     if (error := missing(_register_effect, _ordered, inductor, unsafe)) is not None:
@@ -258,5 +270,5 @@ def check_order_is_kept() -> None:
 
 
 def is_recomputed_in_graph() -> bool:
-    """True where torch.compile traces what checkpointing inside the graph may run again in backward."""
+    """True while torch.compile traces code that checkpointing inside the graph may run again in backward."""
     return "recompute" in torch.fx.traceback.get_current_meta()

@@ -1,4 +1,4 @@
-"""Seeing every ATen operation that runs, and its results."""
+"""Intercepting every ATen operation that runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _dispatch = private_name("torch.utils._python_dispatch", "counting the memory of
 
 
 def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Within it, `answer(operation, args, kwargs)` is called in place of each ATen operation, those of backward too.
+    """A context in which `answer(operation, args, kwargs)` replaces each ATen operation, including those of backward.
 
-    `TorchDispatchMode` is PyTorch's way to do so, in its own debugging tools too, and has no public name.
+    `TorchDispatchMode`, which PyTorch's own debugging tools use for this, has no public name.
 
     Raises:
         TorchVersionError: this version of PyTorch has no such class.
@@ -26,5 +26,5 @@ def answer_operations(answer: Callable[..., Any]) -> AbstractContextManager[Any]
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return answer(function, args, kwargs or {})
 
-    found: AbstractContextManager[Any] = OperationMode()
-    return found
+    mode: AbstractContextManager[Any] = OperationMode()
+    return mode

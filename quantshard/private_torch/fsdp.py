@@ -1,4 +1,4 @@
-"""What FSDP2 was told to do with parameters, and how it gathers them."""
+"""FSDP2's settings of parameters, and how it gathers them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ _state_class = private_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSD
 
 @dataclass(frozen=True)
 class FsdpPlan:
-    """What FSDP2 was told to do with one parameter: free it after each pass (and gather it again), and into what."""
+    """Settings of FSDP2 for one parameter: whether it is freed after each pass, and whether it is resharded to another
+    mesh.
+
+    `group`: FSDP2's parameter group, for its present settings.
+    """
 
     frees_between_passes: bool = False
     reshards_to_other_mesh: bool = False
@@ -29,13 +33,14 @@ class FsdpPlan:
 
     @needs_attributes(_GATHERS)
     def changed(self) -> bool:
-        """True if FSDP2 was told since to keep what it was to free; a plan to keep serves freeing too."""
+        """True if FSDP2 now keeps a parameter gathered that it freed between passes before. The opposite change is
+        harmless: a plan that keeps the parameter also works with freeing."""
         group = None if self.group is None else self.group()
         return group is not None and self.frees_between_passes and not _frees_between_passes(group)
 
     @needs_attributes(_GATHERS)
     def frees_after_passes(self) -> bool:
-        """True if FSDP2 frees it after each pass, as it was told by now."""
+        """True if FSDP2 frees the parameter after each pass, by its present settings."""
         group = None if self.group is None else self.group()
         return group is not None and _frees_between_passes(group)
 
@@ -48,48 +53,50 @@ def _frees_between_passes(group: Any) -> bool:
 def fsdp_plan(storage: Any) -> FsdpPlan:
     """The plan for the sharded parameter whose local tensor has this storage.
 
-    FSDP2 hands its hooks no such fact, so its own state is asked: the parameter group that holds the parameter. Keep
-    everything gathered where no group is found.
+    FSDP2 passes no such fact to its hooks, so it comes from FSDP2's own state: the parameter group of the parameter.
+    Without a group, the plan is to keep everything gathered.
     """
     for state in _known_states():
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 local = fsdp_param.sharded_param._local_tensor
                 if getattr(local, "quantized_storage", None) is storage:
-                    after, now = group.post_forward_mesh_info, group.mesh_info
-                    size = getattr(now, "shard_mesh_size", None)
-                    other = after is not None and getattr(after, "shard_mesh_size", None) != size
-                    return FsdpPlan(_frees_between_passes(group), other, weakref.ref(group))
+                    forward_mesh_info, mesh_info = group.post_forward_mesh_info, group.mesh_info
+                    size = getattr(mesh_info, "shard_mesh_size", None)
+                    reshards_to_other_mesh = (
+                        forward_mesh_info is not None and getattr(forward_mesh_info, "shard_mesh_size", None) != size
+                    )
+                    return FsdpPlan(_frees_between_passes(group), reshards_to_other_mesh, weakref.ref(group))
     return FsdpPlan()
 
 
 @needs_attributes(_GATHERS)
 def has_offloaded_parameters() -> bool:
-    """Whether FSDP2 keeps parameters of this process on the CPU: at the end of a backward pass the host then waits for
-    the gradients, and so for all ranks. There is no public way to ask."""
+    """Whether FSDP2 keeps parameters of this process on the CPU, so that the host waits for gradients, and for all
+    ranks, at the end of a backward pass. There is no public API for this."""
     groups = (group for state in _known_states() for group in _param_groups(state))
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
 
 
 @needs_attributes(_GATHERS)
 def sharded_parameters() -> list[tuple[DTensor, str]]:
-    """FSDP2's sharded parameters in this process, each with its name, or where FSDP2 does not know it with its module's
-    class: it looks for names in the first forward, and then not for those of parameters that replaced its own.
+    """FSDP2's sharded parameters in this process and their names, or the class of the module if FSDP2 has no name.
 
-    Within an operation's dispatch only the local tensor is known, and no public record leads from it to its DTensor.
+    FSDP2 looks up names in the first forward, but not for parameters that replaced its own. Within the dispatch of an
+    operation only the local tensor is visible, and no public record leads from it to its DTensor.
     """
-    found = []
+    params = []
     for state in _known_states():
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
                 info = fsdp_param._module_info
                 name = fsdp_param._param_fqn or f"{info.param_name} of a {type(info.module).__name__}"
-                found.append((_sharded_param(fsdp_param), name))
-    return found
+                params.append((_sharded_param(fsdp_param), name))
+    return params
 
 
 def _sharded_param(fsdp_param: Any) -> Any:
-    """The parameter that the optimizer has; FSDP2 learns of one that replaced its own in the first forward only."""
+    """The parameter that the optimizer has. FSDP2 notices a replaced parameter only in the first forward."""
     info = fsdp_param._module_info
     sharded = fsdp_param.sharded_state.name == "SHARDED"
     return getattr(info.module, info.param_name) if sharded else fsdp_param.sharded_param
@@ -97,7 +104,14 @@ def _sharded_param(fsdp_param: Any) -> Any:
 
 @dataclass(frozen=True)
 class FsdpGather:
-    """How FSDP2 gathers one parameter: over how many ranks, in backward too or not, and a plain one as what."""
+    """How FSDP2 gathers one parameter.
+
+    Args:
+        ranks: number of ranks that hold a shard.
+        in_backward: whether it is gathered again in backward.
+        padded_numel: elements of the padded shard.
+        dtype: the dtype that a plain parameter is gathered in; None: its own.
+    """
 
     param: nn.Parameter
     ranks: int
@@ -110,11 +124,10 @@ class FsdpGather:
 def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
     """How FSDP2 gathers each parameter, by (id of its module, name in it).
 
-    FSDP2 has no public way to ask which parameters it gathers together, in which dtype, and whether again in backward.
-    A module that is outermost and was not told otherwise keeps its parameters until backward, but FSDP2 decides that
-    in the first forward only.
+    No public API shows which parameters FSDP2 gathers together, in which dtype, and whether again in backward. By
+    default the outermost module keeps its parameters until backward, which FSDP2 decides only in the first forward.
     """
-    found: dict[tuple[int, str], FsdpGather] = {}
+    gathers: dict[tuple[int, str], FsdpGather] = {}
     outermost: list[str] = []
     for prefix, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -135,15 +148,15 @@ def fsdp_gathers(model: nn.Module) -> dict[tuple[int, str], FsdpGather]:
                     padded_numel=fsdp_param.padded_sharded_param_size.numel(),
                     dtype=dtype,
                 )
-                found[(id(info.module), info.param_name)] = gather
+                gathers[(id(info.module), info.param_name)] = gather
                 for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    found[(id(shared), name)] = gather
-    return found
+                    gathers[(id(shared), name)] = gather
+    return gathers
 
 
 @needs_attributes(_GATHERS)
 def has_gathered_parameters(module: nn.Module) -> bool:
-    """True if FSDP2 holds parameters of this very module gathered now."""
+    """True if FSDP2 currently has parameters of this module, without its children, unsharded."""
     for state in _known_states():
         for group in _param_groups(state):
             for fsdp_param in group.fsdp_params:
@@ -153,16 +166,16 @@ def has_gathered_parameters(module: nn.Module) -> bool:
 
 
 def _known_states() -> list[Any]:
-    """What FSDP2, and other functions of its kind, keep of modules."""
+    """Module states of FSDP2 and of other composable functions."""
     if missing(_states) is not None and not dist.is_initialized():
-        return []  # without process groups there is nothing of it
+        return []  # without process groups there are no states
     return [reference() for reference in list(_states.values())]
 
 
 def _param_groups(state: Any) -> list[Any]:
     """The parameter groups of one `fully_shard`-ed module; before torch 2.12 there is at most one."""
     if not isinstance(state, _state_class):
-        return []  # of another composable function
+        return []  # the state of another composable function
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -1,4 +1,4 @@
-"""Private names of PyTorch, looked up: one that a version lacks costs its feature, where used, and not the import."""
+"""Lookup of PyTorch's private names. A missing name disables its feature when it is used, but not the import."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ FIRST_TORCH, LAST_TORCH = (2, 11), (2, 15)
 _TESTED = " to ".join(".".join(map(str, minor)) for minor in (FIRST_TORCH, LAST_TORCH))
 
 NAMES: dict[str, str] = {}
-"""Each private name that is looked up, and the feature that it costs if it is missing."""
+"""All private names that are looked up, with the feature that each of them is needed for."""
 
 _FREE = (Tensor, nn.Parameter, nn.Buffer, DTensor, Shard, Replicate, Partial)
-"""Public types: of an object of exactly such a type it is known that it has no private class."""
+"""Public types. An object of exactly such a type has no private class."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def private_name(path: str, feature: str, instead: str = "") -> Any:
-    """What PyTorch has by a dotted name, e.g. "torch._C._x"; where this version has nothing, a `MissingName` in its
-    place.
+    """Look up a dotted name of PyTorch, e.g. "torch._C._x". If this version has no such name, return a `MissingName`.
 
-    `feature`: what does not work without it, as the subject of a sentence. `instead`: what does.
+    `feature`: the feature that does not work without it, as the subject of a sentence. `instead`: an alternative, as
+    an imperative.
     """
     NAMES[path] = feature
     try:
@@ -44,16 +44,16 @@ def private_name(path: str, feature: str, instead: str = "") -> Any:
 
 
 def private_name_later(path: str, feature: str) -> Callable[[], Any]:
-    """`private_name`, looked up by a call of what is returned: where it lies takes long to import."""
+    """`private_name` as a function, for names in modules that take long to import."""
     NAMES[path] = feature
     return functools.partial(private_name, path, feature)
 
 
 def resolve_name(path: str) -> Any:
-    """What PyTorch has by a dotted name.
+    """The object with a dotted name in PyTorch.
 
     Raises:
-        AttributeError, ImportError: nothing.
+        AttributeError, ImportError: there is no such object.
     """
     names = path.split(".")
     result: Any = torch
@@ -68,8 +68,8 @@ def resolve_name(path: str) -> Any:
 
 
 class MissingName:
-    """In the place of what this version of PyTorch lacks: a call of it, an attribute of it, or the question whether an
-    object of PyTorch is an instance of it raises."""
+    """Placeholder for a name that this version of PyTorch lacks. Calls, attribute access and isinstance checks of
+    PyTorch objects raise."""
 
     def __init__(self, path: str, feature: str, instead: str = "") -> None:
         self._path, self._feature, self._instead = path, feature, instead
@@ -82,18 +82,18 @@ class MissingName:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python asks objects for methods that few have
+            raise AttributeError(name)  # Python looks up optional special methods
         raise self.error()
 
     def __instancecheck__(self, instance: object) -> bool:
-        """False for what certainly has another class."""
+        """False for objects that certainly have another class."""
         if type(instance) in _FREE or type(instance).__module__.partition(".")[0] != "torch":
             return False
         raise self.error()
 
 
 def missing(*names: Any) -> TorchVersionError | None:
-    """The error to raise for the first of some looked-up names that is missing, if one is."""
+    """The error for the first of these names that is missing, or None."""
     return next((name.error() for name in names if type(name) is MissingName), None)
 
 
@@ -105,8 +105,11 @@ def _error(name: str, feature: str, instead: str = "") -> TorchVersionError:
 
 
 def needs_attributes(feature: str) -> Callable[[Function], Function]:
-    """Decorate a function that reads private attributes of PyTorch's objects: if an object lacks one, the function
-    raises a TorchVersionError that names it and the `feature` that it costs."""
+    """Decorate a function that reads private attributes of PyTorch's objects.
+
+    If an object lacks one, the function raises a TorchVersionError that names the attribute and the `feature` that
+    needs it.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -124,7 +127,7 @@ def needs_attributes(feature: str) -> Callable[[Function], Function]:
 
 
 def _place_of(owner: object) -> str:
-    """The dotted name of a module, class or function, or of the class of anything else."""
+    """The dotted name of a module, class or function, or of the class of any other object."""
     if isinstance(owner, types.ModuleType):
         return owner.__name__
     named = owner if isinstance(owner, type | types.FunctionType) else type(owner)
@@ -132,7 +135,7 @@ def _place_of(owner: object) -> str:
 
 
 def warn_of_untested_torch() -> None:
-    """Warn if this version of PyTorch is older or newer than those that the tests passed with."""
+    """Warn if this version of PyTorch is older or newer than the tested ones."""
     minor = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if minor is None or not FIRST_TORCH <= (int(minor[1]), int(minor[2])) <= LAST_TORCH:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""What a GPU's memory was asked for, and by whom, over some steps."""
+"""History of a GPU's allocations over some steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _record = private_name("torch.cuda.memory._record_memory_history", _FEATURE)
 _dump = private_name("torch.cuda.memory._dump_snapshot", _FEATURE)
 
 _MOST_EVENTS: Final = 200_000
-"""The last allocations and frees that are kept, of some kilobytes each."""
+"""Allocations and frees to keep, the newest ones; each takes some kilobytes."""
 
 
 def begin_memory_history(device: torch.device) -> None:
-    """From now on note the allocations on a GPU, with the Python code that they come from.
+    """Start to record the allocations on a GPU and the Python code that they come from.
 
     Raises:
-        TorchVersionError: this version of PyTorch has no such thing.
+        TorchVersionError: this version of PyTorch has no such recorder.
     """
     if error := missing(_record, _dump):
         raise error
@@ -28,7 +28,7 @@ def begin_memory_history(device: torch.device) -> None:
 
 
 def end_memory_history(file: str | None) -> None:
-    """Note no more, and write what was noted, as pytorch.org/memory_viz reads it; None: nowhere."""
+    """Stop recording, and write the history for pytorch.org/memory_viz; None discards it."""
     try:
         if file is not None:
             _dump(file)

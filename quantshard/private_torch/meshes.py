@@ -1,4 +1,4 @@
-"""Device meshes: the process groups of their axes, and of the mesh that one was sliced from."""
+"""Device meshes: process groups of their axes, and of the root mesh of a slice."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from quantshard.private_torch.lookup import needs_attributes
 
 
 def mesh_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks of a DTensor's mesh, as the process group of each of its axes; none for other tensors."""
+    """Process groups of all axes of a DTensor's mesh; none for other tensors."""
     if not isinstance(tensor, DTensor):
         return ()
     return axis_groups(tensor.device_mesh, range(tensor.device_mesh.ndim))
 
 
 def axis_groups(mesh: DeviceMesh, axes: Iterable[int]) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups of some axes of a mesh, of those that have more than one rank.
+    """Process groups of the axes of a mesh that have more than one rank.
 
-    What is reduced over them one after the other is reduced over the ranks that the axes span together, without a
-    process group of these: to make one is a collective call of all processes, some of which may not know of it.
+    Reducing over them one after the other reduces over all ranks that the axes span. A process group of these ranks
+    would be a collective call of all processes, some of which may not make it.
     """
     return tuple(mesh.get_group(axis) for axis in axes if mesh.size(axis) > 1)
 
 
 @needs_attributes("expert parallelism on an axis of a mesh")
 def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups of all axes but this one of the mesh that a 1-D mesh is an axis of: together the ranks that
-    stand at this rank's place on it. A mesh has no public way to tell what it was sliced from.
+    """Process groups of all axes of the root mesh except this 1-D mesh: together the ranks with this rank's index on
+    it.
+
+    A mesh has no public link to its root mesh.
 
     Raises:
-        ConfigurationError: it is not an axis of a mesh of all processes, so these ranks are not known.
+        ConfigurationError: the mesh is not an axis of a mesh of all processes, so these ranks are unknown.
     """
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
-    known = root.mesh_dim_names or names or ("",)
-    if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in known)):
+    root_names = root.mesh_dim_names or names or ("",)
+    if root.size() != dist.get_world_size() or not (root == mesh or (names and names[0] in root_names)):
         raise ConfigurationError(
             f"which ranks stand alike on the mesh {mesh} is not known: it is not an axis of a mesh of all "
             f"{dist.get_world_size()} processes; make one with init_device_mesh, and slice it"
@@ -47,4 +49,4 @@ def other_axes(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
     if root == mesh:
         return ()
     assert names is not None
-    return axis_groups(root, (axis for axis, name in enumerate(known) if name != names[0]))
+    return axis_groups(root, (axis for axis, name in enumerate(root_names) if name != names[0]))

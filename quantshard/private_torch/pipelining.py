@@ -1,4 +1,4 @@
-"""Stages of torch.distributed.pipelining: which one the calling code runs in, which PyTorch has no question for."""
+"""The stage of torch.distributed.pipelining that the calling code runs in, which PyTorch has no API for."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ _STAGES = "torch.distributed.pipelining.stage"
 
 
 class RunningStage(NamedTuple):
-    """A stage of a pipeline. `group`: the ranks that share the pipeline, None: all. `infers`: whether it only finds out
-    the shapes of what it gives, from inputs without values."""
+    """A pipeline stage.
+
+    `group`: ranks that share the pipeline; None: all. `infers`: whether the stage only infers output shapes, from
+    inputs without values.
+    """
 
     group: dist.ProcessGroup | None
     infers: bool
 
 
 def running_stage() -> RunningStage | None:
-    """The stage whose module runs, or runs again for backward, on this thread. None at once where no pipeline was
-    imported."""
+    """The stage that runs its module on this thread, in forward or for recomputation in backward, or None.
+
+    Returns None at once if the pipelining module was not imported.
+    """
     stages = sys.modules.get(_STAGES)
     return None if stages is None else _on_stack(stages, sys._getframe(1))
 
 
 @needs_attributes("delayed scaling under torch.distributed.pipelining")
 def _on_stack(stages: types.ModuleType, frame: types.FrameType | None) -> RunningStage | None:
-    """The innermost stage on the stack above a frame.
+    """The innermost stage on the stack, from a frame outwards.
 
-    A stage runs its module on values in few methods, which all versions have; what infers shapes has other names in
-    each. So whatever else of that file runs the module does no more than this.
+    In all versions a stage runs its module on values in the same few methods. The names of shape inference vary, so a
+    call from any other function of that file counts as shape inference.
     """
     stage, names = stages.PipelineStage, vars(stages)
     on_values = {
-        each.__code__ for each in (stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk)
+        method.__code__
+        for method in (stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk)
     }
     infers = False
     while frame is not None:

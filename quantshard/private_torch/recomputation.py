@@ -1,4 +1,4 @@
-"""Activation checkpointing: in which regions the calling code runs, and which of them is recomputed."""
+"""Activation checkpointing: the regions that the calling code runs in, and the region that is recomputed."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class CheckpointedRegions:
-    """The regions of `torch.utils.checkpoint` around the running code: objects that autograd keeps until they are done.
+    """Regions of `torch.utils.checkpoint` around the running code, as objects that autograd keeps until the regions
+    are done.
 
-    `entered`: those that it runs the first forward of. `replayed`: the one that is recomputed, if any, and `replay`
-    which recomputation of it this is. `unknown`: the error to raise where recomputation is not as without it, if this
-    version of PyTorch does not tell which region is recomputed now.
+    Args:
+        entered: regions in their first forward.
+        replayed: the region that is recomputed, if any.
+        replay: identifies the recomputation, if a region has several.
+        unknown: error to raise if recomputation would change results, because this version of PyTorch does not reveal
+            which region is recomputed.
     """
 
     entered: tuple[Any, ...] = ()
@@ -54,16 +58,16 @@ class CheckpointedRegions:
 
 
 NO_REGIONS = CheckpointedRegions()
-"""Outside of all, and of a backward pass."""
+"""No regions: the code runs outside of all, and outside of a backward pass."""
 
 
 def checkpointed_regions() -> CheckpointedRegions:
-    """Which checkpointed regions the calling code runs in.
+    """The checkpointed regions that the calling code runs in.
 
-    PyTorch has no such question. A region that is not reentrant is the `_CheckpointFrame` that the saved-tensor hooks
-    of its first forward hold, and those of its recomputation refer to. A reentrant one is the `ctx` of
-    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. Both are looked for
-    only where a region is possible: without gradients, under saved-tensor hooks, or in backward.
+    PyTorch has no API for this. A non-reentrant region is the `_CheckpointFrame` that the saved-tensor hooks of its
+    first forward hold and those of its recomputation refer to. A reentrant region is the `ctx` of
+    `CheckpointFunction`, the first argument of its `forward` or `backward` on the Python stack. The search runs only
+    if a region is possible: without gradients, under saved-tensor hooks, or in backward.
     """
     backward = current_backward()
     if backward is None and torch.is_grad_enabled() and (type(_top_hooks) is MissingName or _top_hooks(True) is None):
@@ -72,40 +76,42 @@ def checkpointed_regions() -> CheckpointedRegions:
         return NO_REGIONS if backward is None else CheckpointedRegions(unknown=error)
     by_hooks = _regions_of_hooks(backward)
     entered, replayed = _reentrant_regions(by_hooks.replayed)
-    found = (*by_hooks.entered, *entered)
+    all_entered = (*by_hooks.entered, *entered)
     if replayed is not None:
-        return CheckpointedRegions(found, replayed, backward)
-    return CheckpointedRegions(found, by_hooks.replayed, by_hooks.replay, by_hooks.unknown)
+        return CheckpointedRegions(all_entered, replayed, backward)
+    return CheckpointedRegions(all_entered, by_hooks.replayed, by_hooks.replay, by_hooks.unknown)
 
 
 def _regions_of_hooks(backward: int | None) -> CheckpointedRegions:
-    """From the innermost saved-tensor hooks outwards, up to those of a recomputation; only the innermost can be looked
-    at, so each is taken off and put back."""
-    taken: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    """Regions from the innermost saved-tensor hooks outwards, up to the hooks of a recomputation.
+
+    Only the innermost hooks can be read, so hooks are popped one by one and pushed back.
+    """
+    popped: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
     entered: list[Any] = []
     try:
         while (hooks := _top_hooks(True)) is not None:
             pack = inspect.unwrap(hooks[0])
-            held = list(_held(pack))
-            if (region := _only(held)) is not None and _is_of(pack, _first_hook):
+            cells = list(_held(pack))
+            if (region := _only(cells)) is not None and _is_of(pack, _first_hook):
                 entered.append(region)
-            elif (region := _only([each() for each in held if isinstance(each, weakref.ref)])) is not None and (
+            elif (region := _only([cell() for cell in cells if isinstance(cell, weakref.ref)])) is not None and (
                 _is_of(pack, _replay_hook)
             ):
                 return CheckpointedRegions(tuple(entered), region, hooks[0])
             elif _is_checkpointing(pack) and backward is not None:
                 name = f"{pack.__module__}.{pack.__qualname__} as it was"
                 return CheckpointedRegions(unknown=MissingName(name, _FEATURE, _INSTEAD).error())
-            taken.append(hooks)
+            popped.append(hooks)
             _pop_hooks()
     finally:
-        for pack, unpack in reversed(taken):
+        for pack, unpack in reversed(popped):
             _push_hooks(pack, unpack)
     return CheckpointedRegions(tuple(entered))
 
 
 def _held(function: Any) -> Iterable[Any]:
-    """What a function of PyTorch closes over, whatever the names."""
+    """Objects that a function of PyTorch closes over, whatever their names."""
     for cell in getattr(function, "__closure__", None) or ():
         try:
             yield cell.cell_contents
@@ -114,9 +120,9 @@ def _held(function: Any) -> Iterable[Any]:
 
 
 def _only(objects: Iterable[Any]) -> Any:
-    """The region among some objects, if there is just one."""
-    found = [each for each in objects if isinstance(each, _region_class)]
-    return found[0] if len(found) == 1 else None
+    """The region among some objects, if there is exactly one."""
+    regions = [item for item in objects if isinstance(item, _region_class)]
+    return regions[0] if len(regions) == 1 else None
 
 
 def _is_of(function: Any, hook: Any) -> bool:
@@ -125,26 +131,29 @@ def _is_of(function: Any, hook: Any) -> bool:
 
 
 def _is_checkpointing(function: Any) -> bool:
-    """True for hooks of PyTorch's checkpointing, which must be recognised, not for others, as of `save_on_cpu`."""
+    """True for hooks of PyTorch's checkpointing, which must be recognized; False for others, such as `save_on_cpu`."""
     module = str(getattr(function, "__module__", ""))
     return module.startswith("torch.") and "checkpoint" in module
 
 
 def _reentrant_regions(recomputed: Any) -> tuple[list[Any], Any]:
-    """The reentrant regions that the Python stack enters, and the one that it recomputes, from the innermost outwards
-    up to a recomputation: also up to that of `recomputed`, which is not reentrant."""
+    """The reentrant regions that the Python stack enters, and the one that it recomputes.
+
+    The search goes from the innermost frame outwards up to a recomputation, including that of the non-reentrant region
+    `recomputed`.
+    """
     entered: list[Any] = []
-    other = None if recomputed is None else inspect.unwrap(recomputed.recompute_fn).__code__
-    at: types.FrameType | None = sys._getframe(1)
-    while at is not None:
-        code = at.f_code
+    recompute_code = None if recomputed is None else inspect.unwrap(recomputed.recompute_fn).__code__
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
         if code is _reentrant_forward:
-            entered.append(_first_argument(at))
+            entered.append(_first_argument(frame))
         elif code is _reentrant_backward:
-            return entered, _first_argument(at)
-        elif code is other:
+            return entered, _first_argument(frame)
+        elif code is recompute_code:
             break
-        at = at.f_back
+        frame = frame.f_back
     return entered, None
 
 

@@ -1,4 +1,4 @@
-"""State dicts, distributed checkpoints and optimizers."""
+"""Private parts of state dicts, distributed checkpoints and optimizers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _SAVING, _LOADING = "saving by checkpoints.save", "loading by checkpoints.load"
 _BACKGROUND = "saving in the background"
 
 state_dict_stager = private_name(f"{_DCP}._state_dict_stager.StateDictStager", _BACKGROUND)
-"""Copies a state dict into memory of the host that the next copy uses again. What is public, `DefaultStager`, ends its
-own after each copy in torch 2.11: so it copies once, and the memory would be pinned anew each time."""
+"""Copies a state dict into host memory that the next copy reuses. The public `DefaultStager` ends its stager after
+each copy in torch 2.11, so every save would pin the memory again."""
 
 storage_info = private_name(f"{_DCP}.filesystem._StorageInfo", "reading the metadata of a checkpoint")
-"""Where DCP's metadata say that one piece of an entry is. Its readers want this class, which has no public name."""
+"""Location of one piece of an entry in the metadata of DCP. DCP's readers need this class, which has no public name."""
 
 set_element = private_name(f"{_DCP}._traverse.set_element", _LOADING)
-"""Puts a value into nested dicts and lists by the path that DCP's planners keep for it; they have no public way to."""
+"""Sets a value in nested dicts and lists by the path that DCP's planners record. No public API does this."""
 
 flatten_state_dict = private_name(f"{_DCP}._nested_dict.flatten_state_dict", _LOADING)
-"""Nested state dicts by the keys that DCP's planners give to their entries, and the path to each."""
+"""Flattens nested state dicts to the keys of DCP's planners, and returns the path to each entry."""
 
 save_checkpoint = private_name(f"{_DCP}.state_dict_saver._save_state_dict", _SAVING)
 
 load_checkpoint = private_name(f"{_DCP}.state_dict_loader._load_state_dict", _LOADING)
-"""What `dcp.save` and `dcp.load` do, but without the warning that they give in a single process. A filter of warnings,
-the public way to silence it, is the whole process's: a save in a thread would silence warnings of training."""
+"""`dcp.save` and `dcp.load` without their warning in a single process. A warnings filter, the public way to silence
+it, covers the whole process: a save in a thread would silence warnings of training."""
 
 
 _checkpoint_wrapper = private_name(
@@ -44,7 +44,7 @@ _checkpoint_wrapper = private_name(
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter or module without what `checkpoint_wrapper` puts into it, as in keys of state dicts."""
+    """A parameter's or module's name without the parts that `checkpoint_wrapper` inserts, as in keys of state dicts."""
     if isinstance(_checkpoint_wrapper, str):
         return name.replace(_checkpoint_wrapper, "")
     if any(part.startswith("_checkpoint") for part in name.split(".")):
@@ -67,17 +67,17 @@ _executor = private_name(f"{_DCP}._async_process_executor", _BACKGROUND, "save w
 def end_checkpoint_process() -> None:
     """End the process that `dcp.async_save` keeps for saving, if there is one.
 
-    It lives as long as this one does, and keeps the ranks that it was started with; there is no public way to end it.
+    It lives as long as this process and keeps the ranks that it started with. No public API ends it.
     """
     if _executor._CHECKPOINT_PROCESS is not None:
-        _executor._CHECKPOINT_PROCESS = None  # its destructor asks it to end, and waits
+        _executor._CHECKPOINT_PROCESS = None  # the destructor stops the process and waits
 
 
 @needs_attributes("load_state_dict of quantshard's optimizers")
 def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """The hooks that were registered on an optimizer's `load_state_dict`: those to run before, those to run after.
+    """Hooks registered on an optimizer's `load_state_dict`: (pre-hooks, post-hooks).
 
-    A class that replaces the method has no public way to run them.
+    A class that overrides the method has no public way to run them.
     """
     before = optimizer._optimizer_load_state_dict_pre_hooks  # type: ignore[attr-defined]
     return [*before.values()], [*optimizer._optimizer_load_state_dict_post_hooks.values()]  # type: ignore[attr-defined]
@@ -85,12 +85,15 @@ def load_hooks(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any
 
 @needs_attributes("loading a stock optimizer that has not stepped")
 def first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], probe: nn.Parameter) -> dict[str, Any]:
-    """What a first `step()`, which alone makes states, makes for a parameter: that of an object of the same class with
-    states, groups and hooks of its own, so that nobody learns of it."""
+    """The state that a first `step()` creates for a parameter.
+
+    Only `step()` creates states. It runs on a copy of the optimizer with its own states, groups and hooks, so the
+    optimizer is unchanged.
+    """
     shadow = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         shadow.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
-    shadow.__dict__.pop("step", None)  # which an LR scheduler wraps to count steps
+    shadow.__dict__.pop("step", None)  # an LR scheduler wraps it to count steps
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     shadow.state, shadow.param_groups = defaultdict(dict), [{**settings, "params": [probe]}]
     shadow.step()

@@ -1,4 +1,4 @@
-"""Tensor subclasses and DTensors: how one is made, its local tensor, where that lies, and collectives on it."""
+"""Private parts of tensor subclasses and DTensors: construction, local tensors, offsets, and collectives."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ _takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
-"""A `__torch_function__` that does nothing: a tensor subclass that lives at the dispatch level pays no toll above it.
-PyTorch's own wrapper subclasses (DTensor) are declared so; there is no public spelling."""
+"""A `__torch_function__` that does nothing, so that a tensor subclass that works at the dispatch level has no overhead
+above it. PyTorch's own wrapper subclasses (DTensor) use it, and there is no public name."""
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renamed both, and warns of the old names."""
+"""torch 2.13 renamed both functions, and warns about the old names."""
 
 scaled_mm = private_name("torch._scaled_mm_v2", "a native product of quantized operands")
-"""All that the public `torch.nn.functional.scaled_mm` calls, with the numbers of its enums, of which that makes lists
-anew in every call."""
+"""The implementation of the public `torch.nn.functional.scaled_mm`, which takes its enums as numbers. The public
+function builds lists of these numbers in every call."""
 
 all_gather_of_dtensor = private_name(
     "torch.ops._c10d_functional.all_gather_into_tensor.default", "telling what to do in place of full_tensor()"
 )
-"""What `DTensor.full_tensor()` and `redistribute()` do to local tensors."""
+"""The operation of `DTensor.full_tensor()` and `redistribute()` on local tensors."""
 
 
 def answer_for_dtensors(operation: Any, answer: Callable[..., Any]) -> None:
-    """Let a function answer an operation for DTensors, unless another does, in place of their own rule; there is no
-    public way to refuse one. Where there is none in this version, PyTorch's own error remains."""
+    """Register a handler of an operation for DTensors, unless there is one, in place of DTensor's own rule.
+
+    There is no public way to refuse an operation. Without handlers in this version, PyTorch's own error remains.
+    """
     if missing(_handlers) is None:
         _handlers.setdefault(operation, answer)
 
@@ -66,54 +68,57 @@ def make_wrapper(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, devic
     """A tensor of class `cls` with a shape, dtype and device but no data of its own.
 
     `_make_wrapper_subclass` is the documented-by-example way (the torch.utils._python_dispatch notes) to build one.
-    Its address is null; C++ code that would read from there, past `data_ptr()` of Python, raises instead of crashing.
+    Its address is null; C++ code that reads the address without Python's `data_ptr()` raises instead of crashing.
     """
-    made = _wrapper(cls, shape, dtype=dtype, device=device)
+    wrapper = _wrapper(cls, shape, dtype=dtype, device=device)
     if missing(_null_pointer) is None:
-        _null_pointer(made)
-    return made
+        _null_pointer(wrapper)
+    return wrapper
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, for the result of an autograd function.
 
-    Where `to` (or `reshape`) changes nothing and returns its argument, torch 2.11's Dynamo takes the function's result
-    for one without a gradient, in silence.
+    If `to` (or `reshape`) changes nothing and returns its argument, torch 2.11's Dynamo silently treats the result as
+    one without a gradient.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or, of one that DTensor's collectives are still filling, its values once they are there.
+    """The tensor itself, or the values of a tensor that DTensor's collectives are still filling, after waiting for
+    them.
 
-    Such an `AsyncCollectiveTensor` waits by itself before any operation of PyTorch, but has no address that a kernel
-    could read from; it has no public name. Not differentiable: for use inside an `autograd.Function`.
+    Such an `AsyncCollectiveTensor` waits before any operation of PyTorch, but has no address for a kernel to read. The
+    class has no public name. Not differentiable: for use inside an `autograd.Function`.
     """
     return tensor.wait() if isinstance(tensor, _unfinished) else tensor
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Let the device stop with an error unless a bool tensor is true, without waiting for it; on the CPU a
-    RuntimeError. There is no public way to check what the host does not know."""
+    """Stop the device with an error unless a bool tensor is true, without waiting; on the CPU, raise RuntimeError.
+
+    There is no public check of values that the host does not know.
+    """
     _assert(condition, message)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, without the autograd node that the public `to_local()` adds; else the tensor."""
+    """The local tensor of a DTensor, without the autograd node of the public `to_local()`; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def in_place_changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, by which autograd notices that too; not through `.data`.
+    """How often a tensor was changed in place, by autograd's version counters, which miss changes through `.data`.
 
-    Operations on a DTensor count for it, those on its local tensor for that.
+    Operations on a DTensor count for the DTensor, and those on its local tensor for the local tensor.
     """
     local = local_tensor(tensor)
     return count_in_place_changes([tensor] if local is tensor else [tensor, local])
 
 
 def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
-    """How often plain tensors were changed in place, together. Inference mode counts none, so it is 0 then."""
+    """How often plain tensors were changed in place, in total. Inference mode does not count, and gives 0."""
     try:
         return sum([tensor._version for tensor in tensors])
     except RuntimeError:
@@ -121,27 +126,27 @@ def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
 
 
 def keep_with(owner: Tensor, other: Tensor) -> None:
-    """Keep a tensor alive as long as another one, for what has its address."""
-    kept = _kept.setdefault(owner, [])
-    if all(other is not each for each in kept):
-        kept.append(other)
+    """Keep a tensor alive as long as `owner`, for objects that store its address."""
+    tensors = _kept.setdefault(owner, [])
+    if all(other is not tensor for tensor in tensors):
+        tensors.append(other)
 
 
 def takes_data(tensor: Tensor, value: Tensor) -> bool:
-    """True if `.data` of a tensor can be another one: not, if just one of them is on the meta device."""
+    """True if `.data` of a tensor can be set to another one. False if exactly one of them is on the meta device."""
     return bool(_takes_data(tensor, value))
 
 
 def set_data(tensor: Tensor, value: Tensor) -> None:
-    """Assign `.data`, the dtype, device and shape of a tensor, whose class may say otherwise what that is."""
+    """Set the `.data` of a tensor (dtype, device and shape) past the property of its class."""
     Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
 
 
 def dtensor_around(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
-    """A DTensor of a global shape whose local tensor is this very one.
+    """A DTensor of a global shape around this local tensor itself.
 
-    The public `DTensor.from_local` moves it to the mesh's device: under CPU offload that would be a copy on the GPU,
-    and what is loaded into it lost. FSDP2 makes its own DTensors as here.
+    The public `DTensor.from_local` moves the tensor to the mesh's device: under CPU offload, values would be loaded
+    into a lost copy on the GPU. FSDP2 creates its DTensors in the same way.
     """
     strides = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]  # contiguous
     meta = _spec_meta(shape, tuple(strides), local.dtype)
@@ -159,17 +164,21 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 def dtensor_extents(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """For each dim the first and one past the last index that DTensor's metadata gives to the rank at a coordinate of
-    the mesh. The public function tells of the running rank alone."""
+    """For each dim the first and one past the last index that DTensor's metadata give to the rank at a mesh
+    coordinate.
+
+    The public function works for the calling rank only.
+    """
     lengths, starts = _place_at(shape, mesh_shape, list(coordinate), placements)
     return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def is_strided_over(placement: Placement, inner: int) -> bool:
-    """True for FSDP2's own placement on a dim that axes of `inner` ranks had cut before; it has no public name."""
+    """True for FSDP2's own placement on a dim that axes of `inner` ranks cut before. The placement has no
+    public name."""
     return isinstance(placement, _strided_shard) and placement.split_factor == inner
 
 
 def cut_dims(placements: Iterable[Placement]) -> list[int | None]:
-    """For each mesh axis the dim that it shards, if any. FSDP2's placement over tensor parallelism is private."""
+    """For each mesh axis the dim that it shards, or None. FSDP2's placement over tensor parallelism is private."""
     return [None if placement.is_replicate() else int(placement.dim) for placement in placements]  # type: ignore[attr-defined]
