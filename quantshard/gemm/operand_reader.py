@@ -39,8 +39,7 @@ class OperandSpec(NamedTuple):
 
     @staticmethod
     def of(fmt: Format, shard: Shard, as_stored: bool) -> OperandSpec | None:
-        """Describe an operand that is summed over its last (`as_stored`) or first dim; None if no codes can be read
-        so."""
+        """Describe an operand that is summed over its last (`as_stored`) or first dim; None if no codes fit."""
         which = Orientation.ROWWISE if as_stored or Orientation.COLUMNWISE not in fmt.copies else Orientation.COLUMNWISE
         if not (as_stored or fmt.transposable or which is Orientation.COLUMNWISE):
             return None
@@ -63,11 +62,9 @@ class OperandSpec(NamedTuple):
 
 
 def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
-    slices = shard.touched(component)
+    cuts = shard.touched(component)
     sizes = shard.component_shape(component)
-    return (
-        None if all(part.start == 0 and part.stop == size for part, size in zip(slices, sizes, strict=True)) else slices
-    )
+    return None if all(cut.start == 0 and cut.stop == size for cut, size in zip(cuts, sizes, strict=True)) else cuts
 
 
 @cache

@@ -194,11 +194,10 @@ def _misplaced(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: 
                 extent = sharding.chunk_of(extent, index, mesh_shape[axis])
             index_by_axis = dict(zip(axes, indices, strict=True))
             coordinate = tuple(index_by_axis.get(axis, 0) for axis in range(len(dims)))
-            dtensor_extent = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
-            if dtensor_extent != extent and (
-                dtensor_extent[0] < dtensor_extent[1] or extent[0] < extent[1]
-            ):  # empty pieces have no place
-                actual, expected = (f"[{start}:{stop}]" for start, stop in (extent, dtensor_extent))
+            claimed = private_torch.dtensor_extents(shape, mesh_shape, placements, coordinate)[dim]
+            # empty pieces have no place
+            if claimed != extent and (claimed[0] < claimed[1] or extent[0] < extent[1]):
+                actual, expected = (f"[{start}:{stop}]" for start, stop in (extent, claimed))
                 return f"of dim {dim} the rank at {coordinate} holds {actual}, DTensor says {expected}"
     return None
 
