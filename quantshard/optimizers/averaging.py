@@ -1,4 +1,4 @@
-"""Evaluating with the averages of weights: for a while they stand in a model in the places of its weights."""
+"""Evaluation with the averages of weights, which replace the weights for the duration of a context."""
 
 from __future__ import annotations
 
@@ -24,57 +24,62 @@ from quantshard.tensor.storage import DRAWS, KEY
 @suggests_names
 @contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give a model the averages of its weights, and put the weights back at the end, also after an exception.
+    """Swap the averages of the weights into the model, and restore the weights on exit, also after an exception.
 
         with averaged_weights(model, optimizer):
             evaluate(model)
 
-    Quantized weights become the nearest quantization of their float32 averages, with the bits of one process on any
-    number of ranks; others are rounded to nearest into their dtype. Afterwards codes, scales, amax histories and plain
-    values are what they were, bit for bit, and a step finds nothing changed. What FSDP2 has gathered is freed at both
-    ends. Parameters without an average (frozen ones) and buffers stay as they are. Inside, the model may be evaluated
-    and its state dict be taken; the optimizer neither steps nor is read, saved or loaded. Values that are written
-    into weights inside, as by `load_state_dict`, are undone too, with a warning. Of weights that are replaced, as by
-    `load_state_dict(assign=True)`, another warning says that they stay, and are no longer the optimizer's.
+    Quantized weights become the nearest quantization of their float32 averages, bitwise the same on any number of
+    ranks; other weights are rounded to nearest in their dtype. Buffers and parameters without an average (frozen ones)
+    do not change. On exit codes, scales, amax histories and plain values are restored bit for bit, so the next step
+    sees no change. FSDP2 modules are resharded on entry and on exit.
 
-    A collective call at its beginning where parameters are sharded, with one reduction of amaxes for all of them. A
-    rank holds a copy of its parts of the weights meanwhile.
+    Inside, you can evaluate the model and take its state dict, but not step, read, save or load the optimizer. Values
+    written to weights inside, for instance by `load_state_dict`, are undone with a warning. Parameters replaced inside,
+    for instance by `load_state_dict(assign=True)`, stay in the model but no longer belong to the optimizer, which is
+    also a warning.
+
+    Entering is a collective call if parameters are sharded, with one reduction of amaxes for all of them. Each rank
+    holds a copy of its shards of the weights until the exit.
 
     Args:
-        model: it has all parameters that the optimizer keeps averages of.
+        model: the model with all parameters that the optimizer averages.
         optimizer: a FusedAdam, ElementwiseOptimizer or MasterWeights with `ema_decay`.
 
     Raises:
-        ConfigurationError: the optimizer keeps no averages, or of another model; averages already stand in; or one is
-            infinite or NaN, and nothing was changed.
+        ConfigurationError: the optimizer keeps no averages, or belongs to another model; the averages are already
+            swapped in; or an average is infinite or NaN. Nothing was changed.
     """
     check_arguments("averaged_weights", MODULE, model=model)
     check_arguments("averaged_weights", OPTIMIZER, optimizer=optimizer)
-    _reshard(model)  # after which the model's parameters are those that are sharded
+    # Afterwards model.parameters() yields the sharded parameters.
+    _reshard(model)
     owner: Any = optimizer
-    kept = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
-    written: dict[Tensor, int] = {}
-    is_done = False
+    copies = [_WeightCopy.of(param, owner) for param in _with_averages(model, optimizer)]
+    versions: dict[Tensor, int] = {}
+    succeeded = False
     try:
         owner._averages_swapped_in = True
-        _write_averages(kept, owner)
-        written = {weight.param: guards.weight_version(weight.param) for weight in kept}
+        _write_averages(copies, owner)
+        versions = {copy.param: guards.weight_version(copy.param) for copy in copies}
         yield
-        is_done = True
+        succeeded = True
     finally:
-        lost = [owner._names[param] for param, version in written.items() if guards.weight_version(param) != version]
+        overwritten = [
+            owner._names[param] for param, version in versions.items() if guards.weight_version(param) != version
+        ]
         with torch.no_grad():
-            for weight in kept:
-                weight.put_back()
+            for copy in copies:
+                copy.put_back()
         _reshard(model)
         owner._averages_swapped_in = False
-        owner._versions |= {weight.param: guards.weight_version(weight.param) for weight in kept if weight.is_known}
-        if is_done:  # else an exception is told
-            _warn_of_changes(lost, [owner._names[param] for param in _not_of(model, written)])
+        owner._versions |= {copy.param: guards.weight_version(copy.param) for copy in copies if copy.is_known}
+        if succeeded:  # an exception must not be hidden by warnings
+            _warn_of_changes(overwritten, [owner._names[param] for param in _not_of(model, versions)])
 
 
 def _warn_of_changes(written: Sequence[str], replaced: Sequence[str]) -> None:
-    """Tell of weights by name that were not left alone inside."""
+    """Warn about weights, by name, that were written to or replaced inside the context."""
     if written:
         warn_user(
             f"averaged_weights: {_first_of(written)} got new values inside, as by load_state_dict, which are undone at "
@@ -93,16 +98,16 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 def _not_of(model: nn.Module, params: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are no parameters of a model."""
-    own = {id(param) for param in model.parameters()}
-    return [param for param in params if id(param) not in own]
+    """Return the tensors that are not parameters of the model."""
+    model_ids = {id(param) for param in model.parameters()}
+    return [param for param in params if id(param) not in model_ids]
 
 
 @dataclass(frozen=True)
 class _WeightCopy:
-    """A parameter's local tensors, and copies of what was in them.
+    """A parameter's local tensors and copies of their values.
 
-    `is_known`: no one has given it values that the optimizer does not know of.
+    `is_known`: the optimizer has seen the latest write to the parameter.
     """
 
     param: Tensor
@@ -127,52 +132,52 @@ class _WeightCopy:
 
 
 def _tensors_of(weight: OptimizerState) -> list[Tensor]:
-    """What a write or a load changes of a parameter here."""
+    """Return every local tensor that a write or a load of the parameter changes."""
     state = {} if weight.storage is None else weight.storage.state
     return [*weight.live(), *(state[name] for name in (KEY, DRAWS) if name in state)]
 
 
 def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters that have an average, checked to be the model's.
+    """Return the parameters that have an average.
 
     Raises:
         ConfigurationError: there are none, or the model lacks one.
     """
     guards.check_own_weights(type(optimizer).__name__, getattr(optimizer, "_averages_swapped_in", False))
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
-    if not found:
+    averaged = [param for param in params if AVERAGE in optimizer.state.get(param, {})]
+    if not averaged:
         raise ConfigurationError(
             f"averaged_weights: this {type(optimizer).__name__} keeps no averages of weights; build a FusedAdam or "
             "MasterWeights with ema_decay=0.999, or call its begin_average(0.999)"
         )
-    if lacking := _not_of(model, found):
+    if lacking := _not_of(model, averaged):
         raise ConfigurationError(
-            f"averaged_weights: {len(lacking)} of the {len(found)} parameters that this {type(optimizer).__name__} "
+            f"averaged_weights: {len(lacking)} of the {len(averaged)} parameters that this {type(optimizer).__name__} "
             f"averages are not the model's (the first of shape {tuple(lacking[0].shape)}); give the whole model that "
             "the optimizer was built over"
         )
-    return found
+    return averaged
 
 
 @torch.no_grad()
 def _write_averages(kept: list[_WeightCopy], optimizer: Any) -> None:
-    """Round the averages to the nearest values that the parameters can hold."""
-    values = {weight.param: private_torch.local_tensor(optimizer.state[weight.param][AVERAGE]) for weight in kept}
-    quantized = [weight.param for weight in kept if weight.weight.storage is not None]
-    plain = [weight.param for weight in kept if weight.weight.storage is None]
+    """Round the averages to the nearest values that the parameters can represent."""
+    values = {copy.param: private_torch.local_tensor(optimizer.state[copy.param][AVERAGE]) for copy in kept}
+    quantized = [copy.param for copy in kept if copy.weight.storage is not None]
+    plain = [copy.param for copy in kept if copy.weight.storage is None]
     requantize.requantize_(
         [(param, values[param]) for param in quantized],
         plain=[(param, values[param]) for param in plain],
         names=[optimizer._names[param] for param in (*quantized, *plain)],
     )
-    for weight in kept:
-        if weight.weight.storage is None:
-            weight.weight.write(values[weight.param], None)
+    for copy in kept:
+        if copy.weight.storage is None:
+            copy.weight.write(values[copy.param], None)
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered, so that the next forward gathers the weights of its time."""
+    """Free the parameters that FSDP2 has gathered, so that the next forward gathers the current values."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

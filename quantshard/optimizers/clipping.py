@@ -1,6 +1,6 @@
-"""Clipping the norm of a gradient whose parameters lie on several meshes, as where experts are spread over ranks.
+"""Gradient clipping by norm for parameters on several meshes, such as expert-parallel models.
 
-PyTorch's `clip_grad_norm_` takes parameters of one mesh, and knows nothing of experts that other ranks hold.
+PyTorch's `clip_grad_norm_` takes parameters of one mesh and ignores the experts of other ranks.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from quantshard.optimizers import guards
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale all gradients of a model so that their common norm is at most `max_norm`. A collective call.
+    """Scale all gradients of a model so that their total norm is at most `max_norm`. A collective call.
 
-    Each element of a gradient counts once, on whichever rank it is: parameters may be plain, or DTensors on any meshes,
-    and experts those that this rank holds of an `ep_mesh`. Gradients must be reduced already, as they are after
-    `backward` under FSDP2. Where a parameter has a `decoupled_grad`, that is its gradient.
+    Every element counts once, no matter which rank holds it: parameters can be plain tensors, DTensors on any mesh, or
+    this rank's experts of an `ep_mesh`. Gradients must already be reduced, as FSDP2 does in `backward`. If a parameter
+    has a `decoupled_grad`, it is used as the gradient.
 
-    Sums are taken in float64: squares of finite gradients do not overflow, and the norm hardly depends on the mesh.
+    Sums are float64, so squares of finite gradients cannot overflow and the norm hardly depends on the mesh.
 
     Args:
-        model: the outermost module, whose parameters' gradients are scaled in place.
-        max_norm: the largest norm that is left as it is.
-        norm_type: of the p-norm; `math.inf` for the largest element.
+        model: the outermost module; the gradients of its parameters are scaled in place.
+        max_norm: the largest norm that is not scaled down.
+        norm_type: p of the p-norm; `math.inf` for the largest element.
         error_if_nonfinite: raise if the norm is infinite or NaN, instead of scaling by it.
 
     Returns:
-        The norm before, float32 scalar on the device of the gradients, the same on every rank; infinite if it is beyond
-        float32, while gradients are scaled by the true one.
+        The norm before scaling: a float32 scalar on the gradients' device, equal on every rank. A norm beyond float32's
+        range is returned as infinity, but gradients are scaled by the true norm.
 
     Raises:
-        RuntimeError: the norm is not finite, under `error_if_nonfinite`; on every rank.
-        ConfigurationError: a gradient is laid out otherwise than its parameter; or an argument means nothing, as a
-            `max_norm` that is negative or NaN.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is True; raised on every rank.
+        ConfigurationError: the layout of a gradient differs from its parameter's, or an argument is invalid, such as a
+            negative or NaN `max_norm`.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
@@ -59,50 +59,50 @@ def clip_grad_norm_(
         raise ConfigurationError(
             f"clip_grad_norm_(max_norm={max_norm}): use a number, 0 or more; math.inf measures and scales nothing"
         )
-    parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    norms_by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     grads = []
     for name, param, groups in _with_groups(model):
-        mine = parts.setdefault(groups, [])  # ranks without gradients take part too
+        # Ranks without gradients must join the collectives too.
+        local_norms = norms_by_groups.setdefault(groups, [])
         grad = guards.gradient_of(param)
         if grad is not None:
             guards.check_alike(param, grad, name, "gradient")
             grads.append(private_torch.local_tensor(grad))
-            if grads[-1].numel() > 0:  # the maximum of nothing is an error
-                mine.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
+            if grads[-1].numel() > 0:  # vector_norm(inf) fails on empty tensors
+                local_norms.append(torch.linalg.vector_norm(grads[-1], norm_type, dtype=torch.float64))
     device = grads[0].device if grads else torch.device("cpu")
-    norms = [_over_ranks(mine, groups, norm_type, device) for groups, mine in parts.items()]
+    norms = [_over_ranks(local_norms, groups, norm_type, device) for groups, local_norms in norms_by_groups.items()]
     total = torch.linalg.vector_norm(torch.stack(norms or [_zero(device)]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradient is {total.item()}, so it cannot be clipped to {max_norm}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for each in grads:
-        each.mul_(scale.to(each.device))
+    for local_grad in grads:
+        local_grad.mul_(scale.to(local_grad.device))
     return total.float()
 
 
 def _with_groups(model: nn.Module) -> Iterator[tuple[str, Tensor, tuple[dist.ProcessGroup, ...]]]:
-    """Each parameter with its name and the ranks that hold other elements: those that it is sharded over, and other
-    experts."""
-    seen = set()
+    """Yield each parameter with its name and the process groups whose ranks hold other shards or other experts."""
+    visited = set()
     for prefix, module in model.named_modules():
         axis = process_groups.expert_axis(module)
-        spread = () if axis is None else (axis.get_group(),)
+        expert_groups = () if axis is None else (axis.get_group(),)
         for name, param in module.named_parameters(prefix, recurse=False):
-            if param not in seen:
-                seen.add(param)
-                yield name, param, process_groups.united([process_groups.sharding_group(param), spread])
+            if param not in visited:
+                visited.add(param)
+                yield name, param, process_groups.united([process_groups.sharding_group(param), expert_groups])
 
 
 def _over_ranks(norms: list[Tensor], groups: tuple[dist.ProcessGroup, ...], p: float, device: torch.device) -> Tensor:
-    """The norm of all elements behind local norms, of all ranks of the groups together; one collective for each."""
-    found = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [_zero(device)]), p)
+    """Combine local norms into the norm over all ranks of `groups`, with one all-reduce per group."""
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms] or [_zero(device)]), p)
     for group in groups:
-        powers = (found if math.isinf(p) else found**p).to(process_groups.collective_device(group))
+        powers = (total if math.isinf(p) else total**p).to(process_groups.collective_device(group))
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
-        found = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
-    return found
+        total = (powers if math.isinf(p) else powers ** (1 / p)).to(device)
+    return total
 
 
 def _zero(device: torch.device) -> Tensor:
-    """The norm of no element."""
+    """Return the norm of an empty set."""
     return torch.zeros((), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""FusedAdam: Adam over quantized weights, with masters and moments of 32, 16 or 8 bits, or without masters."""
+"""FusedAdam: Adam for quantized weights, with master weights and moments in 32, 16 or 8 bits."""
 
 from __future__ import annotations
 
@@ -16,67 +16,68 @@ from quantshard.presets import chosen_options
 
 
 class FusedAdam(AdamOptimizer):
-    """Adam or AdamW for models with quantized weights; on any number of ranks its states are as the parameters' are.
+    """Adam or AdamW for models with quantized weights, on one process or sharded.
 
-    Every parameter that is coarser than `master_weight_dtype` has a master, seeded from `get_high_precision_init_val`
-    where that was kept, else from the (dequantized) parameter. States are allocated here, so that a new process can
-    load them, and are DTensors exactly where parameters are.
+    Every parameter with less precision than `master_weight_dtype` has a master weight. The master starts from
+    `get_high_precision_init_val()` if the initial values were kept, otherwise from the (dequantized) parameter. States
+    are allocated by the constructor, so a new process can load them, and are DTensors exactly where the parameters are.
 
-    All arithmetic is float32. A state of fewer bits is rounded stochastically when a step writes it, so that updates
-    below its precision are kept on average, and a positive second moment never becomes zero. The random words depend
-    on a seed (made at construction if one is needed, part of the state dict), the step,
-    and the place in the global tensor: the bits are the same on any mesh and after any resumption.
+    All arithmetic is float32. A state in fewer bits is rounded stochastically when a step writes it, so updates below
+    its precision are kept on average; a positive second moment never becomes zero. The random bits depend only on a
+    seed (created by the constructor if needed, saved in the state dict), the step and the index in the global tensor,
+    so the result is bitwise the same on any mesh and after resuming.
 
-    State dtypes: `torch.float32`; `torch.bfloat16`; `torch.float16`, scaled by a power of two for 128 elements of a
-    row, for unscaled it would overflow above 65504 and lose the squares of gradients below 2e-4; `torch.uint8`, FP8
-    with a power of two for 128 elements: E4M3 of the first moment, of the second, which has no sign and holds squares,
-    UE5M3 (`state_cells`). Scaled states are for 2-D parameters; those of others stay float32.
+    State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8). The last two are
+    scaled: each block of 128 elements of a row has a power-of-two scale, because unscaled float16 overflows above 65504
+    and loses squares of gradients below 2e-4. FP8 is E4M3 for the first moment and UE5M3 for the second, which is never
+    negative (`state_cells`). Only 2-D parameters have scaled states; other parameters use float32 instead.
 
-    A step whose gradients are not all finite is skipped on all ranks: no weight, moment, scale or history changes, and
-    `skipped_steps` counts it. On GPUs the device skips it, and the host hears of it in the next step (see `step`).
-
-    On GPUs a step runs in kernels over all parameters, with the same bits (`kernel_step`).
+    If any gradient is infinite or NaN, the step is skipped on all ranks: no weight, moment, scale or amax history
+    changes, and `skipped_steps` counts it. On GPUs the device skips the step, and the host learns about it in the next
+    one (see `step`). On GPUs a step runs in kernels that process all parameters at once, with the same bits
+    (`kernel_step`).
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
-            are trained are quantized, float32, bfloat16 or float16.
-        lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
-        betas, eps: Adam's.
-        weight_decay: 0 by default; in place of torch.optim.AdamW, whose default is 0.01, pass weight_decay=0.01.
+        params: parameters, (name, parameter) pairs or groups. No parameter can be on the meta device. Trained
+            parameters are quantized, float32, bfloat16 or float16.
+        lr: learning rate. `group["lr"]` can be set between steps, as LR schedulers do.
+        betas, eps: Adam's coefficients.
+        weight_decay: 0 by default. To replace torch.optim.AdamW with its default of 0.01, pass weight_decay=0.01.
         bias_correction: divide the moments by 1 - beta**step.
-        adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (L2).
-        capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
-            in `step`, so that a CUDA graph can hold one. The bits are those of `capturable=False`. A bad step is then
-            found out late: reading `skipped_steps` or `state_dict()` raises, once, what `step` would have. Set the
-            rate with `group["lr"].fill_(rate)`; LR schedulers do. Not for quantized weights without masters. Run a step
-            before one is captured, and replace no tensor after it.
-        preset: a name of `presets.PRESETS`, "lean8" or "lean6", for the next four options and store_param_remainders.
-            Bits and checkpoints are those of an optimizer whose options are spelled out. An option beside it must be
-            what the preset says.
-        master_weights: True by default. False keeps no masters: weights, quantized ones too, are read, updated and
-            rounded stochastically into their own format. Their scales are chosen as always, so what a scale clips is
-            lost: an element that has the largest code of its FP4 block grows only by steps of 3% or more, since that
-            block's scale is rounded to E4M3; under delayed scaling the largest of the tensor grows every second step.
-        master_weight_dtype: float32 (the default), float16 or bfloat16.
-        exp_avg_dtype, exp_avg_sq_dtype: float32 (the default), float16, bfloat16 or uint8.
-        use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
-        store_param_remainders: False by default. If True, masters are kept as what parameters lack of them. Of bfloat16
-            parameters these are the low 16 bits of a float32 master: the same training, bit for bit, in half of the
-            memory. Of quantized weights of 8 bits, if `master_weight_dtype` is float16, the low 8 bits of a master of
-            16: it has the exponents of the codes and 8 bits of mantissa more (E4M11), under the weight's own scales,
-            and its high byte, rounded to nearest, is the code. Other parameters keep a master of
-            `master_weight_dtype`. What a delayed scale clips of a weight is lost, by up to a step.
-        set_grad_none: deprecated; what `zero_grad` does if it is not told. Use `zero_grad(set_to_none=...)`.
-        max_skipped_in_a_row: raise after this many skipped steps in a row.
-        ema_decay: keep an exponential moving average of the trained values of each parameter (EMA), float32, as the
-            state `ema_param`: a step that is not skipped leaves this share of it, as 0.999, and adds the new values of
-            the master (of a parameter without one, its new values before they are rounded), corrected for the bias
-            (`numerics.averages`). 0, the default, keeps none. `averaged_weights` evaluates with it; `begin_average` and
-            `drop_average` change it later, and `group["ema_decay"]` may be set between steps.
+        adam_w_mode: decoupled weight decay (AdamW). False adds the decay to the gradient (L2).
+        capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`, so
+            that a CUDA graph can capture a step. The bits equal `capturable=False`. A bad step is reported late:
+            reading `skipped_steps` or calling `state_dict()` raises, once, the error that `step` would have raised. Set
+            the rate with `group["lr"].fill_(rate)`; LR schedulers do. Quantized weights then need masters. Run one step
+            before capturing, and do not replace any tensor afterwards.
+        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the next four options and store_param_remainders.
+            Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
+            with a preset must agree with it.
+        master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated
+            and rounded stochastically to their own format. Scales are chosen as usual, and values that a scale clips
+            are lost. An element with the largest code of its FP4 block then grows only by steps of 3% or more, since
+            the block's scale is rounded to E4M3; under delayed scaling the largest element of a tensor grows only every
+            second step.
+        master_weight_dtype: float32 (default), float16 or bfloat16.
+        exp_avg_dtype, exp_avg_sq_dtype: float32 (default), float16, bfloat16 or uint8.
+        use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
+        store_param_remainders: False by default. True stores only the bits of a master that the parameter itself does
+            not hold. A bfloat16 parameter needs the low 16 bits of a float32 master: the same training, bit for bit, in
+            half the memory. An 8-bit quantized weight with `master_weight_dtype=torch.float16` needs the low 8 bits of
+            a 16-bit master. This master has the exponent range of the codes and 8 more mantissa bits (E4M11), shares
+            the weight's scales, and its high byte, rounded to nearest, is the code. Other parameters keep a full
+            master. The part of a weight that a delayed scale clips is lost, by up to one step's update.
+        set_grad_none: deprecated default of `zero_grad`. Use `zero_grad(set_to_none=...)`.
+        max_skipped_in_a_row: raise after this many consecutive skipped steps.
+        ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state
+            `ema_param`; 0 (default) keeps no average. Each step that is not skipped averages in the new values of the
+            master (or, without one, the new values before rounding), with bias correction (`numerics.averages`).
+            `averaged_weights` evaluates with the averages, `begin_average` and `drop_average` switch them on and off
+            later, and `group["ema_decay"]` can be set between steps.
 
     Raises:
-        ConfigurationError: an argument does not fit; the message says which.
-        RankMismatchError: ranks have different random keys for one weight, or different seeds.
+        ConfigurationError: an argument is invalid.
+        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
     @suggests_names
@@ -107,14 +108,14 @@ class FusedAdam(AdamOptimizer):
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         if set_grad_none is not None:
             warn_user("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning)
-        given = {
+        passed_options = {
             "master_weights": master_weights,
             "master_weight_dtype": master_weight_dtype,
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
             "store_param_remainders": store_param_remainders,
         }
-        kept = chosen_options(type(self).__name__, preset, given)
+        chosen = chosen_options(type(self).__name__, preset, passed_options)
         self._set_to_none = set_grad_none is None or set_grad_none
         super().__init__(
             params,
@@ -126,16 +127,16 @@ class FusedAdam(AdamOptimizer):
                 "bias_correction": bias_correction,
                 "adam_w_mode": adam_w_mode,
             },
-            state_dtypes={EXP_AVG: kept.exp_avg_dtype, EXP_AVG_SQ: kept.exp_avg_sq_dtype},
+            state_dtypes={EXP_AVG: chosen.exp_avg_dtype, EXP_AVG_SQ: chosen.exp_avg_sq_dtype},
             capturable=capturable,
-            master_weights=kept.master_weights,
-            master_weight_dtype=kept.master_weight_dtype,
+            master_weights=chosen.master_weights,
+            master_weight_dtype=chosen.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=kept.store_param_remainders,
+            store_param_remainders=chosen.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, `decoupled_grad` too where it is used: to None (the default), or to zeros."""
+        """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""
         super().zero_grad(self._set_to_none if set_to_none is None else set_to_none)

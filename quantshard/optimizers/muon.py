@@ -1,9 +1,9 @@
-"""Muon over quantized weights: matrices move by their orthogonalized momentum, all other parameters by AdamW.
+"""Muon for quantized weights: matrices take their orthogonalized momentum as update, other parameters use AdamW.
 
-A step agrees on the gradients first, in one collective. Then, bucket by bucket: every rank brings the momentum of its
-parts up to date and sends what is to be orthogonalized, in bfloat16, to the owners of the matrices; owners do so and
-send the parts back (`matrix_exchange`); and each rank updates its parts, by kernels or as in any step. What a
-rank holds for it at a time is bounded by `BUCKET_BYTES`.
+A step first agrees on the gradients in one collective. Then, for each bucket of matrices, every rank updates the
+momentum of its shards and sends them, as bfloat16, to the owners of the matrices. Owners orthogonalize and send the
+shards back (`matrix_exchange`), and every rank updates its shards, in kernels or in PyTorch. `BUCKET_BYTES` bounds the
+extra memory.
 """
 
 from __future__ import annotations
@@ -32,54 +32,57 @@ from quantshard.optimizers.step import ParameterStep, Update, UpdateFormula
 from quantshard.presets import MUON, chosen_options
 
 BUCKET_BYTES = 1 << 27
-"""Of the bfloat16 parts that a rank sends at once, and of about as much as it receives (`matrix_exchange.buckets`)."""
+"""Size of the bfloat16 shards that a rank sends at once; it receives about as much (see `matrix_exchange.buckets`)."""
 
 
 class Muon(AdamOptimizer):
-    """Muon (Jordan et al., 2024) for models with quantized weights, with AdamW for what is no matrix of a hidden layer.
+    """Muon (Jordan et al., 2024) for the matrices of hidden layers and AdamW for all other parameters.
 
         optimizer = Muon(muon_groups(model, adamw={"lr": 3e-4}), lr=0.02)
 
-    It takes the arguments of `torch.optim.Muon` and does what that does to float32 matrices, from the masters. The
-    momentum of a whole matrix is orthogonalized, so the bits are the same under FSDP2, HSDP and tensor parallelism, on
-    any number of ranks, for uneven and empty shards too. Each rank does so for its share of the matrices of a step:
-    parts go to their owner and back in one all-to-all per mesh axis and bucket, bfloat16 both ways. For that a rank
-    holds, at some time in a step, up to about 8 times 128 MiB more, or 8 times its largest whole matrix in bfloat16 if
-    that is larger. Replicas (HSDP, DDP) each do it for themselves.
+    Takes the arguments of `torch.optim.Muon` and updates masters as that optimizer updates float32 matrices. The
+    momentum of a whole matrix is orthogonalized, so results are bitwise the same under FSDP2, HSDP and tensor
+    parallelism on any number of ranks, including uneven and empty shards. They also depend on the hardware, the
+    software versions and the number of CPU threads.
 
-    A group says by its entry `algorithm` how it is stepped: "muon", the default, or "adamw", with `betas`, `eps` and
-    `weight_decay` as of `FusedAdam` (`ADAMW_SETTINGS`) and an lr of its own. It is one optimizer: a step is taken or
-    skipped for all groups, and one state dict has all states: for matrices master and momentum, 8 bytes a parameter in
-    float32. Masters, states of fewer bits, stochastic rounding, skipped steps and loading are those of `FusedAdam`, and
-    so are the kernels on GPUs; only the orthogonalization is PyTorch's products.
+    Each rank orthogonalizes its share of the matrices. Shards travel to the owner of a matrix and back in one bfloat16
+    all-to-all per mesh axis and bucket. A step needs up to about 8 times 128 MiB of extra memory per rank, or 8 times
+    the rank's largest whole matrix in bfloat16 if that is larger. Replicas (HSDP, DDP) each repeat the work.
 
-    Orthogonalized matrices have the same bits on the same hardware, software and number of CPU threads.
+    The entry `algorithm` of a group chooses "muon" (default) or "adamw"; the latter takes `betas`, `eps` and
+    `weight_decay` as in `FusedAdam` (`ADAMW_SETTINGS`) and its own lr. All groups form one optimizer: a step is taken
+    or skipped for all of them, and one state dict holds all states. A matrix keeps a master and the momentum: 8 bytes
+    per parameter in float32. Masters, low-precision states, stochastic rounding, skipped steps, loading and GPU kernels
+    work as in `FusedAdam`; only the orthogonalization runs as PyTorch matrix products.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups, as of `FusedAdam`; `muon_groups` makes groups of a model.
-            Those of groups of Muon's are matrices [rows, columns], of linear layers; give embeddings and output heads
-            to AdamW.
-        lr: learning rate; `group["lr"]` may be set between steps, as LR schedulers do.
-        weight_decay: decoupled.
-        momentum, nesterov: of the mean of gradients; see `numerics.muon.momentum`.
-        ns_coefficients, eps, ns_steps: of the iteration; see `numerics.muon.orthogonalized`.
-        adjust_lr_fn: how a matrix's shape changes the learning rate: "original" (None too), or "match_rms_adamw", with
-            which lr and weight decay are those that suit AdamW, and groups of AdamW's may take this lr.
-        preset: a name of `presets.PRESETS`, "lean8" or "lean6", in place of the next options that say how masters and
-            moments are kept; as of `FusedAdam`, and with momentum in bfloat16.
-        momentum_buffer_dtype: how momentum is stored: float32 (the default), float16, bfloat16, or uint8 (FP8), whose
-            rounding is amplified with the smallest singular values and costs loss (docs/optimizers.md).
-        exp_avg_dtype, exp_avg_sq_dtype: of groups of AdamW's; float32 by default.
+        params: parameters, (name, parameter) pairs or groups, as in `FusedAdam`; `muon_groups` builds the groups of a
+            model. "muon" groups take only matrices [rows, columns] of linear layers. Put embeddings and output heads in
+            an "adamw" group.
+        lr: learning rate. `group["lr"]` can be set between steps, as LR schedulers do.
+        weight_decay: decoupled weight decay.
+        momentum, nesterov: settings of the mean of gradients; see `numerics.muon.momentum`.
+        ns_coefficients, eps, ns_steps: settings of the Newton-Schulz iteration; see `numerics.muon.orthogonalized`.
+        adjust_lr_fn: how the shape of a matrix scales the learning rate. "original" (same as None), or
+            "match_rms_adamw", which makes lr and weight decay values suited to AdamW valid here, and lets "adamw"
+            groups inherit this lr.
+        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the storage of masters, momentum and moments, as in
+            `FusedAdam`; momentum is bfloat16.
+        momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8). The rounding
+            errors of FP8 are amplified together with the smallest singular values and raise the loss
+            (docs/optimizers.md).
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments in "adamw" groups; float32 by default.
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
-            max_skipped_in_a_row, ema_decay: as of `FusedAdam`, but that a rate of `capturable` is a float64 tensor.
+            max_skipped_in_a_row, ema_decay: as in `FusedAdam`, except that `capturable` keeps lr in a float64 tensor.
 
     Raises:
-        ConfigurationError: an argument does not fit, or a parameter of Muon's is no matrix; the message says which.
-        RankMismatchError: ranks have different random keys for one weight, or different seeds.
+        ConfigurationError: an argument is invalid, or a "muon" group has a parameter that is not a matrix.
+        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
     states = (*muon.STATES, *adam.STATES)
-    rate_dtype = torch.float64  # rates are multiplied before they are rounded
+    # Rates are multiplied before they are rounded.
+    rate_dtype = torch.float64
     more_entries = (*matrix_groups.ADAMW_SETTINGS,)
 
     @suggests_names
@@ -107,7 +110,7 @@ class Muon(AdamOptimizer):
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
     ) -> None:
-        given = {
+        passed_options = {
             "momentum_buffer_dtype": momentum_buffer_dtype,
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
@@ -115,11 +118,11 @@ class Muon(AdamOptimizer):
             "master_weight_dtype": master_weight_dtype,
             "store_param_remainders": store_param_remainders,
         }
-        kept = chosen_options(type(self).__name__, preset, given)
+        chosen = chosen_options(type(self).__name__, preset, passed_options)
         self._directions: dict[Tensor, Tensor] = {}
         self._buckets: list[MatrixBucket] = []
         self._bucketed: list[Tensor] = []
-        self._captured: list[KernelStep] = []  # CUDA graphs hold the addresses of their tables
+        self._captured: list[KernelStep] = []  # kept alive: CUDA graphs read their tables by address
         super().__init__(
             params,
             {
@@ -134,15 +137,15 @@ class Muon(AdamOptimizer):
                 ALGORITHM: MUON,
             },
             state_dtypes={
-                MOMENTUM_BUFFER: kept.momentum_buffer_dtype,
-                EXP_AVG: kept.exp_avg_dtype,
-                EXP_AVG_SQ: kept.exp_avg_sq_dtype,
+                MOMENTUM_BUFFER: chosen.momentum_buffer_dtype,
+                EXP_AVG: chosen.exp_avg_dtype,
+                EXP_AVG_SQ: chosen.exp_avg_sq_dtype,
             },
             capturable=capturable,
-            master_weights=kept.master_weights,
-            master_weight_dtype=kept.master_weight_dtype,
+            master_weights=chosen.master_weights,
+            master_weight_dtype=chosen.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=kept.store_param_remainders,
+            store_param_remainders=chosen.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )
@@ -150,16 +153,16 @@ class Muon(AdamOptimizer):
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, of Muon's or AdamW's; see `MasterOptimizer.add_param_group`.
+        """Add a "muon" or "adamw" group; see `MasterOptimizer.add_param_group`.
 
         Raises:
-            ConfigurationError: besides, a parameter of Muon's is no matrix, or a group of AdamW's has no lr.
+            ConfigurationError: also if a parameter of a "muon" group is not a matrix, or an "adamw" group has no lr.
         """
         number = len(self.param_groups)
         super().add_param_group(matrix_groups.completed(self.defaults, number, param_group))
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
-        """Momentum, or the moments of Adam."""
+        """Return the states of a group's parameters: momentum, or Adam's moments."""
         return muon.STATES if group[ALGORITHM] == MUON else adam.STATES
 
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
@@ -168,7 +171,7 @@ class Muon(AdamOptimizer):
         return super()._formula(group)
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """The numbers of a group in this step, of Muon or of Adam."""
+        """Return the hyperparameters of a group for this step: MuonSettings or Adam's Hyperparameters."""
         if group[ALGORITHM] != MUON:
             return super().settings(group)
         a, b, c = map(float, group["ns_coefficients"])
@@ -184,10 +187,10 @@ class Muon(AdamOptimizer):
         )
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Check that the numbers of a group make a step; see `options.check_muon` and `options.check_adam`.
+        """Validate a group's hyperparameters with `options.check_muon` or `options.check_adam`.
 
         Raises:
-            ConfigurationError: they make none, or would make weights infinite.
+            ConfigurationError: a value is invalid, or large enough to make weights infinite.
         """
         if group[ALGORITHM] == MUON:
             options.check_muon(where, group, reads_rate)
@@ -199,61 +202,65 @@ class Muon(AdamOptimizer):
     def _muon_update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: MuonSettings
     ) -> Update:
-        """See `numerics.muon`; what was orthogonalized is at hand."""
+        """Apply `numerics.muon` to one parameter, whose orthogonalized direction is in `_directions`."""
         buffer, _ = muon.momentum(grad, states[MOMENTUM_BUFFER], settings)
         new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
     def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        matrices: list[int] = []
-        others: list[int] = []
-        for place, item in enumerate(work):
-            (matrices if isinstance(item.group.settings, MuonSettings) else others).append(place)
-        buckets = self._buckets_of([work[place].param for place in matrices])
-        bucketed = [[work[matrices[number]] for number in bucket.numbers] for bucket in buckets]
+        matrix_indices: list[int] = []
+        adam_indices: list[int] = []
+        for index, item in enumerate(work):
+            (matrix_indices if isinstance(item.group.settings, MuonSettings) else adam_indices).append(index)
+        buckets = self._buckets_of([work[index].param for index in matrix_indices])
+        bucketed = [[work[matrix_indices[number]] for number in bucket.numbers] for bucket in buckets]
         workspace = MatrixWorkspace(bucketed)
-        taken = [
-            bucket.kernels.take(held, self._seed, workspace=workspace)
-            for held, bucket in zip(bucketed, buckets, strict=True)
+        in_kernels = [
+            bucket.kernels.take(bucket_work, self._seed, workspace=workspace)
+            for bucket_work, bucket in zip(bucketed, buckets, strict=True)
         ]
-        left = [work[place] for place in others]
-        takes_others = self._has_kernels and self._kernels.take(left, self._seed, self._is_bounded)
+        adam_work = [work[index] for index in adam_indices]
+        adam_in_kernels = self._has_kernels and self._kernels.take(adam_work, self._seed, self._is_bounded)
         parts = [
             *(
-                ([matrices[number] for number in bucket.numbers], bucket.kernels, is_taken)
-                for bucket, is_taken in zip(buckets, taken, strict=True)
+                ([matrix_indices[number] for number in bucket.numbers], bucket.kernels, uses_kernels)
+                for bucket, uses_kernels in zip(buckets, in_kernels, strict=True)
             ),
-            (others, self._kernels, takes_others),
+            (adam_indices, self._kernels, adam_in_kernels),
         ]
-        on_kernels = any(is_taken for _, _, is_taken in parts)
+        on_kernels = any(uses_kernels for _, _, uses_kernels in parts)
         flags = self._flags(work, FlatMax(), _exceeding(work, parts) if on_kernels else None)
         skips = _StepSkip(flags, on_kernels, self._capturable)
         if not on_kernels and not self._capturable and skips.on_host:
-            return flags, []  # which the caller finds too, and says
-        for held, bucket, is_taken in zip(bucketed, buckets, taken, strict=True):
-            self._step_matrices(held, bucket, skips, is_taken)
-        if takes_others:
+            # The caller reads the same flags, and warns.
+            return flags, []
+        for bucket_work, bucket, uses_kernels in zip(bucketed, buckets, in_kernels, strict=True):
+            self._step_matrices(bucket_work, bucket, skips, uses_kernels)
+        if adam_in_kernels:
             return flags, self._kernels.update(skips.on_device)
-        _measure(left)
-        return flags, left
+        _measure(adam_work)
+        return flags, adam_work
 
     def _step_matrices(
         self, work: list[ParameterStep], bucket: MatrixBucket, skips: _StepSkip, on_kernels: bool
     ) -> None:
-        """Orthogonalize and write, or, where the step is skipped, leave or write what was there. A collective call
-        where they are sharded."""
-        made = bucket.kernels.made_directions() if on_kernels else {}
-        directions = self._orthogonalized(work, bucket.exchange, made)
+        """Orthogonalize the momentum of a bucket and update its parameters; a skipped step leaves them unchanged or
+        restores them.
+
+        A collective call if the matrices are sharded.
+        """
+        kernel_directions = bucket.kernels.made_directions() if on_kernels else {}
+        directions = self._orthogonalized(work, bucket.exchange, kernel_directions)
         self._directions = dict(zip((item.param for item in work), directions, strict=True))
-        left = work
+        remaining = work
         if on_kernels:
             bucket.kernels.give_directions(directions)
-            left = bucket.kernels.update(skips.on_device)
+            remaining = bucket.kernels.update(skips.on_device)
         else:
             _measure(work)
         by_device = self._capturable or (skips.deferred and self._master_weights)
-        if left and (by_device or not skips.on_host):
-            for item in left:
+        if remaining and (by_device or not skips.on_host):
+            for item in remaining:
                 item.finish(skips.on_device if by_device else None)
         self._directions = {}
 
@@ -261,9 +268,11 @@ class Muon(AdamOptimizer):
     def _orthogonalized(
         work: list[ParameterStep], exchange: MatrixExchange, made: Mapping[int, Tensor]
     ) -> list[Tensor]:
-        """Of each parameter this rank's part of its orthogonalized momentum, bfloat16; `made`: by place, what kernels
-        have made of it. A collective call."""
-        parts = (made[at] if at in made else _to_orthogonalize(item) for at, item in enumerate(work))
+        """Return this rank's shard of the orthogonalized momentum of each parameter, as bfloat16. A collective call.
+
+        `made`: momentum shards that kernels already computed, by index in `work`.
+        """
+        parts = (made[index] if index in made else _to_orthogonalize(item) for index, item in enumerate(work))
         whole = exchange.gather(parts)
         owned = {
             number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
@@ -280,22 +289,29 @@ class Muon(AdamOptimizer):
             bucket.kernels.finished(applied)
 
     def _buckets_of(self, params: list[Tensor]) -> Sequence[MatrixBucket]:
-        """The buckets of some parameters, by their numbers; those of the step before, where they are the same."""
+        """Return the buckets of `params`, reusing the ones of the last step if the parameters are the same."""
         if [*map(id, params)] != [*map(id, self._bucketed)]:
             self._captured += [bucket.kernels for bucket in self._buckets if bucket.kernels.is_captured]
             layouts = [MatrixLayout.of(param) for param in params]
-            found = [(numbers, [layouts[number] for number in numbers]) for numbers in buckets(layouts, BUCKET_BYTES)]
-            self._buckets = [MatrixBucket(numbers, MatrixExchange(chosen), KernelStep()) for numbers, chosen in found]
+            layouts_by_bucket = [
+                (numbers, [layouts[number] for number in numbers]) for numbers in buckets(layouts, BUCKET_BYTES)
+            ]
+            self._buckets = [
+                MatrixBucket(numbers, MatrixExchange(bucket_layouts), KernelStep())
+                for numbers, bucket_layouts in layouts_by_bucket
+            ]
             for bucket in self._buckets:
-                for place, number in enumerate(bucket.numbers):
-                    bucket.exchange.check_part(place, TensorRegion.of_local(params[number]))
+                for position, number in enumerate(bucket.numbers):
+                    bucket.exchange.check_part(position, TensorRegion.of_local(params[number]))
             self._bucketed = params
         return self._buckets
 
 
 class MatrixBucket(NamedTuple):
-    """Matrices that are orthogonalized together, by their numbers among all of them, what brings them together, and
-    what steps them."""
+    """Matrices that are orthogonalized together.
+
+    `numbers`: indices among all matrices of the step. `exchange`: gathers and scatters them. `kernels`: updates them.
+    """
 
     numbers: list[int]
     exchange: MatrixExchange
@@ -303,10 +319,10 @@ class MatrixBucket(NamedTuple):
 
 
 class _StepSkip:
-    """Whether a step is skipped: a bool scalar on the device; and for the host, which waits for it, where it is asked.
+    """Whether a step is skipped: a bool scalar for the device and, if the host reads it, a bool for the host.
 
-    Kernels are told by the device. What PyTorch writes beside them is not written at all where the host knows already,
-    since a write that is undone still counts as one. `is_late`: the host would have to wait.
+    Kernels read the device's flag. Updates in PyTorch are not run at all if the host already knows the flag, because a
+    write that is undone still counts as a write. `deferred`: reading the flag on the host would wait for the device.
     """
 
     def __init__(self, flags: guards.GradientFlags, is_sent: bool, capturable: bool) -> None:
@@ -316,28 +332,31 @@ class _StepSkip:
 
     @cached_property
     def on_device(self) -> Tensor:
-        """As kernels are given it."""
         return self._flags.bad() if self._sent is None else self._sent
 
     @cached_property
     def on_host(self) -> bool:
-        """Of a step that is not captured."""
+        # Not called while a CUDA graph is captured.
         return bool(self.on_device)
 
 
 def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], KernelStep, bool]]) -> Tensor:
-    """`numerics.exceeds` of each gradient, float32 [parameters]; of each part whether kernels take it."""
+    """Return `numerics.exceeds` of each gradient, float32 [parameters]; `parts` says which ones kernels process."""
     device = private_torch.local_tensor(work[0].param).device
     columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(work)
-    for places, kernels, is_taken in parts:
-        found = kernels.exceeding() if is_taken else kernel_step.exceeding([work[at].grad for at in places], device)
-        for place, flag in zip(places, found.to(device).unbind(), strict=True):
-            columns[place] = flag
+    for indices, kernels, is_taken in parts:
+        flags = (
+            kernels.exceeding()
+            if is_taken
+            else kernel_step.exceeding([work[number].grad for number in indices], device)
+        )
+        for index, flag in zip(indices, flags.to(device).unbind(), strict=True):
+            columns[index] = flag
     return torch.stack(columns)
 
 
 def _measure(work: Iterable[ParameterStep]) -> None:
-    """One collective, where ranks share blocks of what they write."""
+    """Agree on the amaxes of blocks that ranks share, in one collective."""
     reduction = FlatMax()
     for item in work:
         item.measure(reduction)
@@ -345,8 +364,11 @@ def _measure(work: Iterable[ParameterStep]) -> None:
 
 
 def _to_orthogonalize(item: ParameterStep) -> Tensor:
-    """This rank's part of what is orthogonalized, bfloat16: rounded before it is sent, as it would be after; zeros
-    without a gradient, as ranks may differ in which they have, and learn of it in this step."""
+    """Return this rank's shard of the matrix to orthogonalize, rounded to bfloat16 before sending as it would be after.
+
+    Without a gradient it is zeros: ranks can differ in which gradients they have, and learn about that only in this
+    step.
+    """
     buffer = item.targets[MOMENTUM_BUFFER].read()
     if item.grad is None:
         return torch.zeros_like(buffer, dtype=torch.bfloat16)
