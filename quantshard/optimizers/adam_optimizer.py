@@ -1,4 +1,4 @@
-"""What optimizers have that step some or all of their parameters by Adam's formula: the formula."""
+"""Adam's update rule, shared by FusedAdam and Muon."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from quantshard.optimizers.state import floor_of
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
 
 LATE_UPDATE = 1.5
-"""Learning rates that an update may have before there is a warning; where moments began with the count it is 1."""
+"""Warn if the updates of late parameters exceed this many learning rates. The limit is 1 for moments as old as the step
+count."""
 
 
 def largest_late_update(beta1: float, beta2: float, step: int) -> float:
-    """The largest update, in learning rates, by gradients that are all alike and begin in this step of a count.
+    """Return the largest update, in learning rates, of a parameter whose gradients are constant and start at `step`.
 
-    Kingma and Ba's bias corrections divide moments by 1 - beta^t, of t steps; of k gradients they are 1 - beta^k. Where
-    t is large the largest is that of some 1.26 / (1 - beta1) gradients.
+    Kingma and Ba's bias correction divides moments by 1 - beta^t for t steps, but moments of k gradients sum to
+    1 - beta^k. For large t the largest update comes after about 1.26 / (1 - beta1) gradients.
     """
 
     def update(k: int) -> float:
@@ -37,7 +38,7 @@ def largest_late_update(beta1: float, beta2: float, step: int) -> float:
 
 
 class AdamOptimizer(KernelOptimizer):
-    """Base of `FusedAdam`, whose groups are all Adam's, and of `Muon`, which has others beside them."""
+    """Base of `FusedAdam` and `Muon`. All groups of `FusedAdam`, and the "adamw" groups of `Muon`, use Adam."""
 
     states: ClassVar[tuple[StateSpec, ...]] = STATES
     _has_told_of_late = False
@@ -47,14 +48,14 @@ class AdamOptimizer(KernelOptimizer):
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Hyperparameters
     ) -> Update:
-        """See `numerics.adam.adam`."""
+        """Apply `numerics.adam.adam` to one parameter."""
         new = adam(grad, master, states[EXP_AVG], states[EXP_AVG_SQ], settings, self._is_bounded(param))
         return new.master, {EXP_AVG: new.exp_avg, EXP_AVG_SQ: new.exp_avg_sq}
 
     kernel_formula = update
 
     def settings(self, group: dict[str, Any]) -> Hyperparameters:
-        """The numbers of a group in this step."""
+        """Return the hyperparameters of a group for this step."""
         beta1, beta2 = map(float, group["betas"])
         return Hyperparameters(
             step=group["step"] + 1,
@@ -79,20 +80,24 @@ class AdamOptimizer(KernelOptimizer):
             self._warn_of_late(late)
 
     def _warn_of_late(self, late: list[tuple[Tensor, GroupSettings]]) -> None:
-        """Warn, once, of parameters whose moments begin so late in their group's count that updates are too large."""
-        found = [
-            (self._names[param], of.step, largest_late_update(of.settings.beta1, of.settings.beta2, of.step))
-            for param, of in late
-            if isinstance(of.step, int) and of.step > 1
-            if EXP_AVG_SQ in self._states[param] and of.settings.bias_correction
+        """Warn once about parameters that start late in their group's step count, so that updates are too large."""
+        largest_updates = [
+            (
+                self._names[param],
+                group.step,
+                largest_late_update(group.settings.beta1, group.settings.beta2, group.step),
+            )
+            for param, group in late
+            if isinstance(group.step, int) and group.step > 1
+            if EXP_AVG_SQ in self._states[param] and group.settings.bias_correction
         ]
-        if not any(largest >= LATE_UPDATE for *_, largest in found):
+        if not any(largest >= LATE_UPDATE for *_, largest in largest_updates):
             return
         self._has_told_of_late = True
-        name, step, largest = max(found, key=lambda each: each[2])
-        others = f" and {len(found) - 1} more have" if len(found) > 1 else " has"
+        name, step, largest = max(largest_updates, key=lambda entry: entry[2])
+        subject = f" and {len(largest_updates) - 1} more have" if len(largest_updates) > 1 else " has"
         warn_user(
-            f"{self._name}: {name}{others} a first gradient in step {step} of the group, and the bias correction "
+            f"{self._name}: {name}{subject} a first gradient in step {step} of the group, and the bias correction "
             f"counts the group's steps, so the next updates are up to {largest:.1f} learning rates, where Adam's first "
             "is 1; give what begins late a group of its own then (add_param_group), which counts for itself, or take "
             "MasterWeights(torch.optim.AdamW, ...), which counts for each parameter",
@@ -100,17 +105,17 @@ class AdamOptimizer(KernelOptimizer):
         )
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Check that the numbers of a group make a step; see `options.check_adam`.
+        """Validate a group's hyperparameters with `options.check_adam`.
 
         Raises:
-            ConfigurationError: they make none, or would make weights infinite.
+            ConfigurationError: a value is invalid, or large enough to make weights infinite.
         """
         options.check_adam(where, group, self._bounds_ratio, reads_rate)
 
     @cached_property
     def _bounds_ratio(self) -> bool:
-        """Whether scaled first moments are so much coarser than the second, which is of squares, that an update needs a
-        bound."""
+        """Whether updates need a bound: scaled first moments are much coarser than second moments, which hold
+        squares."""
         return floor_of(self._dtypes[EXP_AVG]) ** 2 > floor_of(self._dtypes[EXP_AVG_SQ], nonnegative=True)
 
     def _is_bounded(self, param: Tensor) -> bool:

@@ -1,7 +1,6 @@
-"""Steps from which nothing is read back (`capturable`): counts and learning rates are tensors.
+"""Steps that never synchronize with the host (`capturable`): step counts and learning rates are tensors.
 
-What is wrong with a step is then known to the device alone: the step is undone there, and said later, when somebody
-reads the counts.
+Only the device knows if a step was bad. The device undoes the step, and reading the counts later raises the error.
 """
 
 from __future__ import annotations
@@ -18,51 +17,52 @@ from quantshard.optimizers.step import ParameterStep
 Group = dict[str, Any]
 
 COUNTERS = ("step", "skipped_steps", "skipped_in_a_row")
-"""What a group counts."""
+"""Group entries that count steps."""
 
 
 def make_tensors(group: Group, device: torch.device, rate_dtype: torch.dtype) -> None:
-    """Put a group's counts and learning rate into tensors of its own."""
+    """Replace a group's counts and learning rate by new tensors on `device`."""
     group["lr"] = torch.as_tensor(group["lr"], dtype=rate_dtype, device=device).clone()
     group.update({key: torch.tensor(int(group[key]), dtype=torch.int64, device=device) for key in COUNTERS})
 
 
 def make_numbers(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Read the entries of groups that are tensors in the optimizer, as a hook after `state_dict`."""
+    """Replace tensors in the groups of a state dict by numbers; a `state_dict` post hook."""
     for group in state_dict["param_groups"]:
         group.update({key: group[key].item() for key in (*COUNTERS, "lr") if isinstance(group[key], Tensor)})
 
 
 def wrong_rates(groups: list[Group], count: int) -> Tensor:
-    """Float32 [count], `guards.RATE` in the first if a learning rate makes no step."""
+    """Return float32 [count]: the first element is `guards.RATE` if a learning rate is invalid, all others are 0."""
     rates = torch.stack([group["lr"] for group in groups])
     bad = ~((rates >= 0) & (rates <= guards.LARGEST_RATE)).all()
     return functional.pad((bad * guards.RATE).view(1), (0, count))[:count]
 
 
 class BadStepRecord:
-    """The flags of the last bad step. They say which it was, too large or not finite, in one number of a parameter, on
-    the device; it is read where somebody asks, after a bad step, and a step makes no launch and waits for nothing
-    more."""
+    """The flags of the last bad step, kept on the device: one number per parameter that says what was wrong.
+
+    They are read only on request after a bad step, so a normal step needs no extra launch and no synchronization.
+    """
 
     def __init__(self) -> None:
         self._flags: guards.GradientFlags | None = None
 
     def keep(self, flags: guards.GradientFlags) -> None:
-        """The same of a step that the host has found to be bad."""
+        """Record the flags of a bad step that the host already knows about."""
         self._flags = flags
 
     def large_gradient(self) -> str:
-        """As of the flags."""
+        """See `GradientFlags.large_gradient`."""
         return "" if self._flags is None else self._flags.large_gradient()
 
     def finish(self, left: list[ParameterStep], flags: guards.GradientFlags, groups: list[Group]) -> None:
-        """What a step does after the reduction: a bad step is undone, not left out."""
+        """Finish a step after the reduction: if it is bad, undo it on the device and count it as skipped."""
         bad, table = flags.bad(), flags.table
         if self._flags is None or self._flags.table.shape != table.shape:
             self._flags, flags.table = flags, torch.zeros_like(table)
-        remembered = self._flags.table
-        remembered.copy_(torch.where(bad, table, remembered))
+        last_table = self._flags.table
+        last_table.copy_(torch.where(bad, table, last_table))
         for item in left:
             item.finish(skip=bad)
         for group in groups:
@@ -72,7 +72,7 @@ class BadStepRecord:
             group["skipped_in_a_row"].add_(1).mul_(skipped)
 
     def check(self, groups: list[Group], most_in_a_row: int) -> None:
-        """Raise what the steps since the last good one could not.
+        """Raise errors of the steps since the last good one.
 
         Raises:
             NonFiniteGradientError, RankMismatchError, ConfigurationError: see `GradientFlags`.

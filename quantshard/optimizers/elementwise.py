@@ -1,6 +1,6 @@
-"""Optimizers whose update is a formula for each element: everything but the formula.
+"""Optimizers whose update is an elementwise formula: everything but the formula.
 
-`FusedAdam` and `Lion` are such; docs/optimizers.md has another, in a few lines.
+`FusedAdam` and `Lion` are examples; docs/optimizers.md writes another one in a few lines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from quantshard.tensor import components
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
-    """Base of optimizers for models with quantized weights whose update is a formula for each element.
+    """Base of optimizers for models with quantized weights whose update is an elementwise formula.
 
-    A subclass declares its `states` and gives the formula, `update`; gradient descent with momentum is
+    A subclass declares its `states` and implements the formula as `update`. Gradient descent with momentum is
 
         class Momentum(ElementwiseOptimizer):
             states = (StateSpec("momentum_buffer"),)
@@ -39,60 +39,65 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
         optimizer = Momentum(model.parameters(), {"lr": 0.1, "momentum": 0.9})
 
-    It then has, on any number of ranks with the same bits: masters of quantized and 16-bit parameters, seeded from
-    `get_high_precision_init_val` where that was kept, else from the (dequantized) parameter; states and masters of 32,
-    16 or 8 bits, rounded stochastically when a step writes them, with words that depend on a seed (made at construction
-    if one is needed, part of the state dict), the step, and the place in the global tensor; steps that are skipped on
-    all ranks if a gradient is not finite, so that nothing changes and `skipped_steps` counts; and state dicts that are
-    loaded on another number of ranks. States are allocated here, so that a new process can load them, and are DTensors
-    exactly where parameters are. Since a formula sees one element at a time, one with norms of whole tensors (LAMB) or
-    matrix products is for `MasterWeights`.
+    Results are bitwise the same on any number of ranks. The base class provides:
+
+    - masters of quantized and 16-bit parameters, which start from `get_high_precision_init_val()` if the initial values
+      were kept, otherwise from the (dequantized) parameter;
+    - states and masters in 32, 16 or 8 bits, rounded stochastically when a step writes them. The random bits depend on
+      a seed (created by the constructor if needed, saved in the state dict), the step and the index in the global
+      tensor;
+    - steps that are skipped on all ranks if a gradient is not finite: nothing changes, and `skipped_steps` counts them;
+    - state dicts that load on any number of ranks.
+
+    States are allocated by the constructor, so a new process can load them, and are DTensors exactly where the
+    parameters are. A formula sees one element at a time. For norms of whole tensors (LAMB) or matrix products use
+    `MasterWeights`.
 
     Args:
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
-            are trained are quantized, float32, bfloat16 or float16.
-        defaults: entries of groups that do not set them; `lr` must be one of them.
-        state_dtypes: by role, how a state is stored: `torch.float32` (the default), `torch.bfloat16`, `torch.float16`
-            (scaled by a power of two for 128 elements of a row) or `torch.uint8` (FP8 likewise: E4M3, and UE5M3 of
-            nonnegative ones). Scaled ones are for 2-D parameters; those of others stay float32.
-        capturable: keep lr and the counts of steps in tensors on the parameters' device, and read nothing back from it
-            in `step`; see `FusedAdam`. The formula must do as much.
-        master_weights: False keeps no masters: weights are read, updated and rounded into their own format.
-        master_weight_dtype: float32, float16 or bfloat16; parameters that are no coarser have no master.
-        use_decoupled_grad: read `param.decoupled_grad`, of any floating dtype, instead of `param.grad`.
-        store_param_remainders: parameters keep, instead of a master, the bits that they lack of it; see `FusedAdam`.
-        max_skipped_in_a_row: raise after this many skipped steps in a row.
+        params: parameters, (name, parameter) pairs or groups. No parameter can be on the meta device. Trained
+            parameters are quantized, float32, bfloat16 or float16.
+        defaults: group entries for groups that do not set them; must include `lr`.
+        state_dtypes: dtype of each state, by role: `torch.float32` (default), `torch.bfloat16`, `torch.float16` (with a
+            power-of-two scale per 128 elements of a row) or `torch.uint8` (FP8 with the same scales: E4M3, or UE5M3 for
+            nonnegative states). Only 2-D parameters have scaled states; other parameters use float32 instead.
+        capturable: keep lr and step counts in tensors on the parameters' device and never synchronize in `step`; see
+            `FusedAdam`. The formula must not synchronize either.
+        master_weights: False keeps no masters: weights are read, updated and rounded to their own format.
+        master_weight_dtype: float32, float16 or bfloat16; parameters with at least this precision have no master.
+        use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
+        store_param_remainders: store only the bits of a master that the parameter does not hold; see `FusedAdam`.
+        max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: keep an average of the weights; see `FusedAdam`.
 
     Raises:
-        ConfigurationError: an argument does not fit; the message says which.
-        RankMismatchError: ranks have different random keys for one weight, or different seeds.
+        ConfigurationError: an argument is invalid.
+        RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
-    # What a subclass says --------------------------------------------------------------------------------------------
+    # For subclasses --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: Any
     ) -> Update:
-        """The formula: new values of the master and, by role, of all `states`.
+        """Compute the new values of the master and of all `states`, by role.
 
-        `grad`, `master`, the states and what is returned are float32, of the shape of the parameter's local part (which
-        may be empty). Each element of the result depends on the same element of the arguments and on nothing else, or
-        the bits depend on the mesh. It changes no argument, and may be called twice in a step.
+        `grad`, `master`, the states and the results are float32 with the shape of the parameter's local shard, which
+        can be empty. Each element of the results must depend on the same element of the arguments only, or results
+        depend on the mesh. Must not modify its arguments, and can be called twice in a step.
 
         Args:
-            param: the parameter, to tell it from others; its values are in `master`.
-            grad: its gradient.
-            master: the values that are trained: the master's, or without one the parameter's.
-            states: by role.
-            settings: what `settings` made of the parameter's group.
+            param: the parameter, as an identity only; its values are in `master`.
+            grad: gradient of the parameter.
+            master: values to train: the master's, or the parameter's if it has no master.
+            states: values of the states, by role.
+            settings: result of `settings` for the parameter's group.
         """
 
     def settings(self, group: dict[str, Any]) -> Any:
-        """What `update` is told of a group, once in a step: its entries, of which `step` counts this one, from 1.
+        """Return the settings that `update` gets for a group: its entries, with the number of this step as `step`.
 
-        If `capturable`, `step` and `lr` are tensors.
+        Called once per step. `step` counts from 1. `step` and `lr` are tensors if `capturable`.
         """
         return {**group, "step": group["step"] + 1}
 
@@ -100,20 +105,20 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: None = None) -> Any:  # type: ignore[override]
-        """One optimizer step; a collective call where parameters are sharded.
+        """Take one optimizer step, and return the result of `closure`. A collective call where parameters are sharded.
 
         `grad_scaler` must be None: call `grad_scaler.unscale_(optimizer)` before, and `grad_scaler.step(optimizer)`.
 
-        On a GPU nothing is waited for: whether gradients were bad, so that the device skipped the step, is counted and
-        raised by the next step; who reads `skipped_steps` or a state dict before has it counted. Until then the `step`
-        of a group counts such a step. Optimizers without masters are the exception.
+        On a GPU the host does not wait. If gradients were bad, the device skips the step, and the next step counts it
+        and raises; reading `skipped_steps` or a state dict counts it earlier. Until then `step` in a group includes the
+        skipped step. Optimizers without masters wait.
 
         Raises:
-            ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse; a number of a group
-                makes no step; or parameters in groups were replaced after the first step (before it, those that took
-                their places are adopted, with new states).
-            RankMismatchError: some ranks only have a gradient for a parameter.
-            NonFiniteGradientError: this was one skipped step too many in a row; on a GPU, the step before was.
+            ConfigurationError: a parameter is a DTensor and its gradient is not, or the reverse; a group has an invalid
+                value; or parameters were replaced after the first step (replacements before it are adopted, with new
+                states).
+            RankMismatchError: a parameter has a gradient on some ranks only.
+            NonFiniteGradientError: too many consecutive steps were skipped; on a GPU raised one step later.
         """
         if grad_scaler is not None:
             raise ConfigurationError(
@@ -131,14 +136,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if self._has_loaded and not kernel_dispatch.is_capturing():
             self._has_loaded = False
             warn_of_other_weights(self._name, self._with_masters(work))
-        flags, left = self._measured(work)
+        flags, remaining = self._measured(work)
         flags.warn_of_no_gradient()
         deferred = self._is_late(flags)
         applied = self._capturable or deferred or not self._skips(flags)
         if self._capturable:
-            self._last_bad_step.finish(left, flags, self.param_groups)
+            self._last_bad_step.finish(remaining, flags, self.param_groups)
         elif applied:
-            for item in left:
+            for item in remaining:
                 item.finish(flags.bad() if deferred else None)
             for group in self.param_groups:
                 group["step"] += 1
@@ -154,9 +159,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         return loss
 
     def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        """What all ranks know of the gradients, and what is left to be finished: it is measured.
+        """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
 
-        A subclass with kernels of its own makes its part of the step here, where nothing is wrong with a gradient.
+        A subclass with kernels overrides this and applies its part of the step here, unless a gradient is bad.
         """
         reduction = FlatMax()
         for item in work:
@@ -164,14 +169,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         return self._flags(work, reduction), work
 
     def _finished(self, applied: bool) -> None:
-        """The step is over, made or skipped."""
+        """Hook that runs at the end of a step, applied or skipped."""
         return
 
     def _is_late(self, flags: guards.GradientFlags) -> bool:
-        """Whether flags that the device has yet to find out are left for the next step, or for whoever asks before.
+        """Whether reading the flags is left to the next step (or to whoever reads `skipped_steps` first).
 
-        The step is then taken for made. A weight without a master counts its random draws on the host, in its own
-        state, which others may save before that; so without masters the host waits, on all ranks alike.
+        The host then treats the step as applied. A weight without a master counts its random draws on the host, in
+        state that can be saved before the flags are read; so without masters all ranks wait.
         """
         return flags.deferred and self._master_weights
 
@@ -185,7 +190,7 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     def _flags(
         self, work: list[ParameterStep], reduction: FlatMax, exceeding: Tensor | None = None
     ) -> guards.GradientFlags:
-        """What all ranks know of the gradients, after all that was registered has been reduced."""
+        """Run the pending reductions and return the gradient flags of all ranks."""
         gradients = ((self._names[item.param], item.param, item.grad) for item in work)
         wrong = wrong_rates(self.param_groups, len(work)) if self._capturable else None
         flags = guards.GradientFlags(gradients, reduction, exceeding, wrong)
@@ -194,9 +199,9 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         return flags
 
     def _begin(self, groups: list[GroupSettings]) -> Iterator[ParameterStep]:
-        """The parameters with a state, checked to be as this optimizer left them."""
+        """Yield a step for each parameter with states, after checking that only this optimizer changed it."""
         seed = self._seed
-        for of_group, group in zip(groups, self.param_groups, strict=True):
+        for group_settings, group in zip(groups, self.param_groups, strict=True):
             formula = self._formula(group)
             for param in group["params"]:
                 grad = self._grad_of(param)
@@ -213,17 +218,17 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 if self._versions.setdefault(param, version) != version and MASTER in states:
                     self._take_over(param, states[MASTER])
                 yield ParameterStep(
-                    param, grad, states, self._weights[param], of_group, formula, seed, self._streams[param]
+                    param, grad, states, self._weights[param], group_settings, formula, seed, self._streams[param]
                 )
 
     def _with_masters(self, work: list[ParameterStep]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Names, values and masters of those that have values here, and a master that is not a part of the weight."""
+        """Yield name, values and master of each parameter with a separate master and local elements."""
         for item in work:
             if item.source is not item.weight and not item.source.writes_weight and item.param.numel() > 0:
                 yield self._names[item.param], item.weight.read(), item.source.read()
 
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
-        """What a group's parameters are stepped by."""
+        """Return the update formula of a group's parameters."""
         return UpdateFormula(self._name, self.group_states(group), self.update)
 
     def _group_settings(self, number: int, group: dict[str, Any]) -> GroupSettings:
@@ -234,14 +239,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 f"{where}['lr'] = {group['lr']!r} in place of its tensor, which capturable=True keeps on the device; "
                 f"write into that: group['lr'].fill_({group['lr']!r})"
             )
-        options.check_no_states(type(self), group)  # maximize may be set later
+        options.check_no_states(type(self), group)  # again: maximize can be set between steps
         decay = group.get(EMA_DECAY, 0.0)
         options.check_decay(where, decay)
         options.check_group_decay(self._name, group, EMA_DECAY in self.defaults)
         return GroupSettings(number, group["step"] + 1, self.settings(group), float(decay))
 
     def _take_over(self, param: Tensor, master: OptimizerState) -> None:
-        """Take the values that others gave a parameter over into its master."""
+        """Copy values that others wrote to a plain parameter into its master."""
         if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{self._names[param]} was given new values after this {self._name} was built, and the next step "
@@ -252,14 +257,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         master.adopt()
 
     def _grad_of(self, param: Tensor) -> Tensor | None:
-        what = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
-        grad: Tensor | None = getattr(param, what, None)
+        attribute = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
+        grad: Tensor | None = getattr(param, attribute, None)
         if grad is not None:
-            guards.check_alike(param, grad, self._names[param], "gradient" if what == "grad" else what)
+            guards.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
         return grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, `decoupled_grad` too where it is used: to None, or to zeros."""
+        """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""
         self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
         if not self._use_decoupled_grad:

@@ -1,4 +1,4 @@
-"""Elementwise optimizers whose formula has kernels (`kernels.optimizer.formulas`)."""
+"""Elementwise optimizers whose formula also exists as a kernel (`kernels.optimizer.formulas`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quantshard.optimizers.step import ParameterStep
 
 
 class KernelOptimizer(ElementwiseOptimizer):
-    """Base of `FusedAdam`, `Lion` and `Muon`: a step runs in kernels where they run, with the bits of `update`."""
+    """Base of `FusedAdam`, `Lion` and `Muon`. Steps run in kernels where possible, with the bits of `update`."""
 
     kernel_formula: ClassVar[Any] = None
-    """The `update` that kernels do; a subclass with another one is stepped by that, in PyTorch."""
+    """The `update` that the kernels implement. A subclass that overrides `update` runs in PyTorch."""
 
     @cached_property
     def _kernels(self) -> KernelStep:
@@ -29,7 +29,7 @@ class KernelOptimizer(ElementwiseOptimizer):
         return type(self).update is type(self).kernel_formula
 
     def _is_bounded(self, param: Tensor) -> bool:
-        """As for `numerics.adam.adam`."""
+        """Return the argument `bounded` of `numerics.adam.adam` for a parameter."""
         return False
 
     def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:

@@ -1,4 +1,4 @@
-"""Masters that were loaded beside other weights than theirs: half of a checkpoint, which a step would not show."""
+"""Warning if loaded masters do not match the weights, as after loading half a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 from quantshard.errors import warn_user
 
 FARTHEST: Final = 0.5
-"""How far weights may be from their masters, of the larger norm. FP4 with scales of blocks, the coarsest format,
-rounds normal numbers to within 0.15; two independent tensors of one norm are 1.4 apart."""
+"""Largest distance between weights and masters, relative to the larger norm. FP4 with block scales, the coarsest
+format, rounds normally distributed values to within 0.15; two independent tensors of equal norm are 1.4 apart."""
 
 
 def warn_of_other_weights(optimizer: str, held: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-    """Warn of weights that are not those of their masters: names, values and masters of this rank's parts, float32.
+    """Warn if weights do not match their masters. Waits for the device.
 
-    Called by a `step`, whose caller is named. It waits for the device.
+    `held`: name, values and master of this rank's shards, float32. Call it from `step`, so that the warning points at
+    the caller of `step`.
     """
     names, distances = [], []
     for name, weight, master in held:
         names.append(name)
         size = weight.norm()
-        # NaN, so no distance, of weights that are zeros: a part of a tensor may lie below what its scale reaches
+        # A shard that underflowed to zeros gives NaN, which never exceeds the limit.
         distances.append((weight - master).norm() / torch.maximum(size, master.norm()) * (size / size))
-    found = [float(distance) for distance in distances]  # of several devices
-    far = {name: distance for name, distance in zip(names, found, strict=True) if distance > FARTHEST}
+    host_distances = [float(distance) for distance in distances]  # tensors can be on several devices
+    far = {name: distance for name, distance in zip(names, host_distances, strict=True) if distance > FARTHEST}
     if not far:
         return
     first = next(iter(far))

@@ -1,7 +1,7 @@
 """MasterWeights: any `torch.optim` optimizer, run on float32 masters of a model's quantized weights.
 
 A step is one small collective (is any gradient missing or not finite), the inner optimizer's step on the masters, and
-one flat collective of amaxes, after which every weight is the nearest quantization of its master.
+one flat collective of amaxes. Afterwards every weight is the nearest quantization of its master.
 """
 
 from __future__ import annotations
@@ -26,42 +26,44 @@ from quantshard.tensor import components
 
 UPDATES = "updates"
 OWN_ENTRIES = {"skipped_steps": 0, "skipped_in_a_row": 0}
-"""What a group holds besides the inner optimizer's entries."""
+"""Group entries that MasterWeights adds to the inner optimizer's."""
 EMA_STEPS = "ema_steps"
-"""The entry that counts the steps of averages, where they are kept, beside `EMA_DECAY`."""
+"""Group entry that counts the steps of the averages, if `EMA_DECAY` is set."""
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """Runs an optimizer on float32 masters, and gives the weights of the model their nearest quantization.
+    """Run a `torch.optim` optimizer on float32 masters and write their nearest quantization to the model's weights.
 
         optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3, weight_decay=0.1)
 
-    It is an optimizer over the model's parameters: `param_groups` are those of the inner optimizer, so LR schedulers
-    and `group["lr"] = ...` reach it, and `state[parameter]` is the inner optimizer's state of its master together with
-    `master_param` (float32) and `updates` (how many it had; float32 scalar). Masters and states are DTensors where
-    parameters are. Quantized, bfloat16 and float16 parameters have a master, seeded from `get_high_precision_init_val`
-    where that was kept, else from the (dequantized) parameter; float32 and float64 ones are given to the inner
-    optimizer as they are. During its step float32 copies of all gradients are held too.
+    `param_groups` are the inner optimizer's groups with the model's parameters, so LR schedulers and
+    `group["lr"] = ...` work. `state[parameter]` holds the inner optimizer's state of the master, `master_param`
+    (float32) and `updates` (a float32 scalar that counts updates). Masters and states are DTensors where the parameters
+    are.
 
-    States are allocated here, so that a new process can load them: zeros, of the kinds that a first step of the inner
-    optimizer makes. Entries that it makes only in later steps cannot be loaded.
+    Quantized, bfloat16 and float16 parameters have a master. It starts from `get_high_precision_init_val()` if the
+    initial values were kept, otherwise from the (dequantized) parameter. The inner optimizer gets float32 and float64
+    parameters directly. During its step, float32 copies of all gradients exist as well.
 
-    A step whose gradients are not all finite is skipped on all ranks: no master, weight, scale or state changes, and
-    `skipped_steps` counts it.
+    The constructor allocates zero states of the kinds that the inner optimizer's first step creates, so a new process
+    can load them. Entries that the inner optimizer creates only in later steps cannot be loaded. If any gradient is
+    infinite or NaN, the step is skipped on all ranks: no master, weight, scale or state changes, and `skipped_steps`
+    counts it.
 
     Args:
         optimizer_class: a `torch.optim.Optimizer` class, or a function that returns such an optimizer for
             `(groups, **options)`. Its `step()` must work without a closure.
-        params: parameters, (name, parameter) pairs or groups. Parameters must not be on the meta device. Those that
-            are trained are quantized, float64, float32, bfloat16 or float16.
-        max_skipped_in_a_row: raise after this many skipped steps in a row.
-        ema_decay: keep an average of the masters, and of parameters without one, as the state `ema_param`, in their
-            dtype; see `FusedAdam`.
-        settings: those of `optimizer_class`, e.g. lr and weight_decay; `fused=True` and `foreach=True` are fine.
+        params: parameters, (name, parameter) pairs or groups. No parameter can be on the meta device. Trained
+            parameters are quantized, float64, float32, bfloat16 or float16.
+        max_skipped_in_a_row: raise after this many consecutive skipped steps.
+        ema_decay: keep an average of the masters (or of parameters without one), in their dtype, as the state
+            `ema_param`; see `FusedAdam`.
+        settings: arguments of `optimizer_class`, such as lr and weight_decay. `fused=True` and `foreach=True` work.
 
     Raises:
-        ConfigurationError: a parameter is on the meta device or of another dtype, or a closure is needed.
-        RankMismatchError: ranks have different random keys for one weight.
+        ConfigurationError: a parameter is on the meta device or of another dtype, or the inner optimizer needs a
+            closure.
+        RankMismatchError: ranks have different random keys for a weight.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class MasterWeights(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         if not callable(optimizer_class):
-            given = type(optimizer_class).__name__
-            wanted = given if isinstance(optimizer_class, torch.optim.Optimizer) else "AdamW"
+            original = type(optimizer_class).__name__
+            example = original if isinstance(optimizer_class, torch.optim.Optimizer) else "AdamW"
             raise ConfigurationError(
-                f"MasterWeights({given} object): give the class first, which is built over the masters, then the "
-                f"parameters and its options: MasterWeights(torch.optim.{wanted}, params, lr=...)"
+                f"MasterWeights({original} object): give the class first, which is built over the masters, then the "
+                f"parameters and its options: MasterWeights(torch.optim.{example}, params, lr=...)"
             )
         guards.keep_out_of_graphs(type(self))
-        options.check_any("MasterWeights", settings)  # of text the inner optimizer would say that it compares badly
+        options.check_any("MasterWeights", settings)  # clearer than the inner optimizer's error for strings
         options.check_decay("MasterWeights", ema_decay)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
         self._averages_swapped_in = False
@@ -95,28 +97,28 @@ class MasterWeights(torch.optim.Optimizer):
         self._averages: dict[Tensor, Tensor] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
-        self._overflown: Tensor | None = None  # of each master, what the last update made wrong
-        self._has_loaded = False  # masters, which no step has read yet
+        self._overflown: Tensor | None = None  # see `_found_overflown`
+        self._has_loaded = False  # loaded masters that no step has read yet
         groups = self.param_groups
-        given = [dict(group) for group in groups]
+        original = [dict(group) for group in groups]
         for group in groups:
             self._adopt(group)
         self._inner = self._make([self._inner_group(group) for group in groups])
-        self.param_groups = self._inner.param_groups  # one list of one set of dicts
+        self.param_groups = self._inner.param_groups  # share the list and its dicts
         self.defaults = self._inner.defaults
-        for group in given:
+        for group in original:
             self._check_entries(group)
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
         self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its masters and states are allocated at once. A collective call where parameters are sharded.
+        """Add a group and allocate its masters and states. A collective call where parameters are sharded.
 
         Raises:
-            ConfigurationError: it has no parameters or one twice, or a number of it makes no step.
+            ConfigurationError: the group has no parameters or one twice, or an invalid value.
         """
-        is_built = hasattr(self, "_inner")  # else it is the base class's constructor that calls
+        is_built = hasattr(self, "_inner")  # False in the base class's constructor
         if is_built:
             self._adopt_replaced_parameters()
         group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
@@ -136,12 +138,12 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def group_entries(self) -> tuple[str, ...]:
-        """As of `FusedAdam`: entries that `defaults` does not name and a checkpoint must have."""
+        """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far because a gradient was not finite."""
+        """Number of steps skipped so far because a gradient was not finite."""
         return int(self.param_groups[0]["skipped_steps"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
@@ -156,8 +158,8 @@ class MasterWeights(torch.optim.Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def _adopt_replaced_parameters(self) -> None:
-        """Make masters and states for parameters that others have put in the places of those that this optimizer knew;
-        see `parameter_registry`. Called before anything that reads or writes a state."""
+        """Before every access to a state: create masters and states for parameters that replaced others in the groups
+        (see `parameter_registry`)."""
         guards.check_own_weights("MasterWeights", self._averages_swapped_in)
         swaps = self._members.replaced(self.param_groups, self._names, self._kept)
         self._add_masters(self._members.recast())
@@ -177,19 +179,19 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_masters(self, recast: list[Tensor]) -> None:
-        """Give float32 parameters that a cast of the model made coarser the masters that they lack now."""
+        """Create masters for float32 parameters that a cast of the model made coarser."""
         for param in recast:
             if self._masters.get(param) is param and param.dtype in PLAIN_DTYPES:
                 self._masters[param] = self._new_master(param)
                 self._with_own(param, self.state[param], self.state[param][UPDATES])
 
     def _kept(self) -> str:
-        """What the states hold that new ones would not."""
-        updates = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
-        return parameter_registry.UPDATES if updates > 0 else parameter_registry.VALUES if self._is_assigned else ""
+        """Describe the progress that new states would lose; empty if there is none."""
+        count = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
+        return parameter_registry.UPDATES if count > 0 else parameter_registry.VALUES if self._is_assigned else ""
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        """Give a group's parameters names and masters."""
+        """Record the names of a group's parameters and create their masters."""
         options.check_group_decay("MasterWeights", group, self._is_averaging)
         self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
@@ -203,7 +205,7 @@ class MasterWeights(torch.optim.Optimizer):
         return {**group, "params": [self._masters.get(param, param) for param in group["params"]]}
 
     def _complete(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Make a group that the inner optimizer filled in one of the model's parameters, with their blank states."""
+        """Put the model's parameters and blank states into a group that the inner optimizer filled in."""
         decay = group.get(EMA_DECAY)
         group.update({"params": params, **self._own_entries, **({EMA_DECAY: decay} if decay is not None else {})})
         for param in params:
@@ -224,20 +226,20 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: Tensor) -> None:
-        """Allocate the master and the states of a parameter that was frozen when this optimizer was built."""
+        """Allocate the master and states of a parameter that was frozen when this optimizer was built."""
         self._adopt_replaced_parameters()
-        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
         self._masters[param] = self._new_master(param)
         self._versions[param] = guards.weight_version(param)
         self.state[param] = self._blank_state(param, group)
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """A new inner optimizer for one tensor, with a group's settings."""
+        """Build an inner optimizer for one tensor with a group's settings."""
         settings = {k: v for k, v in group.items() if k not in (*components.PARAMETER_ENTRIES, *self._own_entries)}
         return self._make([{**settings, "params": [tensor]}])
 
     def _blank_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The entries that one step of the inner optimizer makes for such a parameter, zero."""
+        """Return zeros in the entries that the inner optimizer's first step creates for the parameter."""
         probe = nn.Parameter(torch.zeros_like(self._masters[param]))
         probe.grad = torch.zeros_like(probe)
         optimizer = self._alone(probe, group)
@@ -255,7 +257,7 @@ class MasterWeights(torch.optim.Optimizer):
         return self._with_own(param, state, torch.zeros((), dtype=torch.float32, device="cpu"))
 
     def _with_own(self, param: Tensor, state: dict[str, Any], updates: Tensor) -> dict[str, Any]:
-        """An inner state, completed in place."""
+        """Add the master, the update count and the average to an inner state, in place."""
         if self._masters[param] is not param:
             state[MASTER] = self._masters[param].detach()
         state[UPDATES] = updates
@@ -273,12 +275,12 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin_average(self, decay: float) -> None:
-        """Keep averages from here on, which begin with the present masters; see `FusedAdam.begin_average`.
+        """Start averaging, from the present masters; see `FusedAdam.begin_average`.
 
-        They count steps from the updates that were made before: of a group, the most that one of its parameters had.
+        Averages count steps from the updates already made: the largest count of a group's parameters.
 
         Raises:
-            ConfigurationError: there are some already, or the decay is none.
+            ConfigurationError: averages are already kept, or the decay is invalid.
         """
         self._adopt_replaced_parameters()
         options.check_decay("MasterWeights.begin_average", decay)
@@ -289,13 +291,13 @@ class MasterWeights(torch.optim.Optimizer):
             )
         self._own_entries |= _average_entries(decay)
         for group in self.param_groups:
-            made = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
-            group.update(_average_entries(decay, max(made, default=0)))
+            counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
+            group.update(_average_entries(decay, max(counts, default=0)))
         for param, state in ((param, self.state[param]) for param in self._masters):
             self._with_own(param, state, state[UPDATES])
 
     def drop_average(self) -> None:
-        """Keep no averages from here on, and free their memory."""
+        """Stop averaging and free the averages."""
         self._adopt_replaced_parameters()
         for entries in (self._own_entries, *self.param_groups, *(self.state[param] for param in self._masters)):
             for name in (EMA_DECAY, EMA_STEPS, AVERAGE):
@@ -303,7 +305,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._averages.clear()
 
     def _move_averages(self) -> None:
-        """After a step that was made: of all parameters, those too that had no gradient."""
+        """Update the averages after a step, including those of parameters without a gradient."""
         for group in self.param_groups if self._is_averaging else ():
             group[EMA_STEPS] += 1
             share = averages.share(float(group[EMA_DECAY]), int(group[EMA_STEPS]))
@@ -314,8 +316,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
-        with them."""
+        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         self._overflown = None
         for param, master in self._masters.items():
@@ -328,38 +329,38 @@ class MasterWeights(torch.optim.Optimizer):
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casting any.
+        """Copy a state dict of this class into the states, without casts.
 
         Raises:
-            CheckpointError: it is of other parameters or another inner optimizer; the message names the first
+            CheckpointError: it belongs to other parameters or another inner optimizer; the message names the first
                 difference.
-            ConfigurationError: its parameters were replaced; see `step`.
+            ConfigurationError: the optimizer's parameters were replaced; see `step`.
         """
         self._adopt_replaced_parameters()
         self._overflown = None
         self._is_assigned |= loading.load_optimizer_state(
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
-        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
+        self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
         self._has_loaded = True
 
     # Step ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update masters and weights from the gradients; returns what `closure` returned.
+        """Update masters and weights from the gradients, and return the result of `closure`.
 
-        A master that this update makes infinite or NaN, as a rate or a weight decay that the inner optimizer cannot
-        take does, is named by the next step, of which there is none after the last; a checkpoint that is saved in
-        between has it.
+        If this update makes a master infinite or NaN (a learning rate or weight decay too large for the inner
+        optimizer), the next step raises an error that names the master. A checkpoint saved in between contains the bad
+        master.
 
         Raises:
             RankMismatchError: a gradient is missing on some ranks only.
-            NonFiniteGradientError: this was one skipped step too many in a row, or the update before it made a master
+            NonFiniteGradientError: too many consecutive steps were skipped, or the previous update made a master
                 infinite or NaN.
-            ConfigurationError: a parameter that was frozen has a gradient, or one was given new values by others; a
-                number of a group makes no step; or parameters in groups were replaced after the first update (before
-                it, those that took their places are adopted, with new masters and states).
+            ConfigurationError: a parameter that was frozen has a gradient; others wrote to a quantized parameter; a
+                group has an invalid value; or parameters were replaced after the first update (replacements before it
+                are adopted, with new masters and states).
         """
         self._adopt_replaced_parameters()
         loss = None
@@ -391,33 +392,33 @@ class MasterWeights(torch.optim.Optimizer):
         return loss
 
     def _found_overflown(self) -> Tensor | None:
-        """Float32 [masters], `guards.WEIGHT` for those that are now infinite or NaN; nothing waits for it.
+        """Return float32 [masters]: `guards.WEIGHT` where a master is now infinite or NaN, 0 elsewhere.
 
-        The next step sends it with what it tells other ranks of its gradients, and reads both together. In this one it
-        would be a second wait for the device, and a second collective: one rank's part may overflow alone.
+        Nothing waits for the result. The next step sends it together with its gradient flags; checking it now would
+        cost a second synchronization and a second collective, because the shard of one rank can overflow alone.
         """
         if not self._masters:
             return None
-        locals_ = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
-        found = kernel_dispatch.exceeding(locals_, torch.finfo(torch.float32).max)
-        return (found >= guards.NOT_FINITE) * guards.WEIGHT
+        local_masters = [private_torch.local_tensor(master).detach() for master in self._masters.values()]
+        flags = kernel_dispatch.exceeding(local_masters, torch.finfo(torch.float32).max)
+        return (flags >= guards.NOT_FINITE) * guards.WEIGHT
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's.
+        """Return the state dict, as any optimizer does.
 
         Raises:
-            ConfigurationError: its parameters were replaced; see `step`.
+            ConfigurationError: the optimizer's parameters were replaced; see `step`.
         """
         self._adopt_replaced_parameters()
         return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: to None, or to zeros."""
+        """Set the gradients to None (default) or to zero."""
         self._adopt_replaced_parameters()
         super().zero_grad(set_to_none)
 
     def _check_ours(self) -> None:
-        """Check that the parameters are as this optimizer left them."""
+        """Check that nothing but this optimizer has changed the parameters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:
@@ -433,13 +434,13 @@ class MasterWeights(torch.optim.Optimizer):
                 self._take_over(param, name)
 
     def _with_masters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Names, values and masters of the parameters that have masters, and values here."""
+        """Yield name, values and master of each parameter with a separate master and local elements."""
         for param, master in self._masters.items():
             if master is not param and param.numel() > 0:
                 yield self._names[param], make_weight(param).read(), private_torch.local_tensor(master).detach()
 
     def _take_over(self, param: Tensor, name: str) -> None:
-        """Give the master of a parameter the values that others gave it."""
+        """Copy values that others wrote to a plain parameter into its master."""
         if components.quantized_local(param) is not None:
             raise ConfigurationError(
                 f"{name} was given new values after this MasterWeights was built, and the next step would "
@@ -452,7 +453,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _inner_step(self) -> Iterator[None]:
-        """Give the inner optimizer masters with float32 gradients and their states; put all back afterwards."""
+        """Give the inner optimizer the masters, their float32 gradients and states, and restore all of them on exit."""
         params = [group["params"] for group in self.param_groups]
         try:
             for group in self.param_groups:
@@ -470,8 +471,8 @@ class MasterWeights(torch.optim.Optimizer):
                 updates = self.state[param][UPDATES] + 1
                 self.state[param] = self._with_own(param, self._inner.state[self._masters[param]], updates)
         finally:
-            for group, own in zip(self.param_groups, params, strict=True):
-                group["params"] = own
+            for group, model_params in zip(self.param_groups, params, strict=True):
+                group["params"] = model_params
             for param, master in self._masters.items():
                 if master is not param:
                     master.grad = None
@@ -480,21 +481,20 @@ class MasterWeights(torch.optim.Optimizer):
         return [param for param in params if param in self._masters and param.grad is not None]
 
     def _write_weights(self) -> None:
-        """Round masters to the nearest values that the parameters can hold."""
-        reduction, begun = FlatMax(), []
+        """Round the masters to the nearest values that the parameters can represent."""
+        reduction, pending = FlatMax(), []
         for param in self._updated(self._masters):
             values = private_torch.local_tensor(self._masters[param])
             if components.quantized_local(param) is not None:
                 weight = make_weight(param)
-                begun.append((weight, values, weight.begin(values, reduction)))
+                pending.append((weight, values, weight.begin(values, reduction)))
             elif self._masters[param] is not param:
                 private_torch.local_tensor(param).copy_(values)
         reduction.reduce()
-        for weight, values, measured in begun:
+        for weight, values, measured in pending:
             weight.write(values, measured)
         self._versions.update({param: guards.weight_version(param) for param in self._updated(self._masters)})
 
 
 def _average_entries(decay: float, steps: int = 0) -> dict[str, Any]:
-    """What a group holds of averages."""
     return {EMA_DECAY: float(decay), EMA_STEPS: steps}

@@ -1,4 +1,4 @@
-"""What optimizers with masters keep of their parameters: allocated, followed, set, saved and loaded; all but a step."""
+"""Base of optimizers with master weights: allocates, saves and loads states. Subclasses add the step."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ from quantshard.tensor import components
 
 
 class PendingStep(NamedTuple):
-    """A step that was taken for made before its flags came, and what `MasterOptimizer._kept` said before."""
+    """A step whose flags the host has not read yet. `kept`: `MasterOptimizer._kept` before the step, in case it was
+    skipped."""
 
     flags: guards.GradientFlags
     kept: str
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """An optimizer's parameters, with their masters and the `states` that it declares; `ElementwiseOptimizer` steps
-    them, and says what the arguments are.
-    """
+    """Holds parameters with their masters and `states`. `ElementwiseOptimizer` documents the arguments and adds the
+    step."""
 
     states: ClassVar[tuple[StateSpec, ...]] = ()
-    """The states of each parameter, which begin as zeros. Roles are their keys in state dicts, so they stay."""
+    """States of each parameter, which start as zeros. Their roles are state dict keys, so renaming one breaks
+    checkpoints."""
 
     group_entries = (ROUNDING_SEED,)
-    """Entries of a group that `defaults` does not name and a checkpoint must have where this optimizer has them."""
+    """Group entries that a checkpoint must have if this optimizer has them, although `defaults` lacks them."""
 
     more_entries: tuple[str, ...] = ()
-    """What a group may have besides what `defaults` names."""
+    """Group entries that are allowed in addition to `defaults`."""
 
     rate_dtype = torch.float32
-    """Of learning rates that are tensors (`capturable`)."""
+    """Dtype of learning rates that are tensors (`capturable`)."""
 
     def __init__(
         self,
@@ -75,23 +76,23 @@ class MasterOptimizer(torch.optim.Optimizer):
         ema_decay: float = 0.0,
     ) -> None:
         guards.keep_out_of_graphs(type(self))
-        self._name, given = type(self).__name__, dict(state_dtypes or {})
+        self._name, dtypes = type(self).__name__, dict(state_dtypes or {})
         flags = {"capturable": capturable, "master_weights": master_weights, "use_decoupled_grad": use_decoupled_grad}
         options.check_flags(self._name, **flags, store_param_remainders=store_param_remainders)
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]
-        named = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
-        if len({*self._roles, MASTER, AVERAGE, WEIGHT}) < len(self._roles) + 3 or not named <= set(self._roles):
+        used_roles = {role for spec in self.states for role in (spec.role, spec.words_of or spec.role)}
+        if len({*self._roles, MASTER, AVERAGE, WEIGHT}) < len(self._roles) + 3 or not used_roles <= set(self._roles):
             raise ConfigurationError(
                 f"{self._name}.states = {self.states}: roles must differ, from {MASTER!r}, {AVERAGE!r} and {WEIGHT!r} "
                 "too, and words_of name one of them"
             )
-        if unknown := given.keys() - set(self._roles):
+        if unknown := dtypes.keys() - set(self._roles):
             raise ConfigurationError(
                 f"{self._name}(state_dtypes): it has no state {sorted(unknown)}, but {self._roles}"
             )
-        self._dtypes = {role: given.get(role, torch.float32) for role in self._roles} | {MASTER: master_weight_dtype}
+        self._dtypes = {role: dtypes.get(role, torch.float32) for role in self._roles} | {MASTER: master_weight_dtype}
         for role, dtype in self._dtypes.items():
             check_dtype(self._name, role, dtype)
         self._master_weights, self._remainders = master_weights, store_param_remainders
@@ -107,52 +108,51 @@ class MasterOptimizer(torch.optim.Optimizer):
             {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)},
         )
         if capturable:
-            self.register_state_dict_post_hook(make_numbers)  # the first, so that others see what is returned
+            self.register_state_dict_post_hook(make_numbers)  # first, so that later hooks see numbers
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}
         self._weights: dict[Tensor, OptimizerState] = {}
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._streams: dict[Tensor, int] = {}
-        self._blank: set[Tensor] = set()  # whose states are new, and had no gradient yet
+        self._blank: set[Tensor] = set()  # parameters with new states and no gradient yet
         self._last_bad_step = BadStepRecord()
-        self._unread: PendingStep | None = None  # the step before, whose flags are on their way to the host
+        self._unread: PendingStep | None = None  # the last step, if its flags are still on the device
         self._late_error: Exception | None = None
-        self._has_loaded = False  # masters, which no step has read yet
-        self._told_skipped = -1  # of a capturable optimizer, how many skipped steps there were as an error told of them
+        self._has_loaded = False  # loaded masters that no step has read yet
+        self._told_skipped = -1  # if capturable: number of skipped steps at the last error about them
         self._averages_swapped_in = False
         for group in self.param_groups:
             self._adopt(group)
         self._check_parameters()
 
     def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Check the numbers of a group, which anybody may set between steps; messages begin with `where`.
+        """Validate a group's values: by default lr and weight decay must be finite and not negative, and no number NaN.
 
-        By default lr and weight decay must be finite and not negative, and no number NaN. `reads_rate`: False if lr
-        stays unread on a device.
+        `where`: start of the error messages. `reads_rate`: False if reading lr would wait for a device.
 
         Raises:
-            ConfigurationError: one makes no step.
+            ConfigurationError: a value is invalid.
         """
-        read = group if reads_rate else {key: value for key, value in group.items() if key != "lr"}
-        options.check_any(where, read, signed=False)
+        checked = group if reads_rate else {key: value for key, value in group.items() if key != "lr"}
+        options.check_any(where, checked, signed=False)
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
-        """The states of a group's parameters: all of `states`, where a subclass does not choose among them."""
+        """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
         return self.states
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its states are allocated at once. A collective call where parameters are sharded.
+        """Add a group and allocate its states. A collective call where parameters are sharded.
 
         Raises:
-            ConfigurationError: it has no parameters or one twice, a number of it makes no step, or it asks for masters
-                or states of its own, which would do nothing.
+            ConfigurationError: the group has no parameters or one twice, an invalid value, or options for masters or
+                states, which have no effect in a group.
         """
-        is_built = hasattr(self, "_states")  # else it is the base class's constructor that calls
+        is_built = hasattr(self, "_states")  # False in the base class's constructor
         if is_built:
             self._adopt_replaced_parameters()
-            self._read_flags()  # which count for the groups that there were
+            self._read_flags()  # a skipped step counts in the present groups only
         group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
         options.check_no_states(type(self), group)
         options.warn_of_typos(self._name, group, {*self.defaults, *self.more_entries}, COUNTERS)
@@ -164,11 +164,12 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far because a gradient was not finite, or, if `capturable`, a learning rate made no step.
-        On a GPU it waits for the last step's gradients.
+        """Number of steps skipped so far because a gradient was not finite or, if `capturable`, a learning rate was
+        invalid. On a GPU, reading it waits for the last step's gradients.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, errors that `step` could not
+                raise.
         """
         if self._capturable:
             self._raise_for_bad_steps()
@@ -177,41 +178,37 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property
     def large_gradient(self) -> str:
-        """Of the last step that was skipped: the first parameter whose gradient was finite, but too large
-        (`guards.LARGEST_GRADIENT`), if nothing worse was wrong with any; else "". It waits for the device."""
+        """Name of the first parameter whose finite gradient exceeded `guards.LARGEST_GRADIENT` in the last skipped
+        step. Empty if that step had a worse problem. Reading it waits for the device."""
         self._read_flags()
         return self._last_bad_step.large_gradient()
 
     @property
     def _seed(self) -> int | None:
-        """Of the random words; every group has it, so that state dicts do, if anything is rounded stochastically."""
+        """Seed of the random bits, stored in every group; None if nothing is rounded stochastically."""
         seed: int | None = self.param_groups[0].get(ROUNDING_SEED)
         return seed
 
     def _read_flags(self) -> None:
-        """Count the step before as skipped if its flags, which the device alone knew, say so."""
+        """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
         pending, self._unread = self._unread, None
         if pending is None:
             return
         try:
             is_skipped = pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
         except (NonFiniteGradientError, RankMismatchError) as error:
-            is_skipped, self._late_error = True, error  # raised where all ranks come, as one may ask alone
+            is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
         if is_skipped:
             self._kept = pending.kept
             self._last_bad_step.keep(pending.flags)
 
     def _held_by_states(self) -> str:
-        """What new states would not hold, in words; a step that the device has skipped made none of it."""
+        """Describe the progress that new states would lose, not counting a step that the device skipped."""
         self._read_flags()
         return self._kept
 
     def _raise_late_error(self) -> None:
-        """Raise what the step before could not, if the device alone knew what was wrong with its gradients.
-
-        Raises:
-            NonFiniteGradientError, RankMismatchError: as `step`, on all ranks.
-        """
+        """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
         self._read_flags()
         error, self._late_error = self._late_error, None
         if error is not None:
@@ -220,7 +217,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _raise_for_bad_steps(self) -> None:
         MISMATCHES.settle()
         skipped = int(self.param_groups[0]["skipped_steps"])
-        if skipped == self._told_skipped:  # once, or no load could ask for a state dict to fill
+        if skipped == self._told_skipped:  # raise only once, so that a load can still get a state dict
             return
         try:
             self._last_bad_step.check(self.param_groups, self._max_skipped_in_a_row)
@@ -231,8 +228,8 @@ class MasterOptimizer(torch.optim.Optimizer):
     # State -----------------------------------------------------------------------------------------------------------
 
     def _adopt_replaced_parameters(self) -> None:
-        """Make states for parameters that others have put in the places of those that this optimizer knew; see
-        `parameter_registry`. Called before anything that reads or writes a state."""
+        """Before every access to a state: create states for parameters that replaced others in the groups (see
+        `parameter_registry`)."""
         guards.check_own_weights(self._name, self._averages_swapped_in)
         swaps = self._members.replaced(self.param_groups, self._names, self._held_by_states)
         self._add_masters(self._members.recast())
@@ -245,7 +242,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
         for group in self.param_groups:
             if any(components.quantized_local(swap.new) is not None for swap in swaps):
-                group.pop(ROUNDING_SEED, None)  # of a key: drawn again, it is what an optimizer built now would have
+                group.pop(ROUNDING_SEED, None)  # drawn again from the new keys, as a new optimizer would
         for swap in swaps:
             if swap.new.requires_grad:
                 self._initialize(swap.new, self.param_groups[swap.group])
@@ -258,9 +255,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._members.add(group["params"])
         names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
         for name, param in zip(names, group["params"], strict=True):
-            self._streams[param] = len(self._names) * (
-                len(self._roles) + 2
-            )  # a stream for each, the master and the weight
+            # One stream of random bits for each state, the master and the weight.
+            self._streams[param] = len(self._names) * (len(self._roles) + 2)
             self._names[param] = name
             if param.requires_grad:
                 self._initialize(param, group)
@@ -271,16 +267,16 @@ class MasterOptimizer(torch.optim.Optimizer):
             make_tensors(group, private_torch.local_tensor(first).device, self.rate_dtype)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
-        """Allocate a parameter's states: zeros, and a master seeded from the parameter.
+        """Allocate a parameter's states: zeros, and a master that starts from the parameter.
 
-        `store_param_remainders`: for this parameter; default as the optimizer was constructed.
+        `store_param_remainders`: overrides the constructor's option for this parameter.
 
         Raises:
-            ConfigurationError: it is no parameter of this optimizer, or one that it does not train.
+            ConfigurationError: the optimizer does not have or cannot train this parameter.
         """
         self._adopt_replaced_parameters()
         self._check_known(param)
-        group = next(group for group in self.param_groups if any(other is param for other in group["params"]))
+        group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
         self._initialize(param, group, store_param_remainders)
 
     @torch.no_grad()
@@ -305,10 +301,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         if EMA_DECAY in self.defaults:
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
-        self.state[param] = {k: v for state, held in states.items() for k, v in held.tensors(state).items()}
+        self.state[param] = {k: v for role, stored in states.items() for k, v in stored.tensors(role).items()}
 
     def _add_master(self, param: Tensor, remainders: bool) -> None:
-        """Give a parameter that is coarser than a master one, and draw the seed if anything is rounded by it."""
+        """Create the master if the parameter is coarser, and draw the seed if anything needs random bits."""
         states = self._states[param]
         master = make_master(param, self._dtypes[MASTER], remainders) if self._master_weights else None
         if master is not None:
@@ -323,7 +319,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_masters(self, recast: list[Tensor]) -> None:
-        """Give float32 parameters that a cast of the model made coarser the masters that they lack now."""
+        """Create masters for float32 parameters that a cast of the model made coarser."""
         has_seed = self._seed is not None
         for param in recast:
             if param in self._states and MASTER not in self._states[param] and param.dtype in PLAIN_DTYPES:
@@ -335,8 +331,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
-        """Seed all masters anew from the parameters, after new weights were loaded into the model alone; averages begin
-        with them."""
+        """Reset all masters, and the averages, from the parameters, after loading new weights into the model alone."""
         self._adopt_replaced_parameters()
         for param, states in self._states.items():
             if MASTER in states:
@@ -347,12 +342,13 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def begin_average(self, decay: float) -> None:
-        """Keep an average of the weights from here on (`ema_decay`), which begins with the present masters, or with the
-        parameters that have none; as after a checkpoint was loaded that has no averages. Their weight fades as if
-        all steps before had had these values: the share of the next step is that of its number (`numerics.averages`).
+        """Start averaging the weights (`ema_decay`), for instance after loading a checkpoint without averages.
+
+        Averages start from the present masters (or the parameters without one), weighted as if all earlier steps had
+        had these values: the next step's share follows from its step number (`numerics.averages`).
 
         Raises:
-            ConfigurationError: there is one already, or the decay is none.
+            ConfigurationError: averages are already kept, or the decay is invalid.
         """
         self._adopt_replaced_parameters()
         options.check_decay(f"{self._name}.begin_average", decay)
@@ -368,7 +364,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self.state[param] |= states[AVERAGE].tensors(AVERAGE)
 
     def drop_average(self) -> None:
-        """Keep no average of the weights from here on, and free its memory."""
+        """Stop averaging the weights and free the averages."""
         self._adopt_replaced_parameters()
         for entries in (self.defaults, *self.param_groups):
             entries.pop(EMA_DECAY, None)
@@ -395,49 +391,49 @@ class MasterOptimizer(torch.optim.Optimizer):
         guards.check_parameters(((name, param) for param, name in self._names.items()), seed)
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A state in float32, by its role or as "master_param"; a DTensor where the parameter is one.
+        """Return a state in float32, by its role or as "master_param"; a DTensor if the parameter is one.
 
         Raises:
-            ConfigurationError: there is no such state; or `skip_unscale`, which has no meaning for codes with a scale
-                for each block.
+            ConfigurationError: the state does not exist, or `skip_unscale` is True, which block scales do not allow.
         """
         if skip_unscale:
             raise ConfigurationError(
                 "get_unscaled_state(skip_unscale=True) is not supported; state_dict() holds codes and scales"
             )
-        held = self._state_of(param, state_name)
+        state = self._state_of(param, state_name)
         if isinstance(param, DTensor):
-            return components.as_dtensor(held.read(), param, list(param.placements), tuple(param.shape))
-        return held.read()
+            return components.as_dtensor(state.read(), param, list(param.placements), tuple(param.shape))
+        return state.read()
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Set a state from high-precision values; a collective call where it is scaled and the parameter sharded.
+        """Set a state from high-precision values, rounded to nearest. A collective call for a scaled state of a sharded
+        parameter.
 
-        They are of the parameter's shape, a DTensor laid out as it is; or, of a sharded one, this rank's values in a
-        plain tensor, as `get_high_precision_init_val` of its local tensor has them. They are rounded to nearest. Of a
-        parameter with remainders, the master is the parameter too.
+        The values have the parameter's shape and layout. For a sharded parameter, a plain tensor with this rank's shard
+        works too, as returned by its local tensor's `get_high_precision_init_val`. Setting a master stored as
+        remainders sets the parameter.
 
         Raises:
-            ConfigurationError: there is no such state, or the shape or layout differs.
+            ConfigurationError: the state does not exist, or the shape or layout differs.
         """
-        held, name = self._state_of(param, state_name), self._names[param]
+        state, name = self._state_of(param, state_name), self._names[param]
         if state_name not in (MASTER, AVERAGE):
             self._blank.discard(param)
         if isinstance(param, DTensor) and not isinstance(unscaled_state, DTensor):
             guards.check_local(param, unscaled_state, name, state_name)
         else:
             guards.check_alike(param, unscaled_state, name, state_name)
-        assign(held, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
+        assign(state, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
         self._kept = parameter_registry.VALUES
 
     @torch.no_grad()
     def seed_master(self, param: Tensor, values: Tensor) -> None:
-        """Set a master from the local values, float32, that its parameter was given: rounded to nearest, and the
-        parameter stays as it is. A collective call where the master is scaled and the parameter sharded.
+        """Set a master from this rank's float32 values, rounded to nearest, without changing the parameter. A
+        collective call for a scaled master of a sharded parameter.
 
         Raises:
-            ConfigurationError: it has none.
+            ConfigurationError: the parameter has no master.
         """
         self._state_of(param, MASTER).seed(values)
         self._kept = parameter_registry.VALUES
@@ -445,14 +441,14 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._adopt_replaced_parameters()
         self._check_known(param)
-        held = self._states.get(param, {})
-        if state_name not in held:
+        states = self._states.get(param, {})
+        if state_name not in states:
             raise ConfigurationError(
-                f"{self._names[param]} has no state {state_name!r}, but {sorted(held) or 'none, being frozen'}; a "
+                f"{self._names[param]} has no state {state_name!r}, but {sorted(states) or 'none, being frozen'}; a "
                 "master has a parameter that is coarser than master_weight_dtype, unless master_weights=False, and "
                 f"{AVERAGE!r} one of an optimizer with ema_decay"
             )
-        return held[state_name]
+        return states[state_name]
 
     def _check_known(self, param: Tensor) -> None:
         if param not in self._names:
@@ -462,36 +458,38 @@ class MasterOptimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's: entries of groups are numbers, also if `capturable`, so that either loads the other's.
+        """Return the state dict. Group entries are numbers even if `capturable`, so either kind of optimizer can load
+        it.
 
         Raises:
-            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, what `step` could not raise.
-            ConfigurationError: its parameters were replaced; see `step`.
+            NonFiniteGradientError, RankMismatchError, ConfigurationError: if `capturable`, errors that `step` could not
+                raise.
+            ConfigurationError: the optimizer's parameters were replaced; see `step`.
         """
         if self._capturable:
             self._raise_for_bad_steps()
         return self.state_dict_to_fill()
 
     def state_dict_to_fill(self) -> dict[str, Any]:
-        """The same for a load, which is the way out of bad steps: it says nothing of them."""
+        """Return the state dict for a load, without errors about bad steps: a load is how to recover from them."""
         self._adopt_replaced_parameters()
-        self._read_flags()  # and the next step raises: one rank alone may ask for a state dict
+        self._read_flags()  # the next step raises errors, because one rank can be here alone
         return super().state_dict()
 
     @loading.with_hooks
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a state dict of this class into the states, without casting any.
+        """Copy a state dict of this class into the states, without casts.
 
         Raises:
-            CheckpointError: it is of other parameters or other state dtypes; the message names the first difference.
-            ConfigurationError: its parameters were replaced; see `step`.
+            CheckpointError: it belongs to other parameters or state dtypes; the message names the first difference.
+            ConfigurationError: the optimizer's parameters were replaced; see `step`.
         """
         self._adopt_replaced_parameters()
         self._read_flags()
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
-        self._late_error = None  # a load is the way out of it
+        self._late_error = None  # a load recovers from it
         self._has_loaded, self._told_skipped = True, -1
-        self._blank.clear()  # what was loaded has begun, or is not told from what has
-        self._versions = guards.plain_versions(self._versions)  # the model may be loaded before or after
+        self._blank.clear()  # loaded states have started, as far as one can tell
+        self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
