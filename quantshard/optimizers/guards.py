@@ -1,4 +1,4 @@
-"""What optimizers with masters do around their mathematics: seed masters, judge gradients, notice changes."""
+"""Checks around an optimizer's update: initial masters, gradient flags, and parameters changed by others."""
 
 from __future__ import annotations
 
@@ -22,65 +22,70 @@ from quantshard.tensor import components
 from quantshard.tensor.storage import KEY, SEED_STREAM
 
 DECOUPLED_GRAD = "decoupled_grad"
-"""The attribute of a parameter with a gradient of any floating dtype, for an optimizer with `use_decoupled_grad`."""
+"""Attribute for a gradient of any floating-point dtype, which optimizers with `use_decoupled_grad` read."""
 
 LARGEST_GRADIENT = 1e19
-"""The square of a larger one is infinite in float32, and as a second moment would freeze its weight for good."""
+"""Largest gradient accepted. The square of a larger one overflows float32, and an infinite second moment would freeze
+the weight."""
 
 LARGEST_WIDE_GRADIENT = 1e150
-"""The same where an optimizer computes in float64."""
+"""Largest gradient accepted if the optimizer computes in float64."""
 
 LARGEST_RATE = 1e30
-"""Of learning rates: an update is at most some ten of them, and weights near 1e38 overflow float32."""
+"""Largest learning rate accepted. An update reaches about 10 learning rates, and weights near 1e38 overflow float32."""
 
 TOO_LARGE, NOT_FINITE, WEIGHT, RATE = 1.0, 2.0, 3.0, 4.0
-"""What is wrong with a parameter, worse ones being larger: a gradient above `LARGEST_GRADIENT`, or not finite; a master
-that the update before made infinite or NaN; or, of the first, that the learning rate is no number."""
+"""Problems of a parameter in a step, the worst last: its gradient exceeds `LARGEST_GRADIENT`; its gradient is not
+finite; the previous update made its master infinite or NaN; or the learning rate is invalid (a flag of the first
+parameter)."""
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
-    """What is to update a parameter: its decoupled gradient, where it has one."""
-    found: Tensor | None = getattr(param, DECOUPLED_GRAD, None)
-    return param.grad if found is None else found
+    """Return a parameter's `decoupled_grad` if it has one, otherwise its `grad`."""
+    decoupled: Tensor | None = getattr(param, DECOUPLED_GRAD, None)
+    return param.grad if decoupled is None else decoupled
 
 
 def initial_master(param: Tensor) -> Tensor:
-    """The local float32 values that a parameter's master starts from: those that the weight was initialized with where
-    they were kept (`get_high_precision_init_val`), else its present ones; a new tensor."""
+    """Return new local float32 values from which a parameter's master starts.
+
+    These are the initial values of the weight if they were kept (`get_high_precision_init_val`), otherwise the present
+    values.
+    """
     local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
     if quantized is None:
         return local.to(torch.float32, copy=True)
-    kept = quantized.get_high_precision_init_val()
-    if kept is None:
+    initial_values = quantized.get_high_precision_init_val()
+    if initial_values is None:
         return quantized.quantized_storage.dequantize()
-    return kept.to(quantized.device, torch.float32, copy=True)
+    return initial_values.to(quantized.device, torch.float32, copy=True)
 
 
 def largest_over_ranks(value: int, params: Iterable[Tensor]) -> int:
-    """The largest of the values that ranks have, where the parameters lie on several meshes or other ranks hold others;
-    else the value itself.
+    """Return the maximum of `value` over ranks if the parameters are on several meshes or expert-parallel, otherwise
+    `value`.
 
-    A collective call in that case.
+    A collective call in the first case.
     """
     params = list(params)
     groups = dict.fromkeys(map(process_groups.stepping_group, params))
-    found = torch.tensor([value], dtype=torch.int64, device="cpu")
+    largest = torch.tensor([value], dtype=torch.int64, device="cpu")
     for group in (
         process_groups.united(groups) if len(groups) > 1 or any(map(process_groups.is_expert_parallel, params)) else ()
     ):
-        found = found.to(process_groups.collective_device(group))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return int(found)
+        largest = largest.to(process_groups.collective_device(group))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return int(largest)
 
 
 def rounding_seed(params: Sequence[Tensor]) -> int:
-    """Of an optimizer's random words: from the key of the first quantized weight, which replicas share, DDP's too; else
-    from torch's generator.
+    """Return a seed for an optimizer's random bits, derived from the key of the first quantized weight.
 
-    Ranks may hold different experts, so where meshes differ it is the largest that one of their ranks has found.
+    All replicas, including DDP's, share that key. Without quantized weights, the seed is drawn from torch's generator.
+    If ranks hold different parameters (experts, several meshes), they use the largest of their seeds.
     """
-    first = next((found for param in params if (found := components.quantized_local(param)) is not None), None)
+    first = next((quantized for param in params if (quantized := components.quantized_local(param)) is not None), None)
     if first is None:
         info = torch.iinfo(torch.int64)
         seed = int(torch.randint(info.min, info.max, (), dtype=torch.int64, device="cpu"))
@@ -91,10 +96,10 @@ def rounding_seed(params: Sequence[Tensor]) -> int:
 
 
 def check_own_weights(optimizer: str, are_averages: bool) -> None:
-    """Refuse to read or write states while the averages of weights stand in for them.
+    """Check that the averages of the weights are not swapped in (`averaged_weights`).
 
     Raises:
-        ConfigurationError: they do.
+        ConfigurationError: they are.
     """
     if are_averages:
         raise ConfigurationError(
@@ -104,17 +109,17 @@ def check_own_weights(optimizer: str, are_averages: bool) -> None:
 
 
 def keep_out_of_graphs(kind: type[Any]) -> None:
-    """Have graphs of torch.compile break at the steps of a class of optimizers, and these run as they are.
+    """Exclude the `step` of an optimizer class from torch.compile: graphs break there and the step runs eagerly.
 
-    Called by its constructor, before PyTorch's, which wraps `step` once; a decorator would import the compiler with
-    this package.
+    Call it in the constructor before PyTorch's, which wraps `step` once. A decorator would import the compiler together
+    with this package.
     """
     if not hasattr(kind.step, "hooked"):
         kind.step = torch.compiler.disable(kind.step)
 
 
 def weight_version(param: Tensor) -> int:
-    """How often a parameter was given new values; of one that is not quantized, not through `.data`."""
+    """Return how often a parameter was written. Writes to a plain parameter through `.data` are not counted."""
     quantized = components.quantized_local(param)
     if quantized is None:
         return private_torch.in_place_changes(param)
@@ -122,15 +127,15 @@ def weight_version(param: Tensor) -> int:
 
 
 def plain_versions(params: Iterable[Tensor]) -> dict[Tensor, int]:
-    """`weight_version` of those that are not quantized."""
+    """Return `weight_version` of each parameter that is not quantized."""
     return {param: weight_version(param) for param in params if components.quantized_local(param) is None}
 
 
 def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Check that a parameter has values, and that they are quantized or of one of some dtypes.
+    """Check that a parameter has values and is quantized or of one of the given dtypes.
 
     Raises:
-        ConfigurationError: naming the parameter.
+        ConfigurationError: the parameter is on the meta device or has another dtype.
     """
     if param.is_meta:
         raise ConfigurationError(
@@ -141,14 +146,14 @@ def check_trainable(optimizer: str, name: str, param: Tensor, dtypes: tuple[torc
 
 
 def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Tensor] | None = None) -> None:
-    """Check that all ranks have one random key for each quantized parameter, and no two parameters the same; and that
-    the pieces of all parameters are where checkpoints and random words take them to be.
+    """Check that a quantized parameter's random key is equal on all ranks and unique, and that all shards are where
+    checkpoints and random bits expect them.
 
-    `also`: further int64 tensors [1] that must be equal on all ranks. One collective per axis of each mesh.
+    `also`: more int64 tensors [1] that must be equal on all ranks. Runs one collective per axis of each mesh.
 
     Raises:
-        ConfigurationError: naming two parameters that have one key, or one whose pieces are misplaced.
-        RankMismatchError: naming the first parameter whose keys differ.
+        ConfigurationError: two parameters have the same key, or a shard is misplaced.
+        RankMismatchError: keys differ between ranks.
     """
     keys: dict[tuple[dist.ProcessGroup, ...], dict[str, Tensor]] = {}
     owners: dict[int, str] = {}
@@ -171,27 +176,27 @@ def check_parameters(named: Iterable[tuple[str, Tensor]], also: Mapping[str, Ten
 
 
 def kind(value: Any) -> str:
-    """For messages: "a DTensor", "a plain tensor", or the name of another type."""
+    """Describe a value in a message: "a DTensor", "a plain tensor", or its type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
 
 
 def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
-    """Check that a parameter and its gradient or state are of one shape, and that both are DTensors or neither is.
+    """Check that a parameter and its gradient or state have the same shape, and that both or neither are DTensors.
 
     Raises:
-        ConfigurationError: naming the parameter and the difference.
+        ConfigurationError: they differ.
     """
     if param.shape == other.shape and not (isinstance(param, DTensor) or isinstance(other, DTensor)):
         return
     if kind(param) != kind(other):
         raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
     if isinstance(param, DTensor) and isinstance(other, DTensor):
-        laid = [(tuple(t.placements), t.device_mesh) for t in (param, other)]
-        if laid[0] != laid[1]:
+        specs = [(tuple(t.placements), t.device_mesh) for t in (param, other)]
+        if specs[0] != specs[1]:
             raise ConfigurationError(
-                f"{name} has placements {laid[0][0]} on {laid[0][1]}, but its {what} {laid[1][0]} on {laid[1][1]}; "
+                f"{name} has placements {specs[0][0]} on {specs[0][1]}, but its {what} {specs[1][0]} on {specs[1][1]}; "
                 "redistribute it to the parameter's"
             )
     shapes = [tuple(private_torch.local_tensor(t).shape) for t in (param, other)]
@@ -203,10 +208,10 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
 
 
 def check_local(param: DTensor, values: Tensor, name: str, what: str) -> None:
-    """Check that a plain tensor has the shape of what this rank holds of a parameter.
+    """Check that a plain tensor has the shape of this rank's shard of a parameter.
 
     Raises:
-        ConfigurationError: naming the parameter and the shapes.
+        ConfigurationError: the shapes differ.
     """
     local = tuple(private_torch.local_tensor(param).shape)
     if tuple(values.shape) != local:
@@ -217,15 +222,16 @@ def check_local(param: DTensor, values: Tensor, name: str, what: str) -> None:
 
 
 class GradientFlags:
-    """What all ranks must know of each gradient: is it there, is it missing, what is wrong with it (`TOO_LARGE`, ...).
+    """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
-    Float32 [3, parameters], registered with `reduction` at construction; call `gather` after its `reduce`. Only
-    `skips` and the checks wait for the device.
+    The flags are float32 [3, parameters], registered with `reduction` by the constructor; call `gather` after its
+    `reduce`. Only `skips`, `large_gradient` and the checks wait for the device.
 
     Args:
-        gradients: name, parameter and gradient of all parameters that may have one.
-        exceeding: float32 [parameters], what is wrong with gradients; found here if it is not given.
-        wrong: float32, what is wrong besides, of as many of the first parameters as it has elements.
+        gradients: name, parameter and gradient of every parameter that can have one.
+        reduction: collects the flags for one collective.
+        exceeding: problems of the gradients, float32 [parameters]; computed here if None.
+        wrong: other problems, float32, of the first len(wrong) parameters.
     """
 
     def __init__(
@@ -235,14 +241,14 @@ class GradientFlags:
         exceeding: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        names, params, grads = zip(*found, strict=True) if (found := list(gradients)) else ((), (), ())
+        names, params, grads = zip(*entries, strict=True) if (entries := list(gradients)) else ((), (), ())
         self._has_none = all(grad is None for grad in grads)
         members: dict[Groups, list[int]] = {}
-        for at, param in enumerate(params):
-            members.setdefault(process_groups.sharding_group(param), []).append(at)
+        for index, param in enumerate(params):
+            members.setdefault(process_groups.sharding_group(param), []).append(index)
         self._ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
         self._spread = any(map(process_groups.is_expert_parallel, params))
-        self._names = [names[at] for chosen in members.values() for at in chosen]
+        self._names = [names[index] for indices in members.values() for index in indices]
         self._parts: list[Tensor] = []
         self._sent: PendingFlag | None = None
         if params:
@@ -250,35 +256,39 @@ class GradientFlags:
             if wrong is not None:
                 flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
             columns = flags.unbind(1)
-            chosen_by_group = [[columns[at] for at in chosen] for chosen in members.values()]
-            self._parts = [flags] if len(members) == 1 else [torch.stack(c, dim=1) for c in chosen_by_group]
+            columns_by_group = [[columns[index] for index in indices] for indices in members.values()]
+            self._parts = [flags] if len(members) == 1 else [torch.stack(c, dim=1) for c in columns_by_group]
         for group, part in zip(members, self._parts, strict=True):
             reduction.add(part, group)
 
     def gather(self) -> None:
-        """Make `table` of the reduced flags; a collective call where parameters are sharded over different axes, or
-        ranks hold different ones."""
+        """Build `table` from the reduced flags.
+
+        A collective call if parameters are sharded over different axes or ranks hold different parameters.
+        """
         if not self._parts:
             self.table = torch.zeros(3, 0, dtype=torch.float32, device="cpu")
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
         if len(self._parts) > 1 or self._spread:
-            # a rank that is not in the group of a bad gradient must do as those that are: a column for all of them
-            there, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
-            others = torch.stack([there, missing, self.table[2].amax()]).unsqueeze(1)
+            # A rank outside the group of a bad gradient must skip too: add a column that summarizes all parameters.
+            present, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
+            any_parameter = torch.stack([present, missing, self.table[2].amax()]).unsqueeze(1)
             reduction = FlatMax()
-            reduction.add(others, self._ranks)
+            reduction.add(any_parameter, self._ranks)
             reduction.reduce()
-            self.table = torch.cat([self.table, others], dim=1)
+            self.table = torch.cat([self.table, any_parameter], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
 
     def warn_of_no_gradient(self) -> None:
-        """The parameters of a model that was wrapped later are not trained, which nothing else would tell.
+        """Warn if no parameter has a gradient, for instance because the model was wrapped after the optimizer was
+        built.
 
-        Called by an optimizer's `step`, whose caller is named.
+        Call it from `step`, so that the warning points at the caller of `step`.
         """
         capturing = self.table.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not self._has_none or capturing or self.table[0].any():  # which is read in this case alone
+        # Waits for the device only if this rank has no gradient.
+        if not self._has_none or capturing or self.table[0].any():
             return
         if not self._names:
             warn_user("this optimizer has no parameter that is trained, so the step changes nothing")
@@ -290,33 +300,32 @@ class GradientFlags:
         )
 
     def bad(self) -> Tensor:
-        """Bool scalar, on the device: is any gradient missing on some ranks only, or is anything wrong with one?"""
+        """Return a bool scalar on the device: a gradient is missing on some ranks only, or has a problem."""
         return (self.table[0] * self.table[1] + self.table[2]).any()
 
     def send(self) -> Tensor:
-        """`bad`, on its way to the host, so that `skips` will not wait for what the device is given to do from now."""
+        """Return `bad`, and start copying it to the host, so that `skips` does not wait for work queued from now on."""
         bad = self.bad()
         self._sent = PendingFlag(bad)
         return bad
 
     @property
     def deferred(self) -> bool:
-        """Whether `skips` would wait for the device: `send` has sent what is not here yet."""
+        """Whether `skips` would wait for the device: the copy started by `send` has not arrived."""
         return self._sent is not None and not self._sent.is_here
 
     def skips(self, groups: list[dict[str, Any]], most_in_a_row: int, deferred: bool = False) -> bool:
-        """Whether this step must be skipped since something is wrong with a gradient; counted in every group.
+        """Return whether the step must be skipped, and count it in every group.
 
-        `is_late`: the step was taken for made and counted as such, and others may have followed it on the device.
+        `deferred`: the step was counted as applied, and the device can be several steps ahead.
 
         Raises:
-            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`; the former also for what
-                delayed scaling found on the GPU in the passes before (`MISMATCHES`), which says so itself if
-                `is_late`.
+            RankMismatchError, NonFiniteGradientError: see `check_missing` and `check_skipped`. If not `deferred`, also
+                mismatches that delayed scaling found on the GPU in earlier passes (`MISMATCHES`).
         """
         bad = bool(PendingFlag(self.bad()) if self._sent is None else self._sent)
         if not deferred:
-            MISMATCHES.settle()  # the device has come to here, so nothing is waited for
+            MISMATCHES.settle()  # does not wait: the device has already reached this point
         for group in groups if bad and deferred else ():
             group["step"] -= 1
         if bad:
@@ -330,7 +339,7 @@ class GradientFlags:
         return bad
 
     def _warn_of_skip(self, which: str, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Of gradients that are not finite at the first of skipped steps in a row: more may follow, and are counted."""
+        """Warn about a large gradient, or about the first of consecutive steps with gradients that are not finite."""
         if name := self.large_gradient():
             warn_user(f"{too_large(name)}; {which} skipped")
         elif groups[0]["skipped_in_a_row"] == 1:
@@ -340,16 +349,18 @@ class GradientFlags:
             )
 
     def large_gradient(self) -> str:
-        """The first parameter whose gradient is finite, but too large, where nothing worse is wrong; else "". Alike on
-        all ranks, but for the name."""
-        is_all = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
-        return self._first(self.table[2]) if is_all else ""
+        """Return the name of the first parameter with a finite but too large gradient; empty if a worse problem exists.
+
+        All ranks agree on whether the name is empty.
+        """
+        is_worst = self.table.numel() > 0 and bool(self.table[2].amax() == TOO_LARGE)
+        return self._first(self.table[2]) if is_worst else ""
 
     def check_missing(self) -> None:
-        """Raise on every rank if a gradient is missing on some, once.
+        """Raise on every rank, once, if a gradient is missing on some ranks.
 
         Raises:
-            RankMismatchError: naming the first.
+            RankMismatchError: names the first such parameter.
         """
         missing = self.table[0] * self.table[1]
         if missing.any():
@@ -360,11 +371,11 @@ class GradientFlags:
             )
 
     def check_skipped(self, groups: list[dict[str, Any]], most_in_a_row: int) -> None:
-        """Raise if as many steps in a row were skipped, or if nothing but a checkpoint helps.
+        """Raise if `most_in_a_row` consecutive steps were skipped, or if only a checkpoint can help.
 
         Raises:
-            NonFiniteGradientError: naming the first parameter of the last such step.
-            ConfigurationError: it was for a learning rate, whatever gradients were; as of one that the host reads.
+            NonFiniteGradientError: names the first bad parameter of the last step.
+            ConfigurationError: the learning rate was invalid.
         """
         in_a_row = int(groups[0]["skipped_in_a_row"])
         worst = float(self.table[2].amax()) if in_a_row > 0 and self.table.numel() else 0.0
@@ -392,7 +403,7 @@ class GradientFlags:
 
 
 def too_large(name: str) -> str:
-    """What is said of a parameter whose gradient is finite, but too large."""
+    """Describe a parameter whose gradient is finite but too large, for messages."""
     return (
         f"the gradient of {name} is finite, but above {LARGEST_GRADIENT:g} ({LARGEST_WIDE_GRADIENT:g} if it is "
         "float64), so that its square overflows, and so would the second moment, for good; scale the loss down, or "
@@ -403,28 +414,32 @@ def too_large(name: str) -> str:
 def _flags_of(
     params: Sequence[Tensor], grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None
 ) -> Tensor:
-    flags, at = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
-    for there, run in groupby(grad is not None for grad in grads):
-        end = at + len(list(run))
-        flags[0 if there else 1, at:end].fill_(1.0)
-        at = end
+    flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
+    for is_present, run in groupby(grad is not None for grad in grads):
+        end = index + len(list(run))
+        flags[0 if is_present else 1, index:end].fill_(1.0)
+        index = end
     if exceeding is None:
-        no = torch.zeros((), dtype=torch.float32, device=device)
-        columns = [no] * len(grads)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        columns = [zero] * len(grads)
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
-            chosen = {
-                at: private_torch.local_tensor(grad)
-                for at, (param, grad) in enumerate(zip(params, grads, strict=True))
+            local_grads = {
+                index: private_torch.local_tensor(grad)
+                for index, (param, grad) in enumerate(zip(params, grads, strict=True))
                 if grad is not None and _is_wide(param) is wide
             }
-            found = kernel_dispatch.exceeding(list(chosen.values()), largest).to(device).unbind() if chosen else ()
-            for at, value in zip(chosen, found, strict=True):
-                columns[at] = value
+            values = (
+                kernel_dispatch.exceeding(list(local_grads.values()), largest).to(device).unbind()
+                if local_grads
+                else ()
+            )
+            for index, value in zip(local_grads, values, strict=True):
+                columns[index] = value
         exceeding = torch.stack(columns)
     flags[2].copy_(exceeding)
     return flags
 
 
 def _is_wide(param: Tensor) -> bool:
-    """Whether optimizers compute in float64."""
+    """Whether optimizers compute in float64 for this parameter."""
     return param.dtype is torch.float64 and components.quantized_local(param) is None

@@ -1,8 +1,8 @@
-"""Rounding float32 to 16 bits: stochastically, with words of the global element, or to nearest.
+"""Rounding float32 to 16 bits, stochastically or to nearest.
 
-What does not fit is rounded up or down in proportion to the distance, so that small updates add up as they should on
-average; to nearest they would vanish, every one of them. The random words belong to the element of the global tensor
-and to the step, so the bits are those of any other mesh.
+Stochastic rounding goes up with a probability proportional to the remainder. Small updates then add up correctly on
+average; rounding to nearest would lose all of them. The random bits depend on the element's index in the global tensor
+and on the step, so results are the same on any mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from quantshard.tensor import components
 
 @dataclass(frozen=True)
 class TensorRegion:
-    """Where a local tensor lies in the global one: the global shape, the index of its first element, its own shape."""
+    """Position of a local tensor in the global one.
+
+    `global_shape`: shape of the global tensor. `origin`: global index of the first local element. `shape`: local shape.
+    """
 
     global_shape: tuple[int, ...]
     origin: tuple[int, ...]
@@ -31,27 +34,28 @@ class TensorRegion:
 
     @staticmethod
     def of(param: Tensor) -> TensorRegion:
-        """The place of the local part of a plain parameter."""
+        """Return the region of a plain parameter's local shard."""
         shape = tuple(private_torch.local_tensor(param).shape)
         return TensorRegion(tuple(param.shape), private_torch.global_offset(param), shape)
 
     @staticmethod
     def of_local(param: Tensor) -> TensorRegion:
-        """The place of the local part of any parameter, quantized or not."""
+        """Return the region of any parameter's local shard, quantized or not."""
         quantized = components.quantized_local(param)
         return TensorRegion.of(param) if quantized is None else TensorRegion.of_shard(quantized.quantized_storage.shard)
 
     @staticmethod
     def of_shard(shard: Shard) -> TensorRegion:
-        """The place of a rectangle."""
+        """Return the region of a `Shard`."""
         return TensorRegion(shard.global_shape, shard.origin, shard.shape)
 
 
 class StateDraw(NamedTuple):
-    """Names the random words of one state in one step: the optimizer's seed, the step and the number of the state.
+    """Identifies the random bits of one state in one step: the optimizer's seed, the step, and the stream number of the
+    state.
 
-    `swapped`: the 16 highest and lowest bits of each word change places. So two states can share a stream: what decides
-    are the highest bits.
+    `swapped`: swap the high and low 16 bits of each word. Rounding uses the high bits, so two states can share one
+    stream.
     """
 
     seed: int
@@ -60,7 +64,8 @@ class StateDraw(NamedTuple):
     swapped: bool = False
 
     def words(self, place: TensorRegion, device: torch.device) -> Tensor:
-        """Int64 in [0, 2**32), of the place's shape: one for each element of the global tensor, in row-major order."""
+        """Return int64 in [0, 2**32), of the region's shape: one word per element, in row-major order of the global
+        tensor."""
         words = self._words(place, device)
         return numerics.swap_halves(words) if self.swapped else words
 
@@ -82,17 +87,18 @@ class StateDraw(NamedTuple):
 
 
 def adopt(master: Tensor, param: Tensor, written: Tensor) -> None:
-    """Give a float32 master the elements of its parameter that others changed: all that are not as they were `written`,
-    which is the master as the optimizer rounds it.
+    """Copy elements of a plain parameter that others changed into its float32 master.
+
+    `written`: the master rounded to the parameter's dtype. Elements that differ from it were changed.
     """
     master.copy_(torch.where(param == written, master, param.to(master.dtype)))
 
 
 def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor:
-    """Float32 -> `dtype`, stochastically if there are words, else to nearest (as `numerics.split_bfloat16` does).
+    """Round float32 to `dtype`: stochastically if `words` are given, otherwise to nearest (as `numerics.split_bfloat16`
+    does).
 
-    Stochastic rounding saturates at the largest finite value of the dtype. Other dtypes than bfloat16 and float16 are
-    cast.
+    Stochastic rounding saturates at the largest finite value. Dtypes other than bfloat16 and float16 are cast.
     """
     if dtype is torch.bfloat16:
         return numerics.split_bfloat16(values)[0] if words is None else _stochastic_bfloat16(values, words)
@@ -102,9 +108,10 @@ def round_to(values: Tensor, dtype: torch.dtype, words: Tensor | None) -> Tensor
 
 
 def _stochastic_bfloat16(values: Tensor, words: Tensor) -> Tensor:
-    """The low 16 bits are the fraction of the way to the next bfloat16: up if they and 16 random bits carry. Exact.
+    """Add 16 random bits to the low 16 bits, which are the fraction of the way to the next bfloat16; a carry rounds up.
+    Exact.
 
-    A NaN stays some NaN: those of GPUs have all bits set, which a step up would turn into a zero.
+    NaN becomes one fixed NaN: a GPU's NaN has all bits set, and a carry would turn it into zero.
     """
     bits = values.clamp(-torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).max).view(torch.int32)
     high = torch.where(values.isnan(), 0x7FC0, (bits + (words >> 16)) >> 16)

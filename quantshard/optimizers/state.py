@@ -1,8 +1,7 @@
-"""Optimizer states and parameters behind one interface: read in float32, written in what they are stored in.
+"""Optimizer states and parameters with one interface: read in float32, write in the stored format.
 
-A state is allocated like its parameter and visible to checkpoints as plain (D)Tensors. Each `StateKind` has its class:
-`FloatState`, `RemainderState`, `SplitState`, `QuantizedState`. A parameter itself is read and written in the same way
-(`make_weight`).
+A state is allocated like its parameter and appears in checkpoints as plain (D)Tensors. Each `StateKind` has a class:
+`FloatState`, `RemainderState`, `SplitState`, `QuantizedState`. `make_weight` wraps a parameter in the same interface.
 """
 
 from __future__ import annotations
@@ -33,93 +32,90 @@ from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage, Remainder
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Of masters, and of parameters that are not quantized: float32, in which all arithmetic is, holds their values."""
+"""Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
 
 
 class OptimizerState(ABC):
-    """One state of one parameter, local to this rank, or the parameter itself: read and written in float32."""
+    """One state of one parameter (or the parameter itself) on this rank, read and written in float32."""
 
     owner: Tensor
 
     @property
     def storage(self) -> QuantizedStorage | None:
-        """Where it is quantized, its components."""
+        """The quantized storage, or None if the state is not quantized."""
         return None
 
     @property
     def shares_blocks(self) -> bool:
-        """True if writing needs amaxes of other ranks."""
+        """Whether writing needs amaxes from other ranks."""
         return bool(self.shared)
 
     @property
     def rounds(self) -> bool:
-        """False if every float32 fits, so that writing needs no random words."""
+        """False if every float32 value fits, so that writing needs no random bits."""
         return True
 
     @property
     def writes_weight(self) -> bool:
-        """True of a master whose write is the parameter's too."""
+        """True for a master that also writes the parameter."""
         return False
 
     @abstractmethod
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The state's entries in the optimizer's state dict, live."""
+        """Return the live tensors under their keys in the optimizer's state dict."""
 
     @abstractmethod
     def live(self) -> list[Tensor]:
-        """Every local tensor that `write` changes."""
+        """Return every local tensor that `write` changes."""
 
     @abstractmethod
     def for_kernels(self) -> StoredTensor | None:
-        """What kernels over many tensors are told of it; None if they do not take it as it lies."""
+        """Return the tensors as multi-tensor kernels read them, or None if their layout is not supported."""
 
     @property
     def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
-        """The components with amaxes of blocks that ranks share, each with these ranks."""
+        """Components with blocks that several ranks share, and the process groups of these ranks."""
         return {}
 
     def signature(self) -> list[int]:
-        """What kernels are told of it once for many steps: where its tensors are."""
+        """Return the tensor addresses, which kernels use until they change."""
         return [tensor.data_ptr() for tensor in self.live()]
 
     def written(self, drawn: bool) -> None:
-        """Count that kernels gave the parameter new values; `drawn`: rounded stochastically."""
+        """Record that kernels wrote the parameter. `drawn`: it was rounded stochastically."""
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     @abstractmethod
     def read(self) -> Tensor:
-        """The local values, float32."""
+        """Return the local values in float32."""
 
     def adopt(self) -> None:
-        """As a master, take the elements over that others changed of the parameter, which is not quantized.
+        """Copy the elements that others changed in a plain parameter into this master.
 
-        By default nothing is done: it cannot be known of a master that was rounded itself, nor need it be of one whose
-        high half is the parameter.
+        By default does nothing. Changes cannot be detected for a master that was itself rounded, and a master whose
+        high half is the parameter needs no copy.
         """
         return
 
     def begin(self, values: Tensor, reduction: FlatMax) -> Requantization | None:
-        """Register what writing these values needs reduced."""
+        """Register the reductions that writing `values` needs, and return them for `write`."""
         return None
 
     @abstractmethod
     def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
-        """Write the local values: rounded stochastically with the words of `draw`, without one to nearest.
-
-        `begun` is what `begin` returned.
-        """
+        """Write the local values. `begun`: result of `begin`. `draw`: random bits for stochastic rounding (None: to
+        nearest)."""
 
     def seed(self, values: Tensor) -> None:
-        """As a master, take the local values, float32, that its parameter was given: rounded to nearest, and the
-        parameter stays as it is. A collective call where it shares blocks with ranks."""
+        """Initialize this master from local float32 values, rounded to nearest, without changing the parameter.
+
+        A collective call if ranks share blocks.
+        """
         assign(self, values)
 
 
 class FloatState(OptimizerState):
-    """A float32 or bfloat16 state: one tensor of the parameter's shape.
-
-    `nonnegative`: see `StateSpec`.
-    """
+    """A state in float32, bfloat16 or float16: one tensor of the parameter's shape. `nonnegative`: see `StateSpec`."""
 
     def __init__(self, param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> None:
         self.owner = param
@@ -128,7 +124,7 @@ class FloatState(OptimizerState):
 
     @property
     def local(self) -> Tensor:
-        """The tensor that is read and written."""
+        """The local tensor."""
         return private_torch.local_tensor(self.tensor)
 
     @property
@@ -137,7 +133,7 @@ class FloatState(OptimizerState):
 
     @cached_property
     def place(self) -> TensorRegion:
-        """Which part of the global tensor it is."""
+        """Position of the local shard in the global tensor."""
         return TensorRegion.of_local(self.owner)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -167,7 +163,7 @@ class FloatState(OptimizerState):
 
 
 class PlainWeight(FloatState):
-    """A parameter of a plain dtype."""
+    """An unquantized parameter."""
 
     def __init__(self, param: Tensor) -> None:
         self.owner = self.tensor = param
@@ -175,9 +171,9 @@ class PlainWeight(FloatState):
 
 
 class RemainderState(OptimizerState):
-    """The float32 master of a bfloat16 parameter: the parameter, and here the 16 bits that it lacks. It writes both.
+    """The float32 master of a bfloat16 parameter, stored as the 16 bits that the parameter lacks. Writes both.
 
-    They are kept as uint8 [..., 2], low byte first, since neither gloo nor NCCL can gather int16.
+    The bits are uint8 [..., 2], low byte first, because neither gloo nor NCCL can gather int16.
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -212,10 +208,8 @@ class RemainderState(OptimizerState):
 
 
 class QuantizedState(OptimizerState):
-    """A state in components of a format row, blocked by index in the global tensor.
-
-    `nonnegative`: see `StateSpec`.
-    """
+    """A state in the components of a format row, with blocks aligned to the global tensor. `nonnegative`: see
+    `StateSpec`."""
 
     def __init__(self, param: Tensor, cell: QuantSpec, nonnegative: bool = False) -> None:
         self.owner = param
@@ -268,7 +262,7 @@ class QuantizedState(OptimizerState):
 
 
 class QuantizedWeight(QuantizedState):
-    """A quantized parameter. Its random words are not the optimizer's but a draw of its own key."""
+    """A quantized parameter. Its random bits come from its own key instead of the optimizer's seed."""
 
     def __init__(self, param: Tensor) -> None:
         self.owner = param
@@ -282,7 +276,8 @@ class QuantizedWeight(QuantizedState):
         return [*self.storage.components.values(), *([] if history is None else [history])]
 
     def signature(self) -> list[int]:
-        return [*super().signature(), int(self.storage.state[KEY])]  # which a load writes in place
+        # A load writes the key in place, at the same address.
+        return [*super().signature(), int(self.storage.state[KEY])]
 
     def written(self, drawn: bool) -> None:
         super().written(drawn)
@@ -297,8 +292,10 @@ class QuantizedWeight(QuantizedState):
 
 
 class SplitState(OptimizerState):
-    """The master of a weight of FP8 codes, 16 bits under the weight's own scales: the codes, and here the low bytes,
-    uint8 of the parameter's shape (`Encoding.extended`). It writes both.
+    """The 16-bit master of an FP8 weight, under the weight's scales: the codes plus the low bytes stored here. Writes
+    both.
+
+    The low bytes are uint8 of the parameter's shape (`Encoding.extended`).
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -320,7 +317,7 @@ class SplitState(OptimizerState):
 
     @property
     def low(self) -> Tensor:
-        """The low bytes of this rank's part."""
+        """The low bytes of this rank's shard."""
         return private_torch.local_tensor(self.bytes)
 
     @property
@@ -345,8 +342,8 @@ class SplitState(OptimizerState):
 
     def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         assert begun is not None
-        place = TensorRegion.of_shard(self.storage.shard)
-        begun.commit(values, remainder=Remainder(self.low, None if draw is None else draw.words(place, values.device)))
+        region = TensorRegion.of_shard(self.storage.shard)
+        begun.commit(values, remainder=Remainder(self.low, None if draw is None else draw.words(region, values.device)))
         torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     def seed(self, values: Tensor) -> None:
@@ -355,7 +352,11 @@ class SplitState(OptimizerState):
 
 
 def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
-    """Raise ConfigurationError if states of this role cannot have the dtype."""
+    """Check that states of this role can have the dtype.
+
+    Raises:
+        ConfigurationError: the dtype is not supported.
+    """
     allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
     if dtype not in allowed:
         option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
@@ -366,48 +367,50 @@ def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
 
 
 def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
-    """How small a value can be beside others under one scale (`Encoding.floor`), of the states of matrices that this
-    dtype asks for; 0 where each has an exponent of its own. `nonnegative`: see `StateSpec`."""
+    """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
+
+    0 if every element has its own exponent. See `Encoding.floor`. `nonnegative`: see `StateSpec`.
+    """
     cell = state_cell(dtype, nonnegative)
     return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
 
 
 def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
-    """The dtype that a state has which `dtype` is asked for: scaled states are for 2-D parameters; the few others stay
-    float32."""
+    """Return the dtype in which a state is stored: scaled dtypes are for 2-D parameters, others use float32 instead."""
     return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
 
 
 def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:
-    """Whether a parameter is coarser than a master would be."""
+    """Whether a parameter has less precision than a master would have."""
     return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
 
 
 def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bool:
-    """Whether a master can be what its parameter lacks alone (`store_param_remainders`).
+    """Whether a master can be stored as only the bits that its parameter lacks (`store_param_remainders`).
 
-    A bfloat16 parameter lacks 16 bits of a float32, whatever the master's dtype; a quantized weight of 8 bits, of a
-    master of 16 bits, the low 8. `weight`: its format; None: it is of `dtype`, and not quantized.
+    A bfloat16 parameter lacks 16 bits of a float32, whatever the dtype of other masters; an 8-bit quantized weight
+    lacks the low 8 bits of a 16-bit master. `weight`: format of the parameter; None if it is not quantized and has
+    `dtype`.
     """
     return dtype is torch.bfloat16 if weight is None else is_split(weight, master)
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:
-    """A zero state for a parameter, of its `stored_dtype`."""
+    """Allocate a zero state for a parameter, in its `stored_dtype`."""
     dtype = stored_dtype(dtype, param.ndim)
     cell = state_cell(dtype, nonnegative)
     return FloatState(param, dtype, nonnegative) if cell is None else QuantizedState(param, cell, nonnegative)
 
 
 def make_weight(param: Tensor) -> OptimizerState:
-    """A parameter, to be read and written as its states are."""
+    """Wrap a parameter so that it is read and written like its states."""
     return PlainWeight(param) if components.quantized_local(param) is None else QuantizedWeight(param)
 
 
 def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> OptimizerState | None:
-    """A master for a parameter that is coarser than `dtype`, holding nothing yet; None for others, which need none.
+    """Allocate an empty master for a parameter coarser than `dtype`; None if the parameter needs none.
 
-    `remainders`: of parameters that `splits`, it is what they lack alone.
+    `remainders`: store only the bits that the parameter lacks, if `splits` allows it.
     """
     quantized = components.quantized_local(param)
     if not needs_master(quantized is not None, param.dtype, dtype):
@@ -419,15 +422,15 @@ def make_master(param: Tensor, dtype: torch.dtype, remainders: bool) -> Optimize
 
 
 def make_average(param: Tensor, source: OptimizerState) -> OptimizerState:
-    """The average of a parameter, float32, which begins with the values of `source`: its master, or it itself."""
+    """Allocate the float32 average of a parameter, starting from `source`, its master or the parameter itself."""
     average = FloatState(param, torch.float32)
     average.write(source.read(), None)
     return average
 
 
 def assign(state: OptimizerState, values: Tensor) -> None:
-    """Give a state local values, float32, rounded to nearest; a collective call where it shares blocks with ranks."""
+    """Set a state from local float32 values, rounded to nearest. A collective call if ranks share blocks."""
     reduction = FlatMax()
-    begun = state.begin(values, reduction)
+    pending = state.begin(values, reduction)
     reduction.reduce()
-    state.write(values, begun)
+    state.write(values, pending)

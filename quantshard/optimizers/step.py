@@ -1,8 +1,8 @@
-"""One parameter's part of a step: read, updated and written by itself, and measured before where ranks share blocks.
+"""One parameter's part of a step: reads, updates and writes its states.
 
-All ranks first agree, in one flat collective, on the amaxes of blocks that they share and on whether any gradient is
-missing or not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and
-once to write, so that no copy of the model is held between the two.
+All ranks first agree, in one flat collective, on the amaxes of shared blocks and on whether any gradient is missing or
+not finite (`guards.GradientFlags`). Parameters with shared blocks are computed twice, once to measure and once to
+write, so that no copy of the model is needed in between.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from quantshard.optimizers.state import OptimizerState
 from quantshard.tensor.requantize import Requantization
 
 Update = tuple[Tensor, Mapping[str, Tensor]]
-"""New values of a master, and of states by role."""
+"""New values of a master, and new values of its states by role."""
 
 
 def rounded_roles(targets: Mapping[str, OptimizerState]) -> list[str]:
-    """Which of a parameter's states, and it itself, are rounded stochastically.
+    """Return the roles (states, master or weight) that are rounded stochastically.
 
-    Small updates must add up in the master, or where there is none in the parameter; beside a master the parameter is
-    that rounded to nearest.
+    Small updates must add up in the master, or in the parameter if it has no master. A parameter with a master is
+    rounded to nearest.
     """
     return [role for role, state in targets.items() if state.rounds and not (role == WEIGHT and MASTER in targets)]
 
 
 @dataclass(frozen=True)
 class UpdateFormula:
-    """What an optimizer is to a step: the `states` of a parameter and `update`, as `ElementwiseOptimizer` has them."""
+    """The update rule of a group: `states` and `update` of its `ElementwiseOptimizer`."""
 
     optimizer: str
     states: tuple[StateSpec, ...]
@@ -47,16 +47,19 @@ class UpdateFormula:
 
     @cached_property
     def words(self) -> dict[str, tuple[int, bool]]:
-        """Of each role: the number of its stream of random words, and whether their halves are exchanged."""
-        streams = {role: at for at, role in enumerate([*(spec.role for spec in self.states), MASTER, WEIGHT])}
-        drawn_by = {spec.role: spec.words_of for spec in self.states if spec.words_of is not None}
-        return {role: (streams[drawn_by.get(role, role)], role in drawn_by) for role in streams}
+        """Stream number of each role's random bits, and whether the two halves of each word are swapped."""
+        streams = {role: number for number, role in enumerate([*(spec.role for spec in self.states), MASTER, WEIGHT])}
+        shared_with = {spec.role: spec.words_of for spec in self.states if spec.words_of is not None}
+        return {role: (streams[shared_with.get(role, role)], role in shared_with) for role in streams}
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What a step is given of a group: its number, the step (from 1), what `update` is told of it, and the decay of
-    averages of its weights, where there are any."""
+    """A group's settings in one step.
+
+    `number`: index of the group. `step`: step number, from 1. `settings`: argument of `update`. `ema_decay`: decay of
+    the averages, 0 if there are none.
+    """
 
     number: int
     step: int | Tensor
@@ -65,15 +68,15 @@ class GroupSettings:
 
     @cached_property
     def share(self) -> float | Tensor:
-        """Of the new values in these averages."""
+        """Share of the new values in the averages."""
         return averages.share(self.ema_decay, self.step)
 
 
 class ParameterStep:
-    """One parameter's part of a step: `measure`d where ranks share blocks, and finished after the reduction.
+    """One parameter's part of a step: call `measure` first, run the reduction, then call `finish`.
 
-    `targets`: by role, what is written; a parameter whose master writes it is left out. `stream`: number of the random
-    words of the first role, under the `seed`; those of the others follow.
+    `targets`: the states to write, by role, including the weight unless its master writes it. `stream`: stream number
+    of the first role's random bits under `seed`; the other roles follow.
     """
 
     def __init__(
@@ -99,13 +102,13 @@ class ParameterStep:
 
     @property
     def average(self) -> OptimizerState | None:
-        """The average of the parameter, if one is kept."""
+        """The average of the parameter, or None if averages are off."""
         return self.targets.get(AVERAGE)
 
     def measure(self, reduction: FlatMax) -> None:
-        """Register the amaxes of blocks that other ranks share."""
+        """Register the amaxes of blocks shared with other ranks."""
         if any(state.shares_blocks for state in self.targets.values()):
-            # Without a gradient, zeros hold the place: all ranks must register the same shapes.
+            # All ranks must register the same shapes, so a missing gradient counts as zeros.
             self._begin(self._new_values(), reduction)
 
     def _draws(self) -> dict[str, StateDraw]:
@@ -136,7 +139,7 @@ class ParameterStep:
         self.begun = {role: state.begin(values[role], reduction) for role, state in self.targets.items()}
 
     def finish(self, skip: Tensor | None = None) -> None:
-        """Write states and parameter. With `skip`, a boolean scalar, everything stays as it is where it is true."""
+        """Write states and parameter. Where `skip` (a bool scalar tensor) is true, nothing changes."""
         if self.grad is None:
             self._move_average(skip)
             return
@@ -153,7 +156,7 @@ class ParameterStep:
                 tensor.copy_(torch.where(skip.to(old.device), old, tensor))
 
     def _move_average(self, skip: Tensor | None) -> None:
-        """Without a gradient the weight stays, and its average comes nearer."""
+        """Update the average of a parameter without a gradient: the weight stays, the average approaches it."""
         if self.average is None:
             return
         before = self.average.read()
