@@ -115,7 +115,7 @@ class FusedAdam(AdamOptimizer):
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
             "store_param_remainders": store_param_remainders,
         }
-        chosen = chosen_options(type(self).__name__, preset, passed_options)
+        storage = chosen_options(type(self).__name__, preset, passed_options)
         self._set_to_none = set_grad_none is None or set_grad_none
         super().__init__(
             params,
@@ -127,12 +127,12 @@ class FusedAdam(AdamOptimizer):
                 "bias_correction": bias_correction,
                 "adam_w_mode": adam_w_mode,
             },
-            state_dtypes={EXP_AVG: chosen.exp_avg_dtype, EXP_AVG_SQ: chosen.exp_avg_sq_dtype},
+            state_dtypes={EXP_AVG: storage.exp_avg_dtype, EXP_AVG_SQ: storage.exp_avg_sq_dtype},
             capturable=capturable,
-            master_weights=chosen.master_weights,
-            master_weight_dtype=chosen.master_weight_dtype,
+            master_weights=storage.master_weights,
+            master_weight_dtype=storage.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=chosen.store_param_remainders,
+            store_param_remainders=storage.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )

@@ -1,12 +1,12 @@
-"""A step of Adam, Lion or Muon in the kernels over many tensors, for parameters where kernels run.
+"""A step of Adam, Lion or Muon in multi-tensor kernels.
 
-A plan for each device holds the addresses of what a step reads and writes, and lasts until one of them changes; it also
-holds the tensors, so that no address is given to another tensor meanwhile. What no kernel takes is left to
-`step.ParameterStep`: gradients of other dtypes than float32, bfloat16 and float16, tensors that are not contiguous,
-pieces of more than two dims that are cut along another than the first.
+A plan per device holds the addresses of the tensors that a step reads and writes, and is rebuilt if one changes. It
+also keeps the tensors alive, so that no address is reused. `step.ParameterStep` handles what the kernels do not
+support: gradients other than float32, bfloat16 and float16, tensors that are not contiguous, and shards with more than
+two dims that are cut along another dim than the first.
 
-The kernels write new values as they compute them, so ranks agree before on whether a step is skipped: where they share
-blocks that is one collective more than in `step`, and a pass over states and weights less.
+Kernels write new values as they compute them, so ranks must agree beforehand on whether the step is skipped. If ranks
+share blocks, that is one collective more than in `step`, but one pass less over states and weights.
 """
 
 from __future__ import annotations
@@ -39,26 +39,28 @@ if kernels.USABLE:
 
 
 class MatrixWorkspace:
-    """Where what is orthogonalized of some matrices lies, and then of others: as large as for the most at once.
+    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one.
 
-    `works`: those that are there at once, each with the local parts of its parameters.
+    `works`: the parameter steps of each bucket.
     """
 
     def __init__(self, works: Iterable[Sequence[ParameterStep]]) -> None:
         locals_of = ([private_torch.local_tensor(item.param) for item in work] for work in works)
-        self._most = max((sum(_rounded_up(local.numel()) for local in found) for found in locals_of), default=0)
+        self._most = max(
+            (sum(_rounded_up(local.numel()) for local in local_tensors) for local_tensors in locals_of), default=0
+        )
         self._flat: dict[torch.device, Tensor] = {}
 
     def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
-        """A matrix of each size, bfloat16, at a multiple of 16 elements."""
+        """Return a bfloat16 matrix of each size, aligned to 16 elements."""
         if device not in self._flat:
             self._flat[device] = torch.empty(self._most, dtype=torch.bfloat16, device=device)
-        found, first = {}, 0
-        for place, size in sizes.items():
+        matrices, offset = {}, 0
+        for index, size in sizes.items():
             count = math.prod(size)
-            found[place] = self._flat[device][first : first + count].view(size)
-            first += _rounded_up(count)
-        return found
+            matrices[index] = self._flat[device][offset : offset + count].view(size)
+            offset += _rounded_up(count)
+        return matrices
 
 
 def _rounded_up(count: int) -> int:
@@ -67,8 +69,11 @@ def _rounded_up(count: int) -> int:
 
 @dataclass
 class _DevicePlan:
-    """What is planned on one device: for each parameter its place in the work, and by place the amaxes that ranks
-    share, each with these ranks. `sizes`: of the parameters whose updates are orthogonalized, elements, by place."""
+    """The plan of one device.
+
+    `places`: index in the step's work of each parameter. `shared`: amaxes shared between ranks, with their process
+    groups, by index. `sizes`: local shapes of the parameters to orthogonalize, by index.
+    """
 
     plan: StepLaunchPlan
     places: list[int]
@@ -77,20 +82,23 @@ class _DevicePlan:
 
 
 class KernelStep:
-    """The parameters of an optimizer that kernels take, step by step: `take`, `exceeding`, `update`, `finished`; of
-    matrices of Muon's `made_directions` and `give_directions` before `update`."""
+    """The parameters of an optimizer that kernels update.
+
+    Each step calls `take`, `exceeding`, `update` and `finished`, and for matrices of Muon `made_directions` and
+    `give_directions` before `update`.
+    """
 
     def __init__(self) -> None:
         self._planned: list[_DevicePlan] = []
         self._signature: list[int] = []
-        self._captured: list[StepLaunchPlan] = []  # CUDA graphs hold the addresses of their tables
+        self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
         self._work: Sequence[ParameterStep] = ()
         self._left: set[int] = set()
         self._directions: dict[int, Tensor] = {}
 
     @property
     def is_captured(self) -> bool:
-        """True if a CUDA graph holds tables of it, so that it must live on."""
+        """Whether a CUDA graph reads tables of this object, so that it must stay alive."""
         return bool(self._captured) or any(planned.plan.is_captured for planned in self._planned)
 
     def take(
@@ -100,13 +108,13 @@ class KernelStep:
         is_bounded: Callable[[Tensor], bool] | None = None,
         workspace: MatrixWorkspace | None = None,
     ) -> bool:
-        """Begin a step: True if kernels run where any of its parameters is, and so on every rank.
+        """Begin a step. Return True if the device of any parameter has kernels, which is the same on every rank.
 
-        `seed`: of the optimizer's random words. `is_bounded`: of a parameter, as for `numerics.adam.adam`.
-        `workspace`: for the directions of matrices of Muon's.
+        `seed`: seed of the optimizer's random bits. `is_bounded`: argument `bounded` of `numerics.adam.adam`, by
+        parameter. `workspace`: memory for the directions of Muon's matrices.
 
         Raises:
-            UnsupportedOperationError: the step is captured in a CUDA graph, and there is no plan for it yet.
+            UnsupportedOperationError: the step is being captured in a CUDA graph, and there is no plan for it yet.
         """
         self._work = ()
         if not any(kernel_dispatch.has_kernels(private_torch.local_tensor(item.param)) for item in work):
@@ -119,22 +127,22 @@ class KernelStep:
             self._signature = signature
         self._work, self._left, self._directions = work, set(range(len(work))), {}
         for planned in self._planned:
-            items = [work[place] for place in planned.places]
+            items = [work[index] for index in planned.places]
             grads = [item.grad if _fits(item.grad, planned.plan.device) else None for item in items]
             self._left.difference_update(
-                place
-                for place, item, grad in zip(planned.places, items, grads, strict=True)
+                index
+                for index, item, grad in zip(planned.places, items, grads, strict=True)
                 if grad is not None or item.grad is None
             )
             draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
-            held = dict(zip(planned.places, grads, strict=True))
-            moved = [place for place in planned.sizes if held[place] is not None]
-            if moved:
+            grads_by_index = dict(zip(planned.places, grads, strict=True))
+            with_grads = [index for index in planned.sizes if grads_by_index[index] is not None]
+            if with_grads:
                 assert workspace is not None
                 self._directions |= workspace.views(
-                    planned.plan.device, {place: planned.sizes[place] for place in moved}
+                    planned.plan.device, {index: planned.sizes[index] for index in with_grads}
                 )
-            planned.plan.take(grads, rows, seed, draws, [self._directions.get(place) for place in planned.places])
+            planned.plan.take(grads, rows, seed, draws, [self._directions.get(index) for index in planned.places])
         return True
 
     @staticmethod
@@ -144,102 +152,105 @@ class KernelStep:
         rows: int,
         is_bounded: Callable[[Tensor], bool] | None,
     ) -> list[_DevicePlan]:
-        found: dict[torch.device, list[tuple[int, StepParameter]]] = {}
-        for place, item in enumerate(work):
+        parameters_by_device: dict[torch.device, list[tuple[int, StepParameter]]] = {}
+        for index, item in enumerate(work):
             local = private_torch.local_tensor(item.param)
             bounded = is_bounded is not None and is_bounded(item.param)
-            parameter = _parameter(item, numbers[place], bounded) if kernel_dispatch.has_kernels(local) else None
+            parameter = _parameter(item, numbers[index], bounded) if kernel_dispatch.has_kernels(local) else None
             if parameter is not None:
-                found.setdefault(local.device, []).append((place, parameter))
+                parameters_by_device.setdefault(local.device, []).append((index, parameter))
         planned = []
-        for device, pairs in found.items():
-            plan, places = (
+        for device, pairs in parameters_by_device.items():
+            plan, indices = (
                 StepLaunchPlan([parameter for _, parameter in pairs], rows, device),
-                [place for place, _ in pairs],
+                [index for index, _ in pairs],
             )
             grids = {(amax.parameter, amax.role, amax.component): amax.values for amax in plan.amaxes}
-            shared = {place: list(_shared(work[place], number, grids)) for number, place in enumerate(places)}
-            shared = {place: amaxes for place, amaxes in shared.items() if amaxes}
-            sizes = {place: each.rectangle.shape for place, each in pairs if each.algorithm is Algorithm.MUON}
-            planned.append(_DevicePlan(plan, places, shared, sizes))
+            shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(indices)}
+            shared = {index: amaxes for index, amaxes in shared.items() if amaxes}
+            sizes = {index: entry.rectangle.shape for index, entry in pairs if entry.algorithm is Algorithm.MUON}
+            planned.append(_DevicePlan(plan, indices, shared, sizes))
         return planned
 
     def exceeding(self) -> Tensor:
-        """`numerics.exceeds` of each gradient of the step, float32 [parameters]."""
+        """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]."""
         flags = [planned.plan.exceeding(LARGEST_GRADIENT) for planned in self._planned]
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
         device = private_torch.local_tensor(self._work[0].param).device
         columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
-        for planned, found in zip(self._planned, flags, strict=True):
-            for place, flag in zip(planned.places, found.to(device).unbind(), strict=True):
-                columns[place] = flag
-        left = sorted(self._left)
-        for place, flag in zip(left, exceeding([self._work[at].grad for at in left], device).unbind(), strict=True):
-            columns[place] = flag
+        for planned, device_flags in zip(self._planned, flags, strict=True):
+            for index, flag in zip(planned.places, device_flags.to(device).unbind(), strict=True):
+                columns[index] = flag
+        remaining = sorted(self._left)
+        for index, flag in zip(
+            remaining, exceeding([self._work[number].grad for number in remaining], device).unbind(), strict=True
+        ):
+            columns[index] = flag
         return torch.stack(columns)
 
     def made_directions(self) -> dict[int, Tensor]:
-        """By place in the work: what is to be orthogonalized of matrices of Muon's, bfloat16, this rank's part."""
+        """Return this rank's shards of the matrices to orthogonalize, bfloat16, by index in the work."""
         for planned in self._planned:
             planned.plan.make_directions()
         return self._directions
 
     def give_directions(self, parts: Sequence[Tensor]) -> None:
-        """What became of it, of each of the work."""
-        for place, direction in self._directions.items():
-            direction.copy_(parts[place])
+        """Store the orthogonalized shards, one per parameter of the work."""
+        for index, direction in self._directions.items():
+            direction.copy_(parts[index])
 
     def update(self, skip: Tensor) -> list[ParameterStep]:
-        """Make the step where `skip`, a bool scalar, is false; a collective call where ranks share blocks.
+        """Update the parameters unless `skip`, a bool scalar tensor, is true. A collective call if ranks share blocks.
 
-        Returns what is left to be finished: it is measured, or has an average and no gradient.
+        Returns the parameter steps that are still to be finished: those measured here in PyTorch, and averages without
+        a gradient.
         """
         for planned in self._planned:
             planned.plan.update(skip.to(planned.plan.device))
         reduction = FlatMax()
-        shared = {place: amaxes for planned in self._planned for place, amaxes in planned.shared.items()}
-        for place in sorted(self._left | shared.keys()):  # the same order on all ranks, whatever is left to which
-            if place in self._left:
-                self._work[place].measure(reduction)
+        shared = {index: amaxes for planned in self._planned for index, amaxes in planned.shared.items()}
+        # All ranks need the same order, even if kernels take different parameters on each.
+        for index in sorted(self._left | shared.keys()):
+            if index in self._left:
+                self._work[index].measure(reduction)
                 continue
-            for values, groups in shared[place]:
+            for values, groups in shared[index]:
                 reduction.add(values, groups)
         reduction.reduce()
         for planned in self._planned:
             planned.plan.finish()
-        moved = {place for place, item in enumerate(self._work) if item.grad is None and item.average is not None}
-        return [self._work[place] for place in sorted(self._left | moved)]
+        averaged = {index for index, item in enumerate(self._work) if item.grad is None and item.average is not None}
+        return [self._work[index] for index in sorted(self._left | averaged)]
 
     def finished(self, applied: bool) -> None:
-        """Let go of the work, whose gradients else would live until the next step; if it was made, count that, with the
-        parameters that kernels wrote."""
-        for place, item in enumerate(self._work if applied else ()):
-            if place not in self._left and item.grad is not None:
+        """Release the work and its gradients. If the step was applied, record the parameters that kernels wrote."""
+        for index, item in enumerate(self._work if applied else ()):
+            if index not in self._left and item.grad is not None:
                 item.weight.written(drawn=item.source is item.weight)
         self._work, self._directions = (), {}
 
 
 def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """`numerics.exceeds` of gradients that no kernel takes, float32; 0 where there is none."""
-    none = torch.zeros((), dtype=torch.float32, device=device)
-    found = [none if grad is None else numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in gradients]
-    return torch.stack(found) if found else none.new_empty(0)
+    """Return `numerics.exceeds` of gradients that no kernel takes, float32 [gradients]; 0 for a missing gradient."""
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    flags = [zero if grad is None else numerics.exceeds(grad, LARGEST_GRADIENT).to(device) for grad in gradients]
+    return torch.stack(flags) if flags else zero.new_empty(0)
 
 
 def _rows(work: Sequence[ParameterStep]) -> tuple[list[SettingsRow], list[int]]:
-    """The settings of a step, and of each of the work the number of its row."""
+    """Return the distinct settings of a step, and the row number of each parameter."""
     rows: dict[tuple[int, tuple[int, ...]], SettingsRow] = {}
     numbers: list[int] = []
-    places: dict[tuple[int, tuple[int, ...]], int] = {}
+    row_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     for item in work:
-        of, settings = item.group, item.group.settings
+        group, settings = item.group, item.group.settings
         shape = tuple(item.param.shape) if isinstance(settings, MuonSettings) else ()
-        key = of.number, shape
-        if key not in places:
-            places[key] = len(places)
-            rows[key] = _row(settings, of, shape)
-        numbers.append(places[key])
+        key = group.number, shape
+        if key not in row_numbers:
+            row_numbers[key] = len(row_numbers)
+            rows[key] = _row(settings, group, shape)
+        numbers.append(row_numbers[key])
     return list(rows.values()), numbers
 
 
@@ -259,13 +270,13 @@ def _algorithm(settings: Any) -> Algorithm:
 
 
 def _signature(work: Sequence[ParameterStep], numbers: Sequence[int]) -> list[int]:
-    """What plans depend on, but for what is fixed when a state is made."""
-    found: list[int] = []
+    """Return the values that plans depend on and that can change after a state is created."""
+    signature: list[int] = []
     for item, number in zip(work, numbers, strict=True):
-        found.append(number)
+        signature.append(number)
         for state in item.targets.values():
-            found += state.signature()
-    return found
+            signature += state.signature()
+    return signature
 
 
 def _fits(grad: Tensor | None, device: torch.device) -> bool:
@@ -273,7 +284,7 @@ def _fits(grad: Tensor | None, device: torch.device) -> bool:
 
 
 def _draw(item: ParameterStep) -> int:
-    """The number of the draw of a quantized weight's own words, where it has no master."""
+    """Return the number of the next random draw of a quantized weight without a master; 0 for others."""
     storage = item.weight.storage
     return int(storage.state[DRAWS]) if storage is not None and item.source is item.weight else 0
 
@@ -281,7 +292,7 @@ def _draw(item: ParameterStep) -> int:
 def _shared(
     item: ParameterStep, number: int, grids: dict[tuple[int, str, str], Tensor]
 ) -> Iterator[tuple[Tensor, Groups]]:
-    """The amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
+    """Yield the amaxes of a parameter that ranks share, in the order of `ParameterStep.measure`."""
     for target, state in item.targets.items():
         if state.storage is None:
             continue
@@ -291,25 +302,26 @@ def _shared(
                 yield grids[number, role, name], state.shared[name]
 
 
-# ------------------------------------------------------------------------------------------------ what a plan is told
+# -------------------------------------------------------------------------------------------- parameters of a plan
 
 
 def _parameter(item: ParameterStep, row: int, bounded: bool) -> StepParameter | None:
-    """What a plan is told of a parameter; None if kernels do not take it."""
+    """Describe a parameter for a plan; None if kernels do not support it."""
     states = {**item.targets, WEIGHT: item.weight}
-    stored = {role: found for role, state in states.items() if (found := state.for_kernels()) is not None}
+    for_kernels = {role: tensors for role, state in states.items() if (tensors := state.for_kernels()) is not None}
     rectangle, storage = _rectangle(item.param), item.weight.storage
-    if rectangle is None or len(stored) < len(states):
+    if rectangle is None or len(for_kernels) < len(states):
         return None
     key = 0 if storage is None else int(storage.state[KEY])
     algorithm = _algorithm(item.group.settings)
-    return StepParameter(stored, rectangle, row, item.stream, key, WEIGHT_STREAM, bounded, algorithm)
+    return StepParameter(for_kernels, rectangle, row, item.stream, key, WEIGHT_STREAM, bounded, algorithm)
 
 
 def _rectangle(param: Tensor) -> MatrixRegion | None:
-    """Which part of a global matrix the local elements are; None for a piece that is none. See `StateDraw.words`."""
-    place = TensorRegion.of_local(param)
-    whole, origin, shape = place.global_shape, place.origin, place.shape
+    """Return the local elements as a rectangle of a global matrix; None if they are not a rectangle. See
+    `StateDraw.words`."""
+    region = TensorRegion.of_local(param)
+    whole, origin, shape = region.global_shape, region.origin, region.shape
     if len(shape) < 2:
         return MatrixRegion((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))
     if len(shape) > 2 and shape[1:] != whole[1:]:

@@ -69,16 +69,16 @@ class Lion(KernelOptimizer):
             "master_weight_dtype": master_weight_dtype,
             "store_param_remainders": store_param_remainders,
         }
-        chosen = chosen_options(type(self).__name__, preset, passed_options)
+        storage = chosen_options(type(self).__name__, preset, passed_options)
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay},
-            state_dtypes={EXP_AVG: chosen.exp_avg_dtype},
+            state_dtypes={EXP_AVG: storage.exp_avg_dtype},
             capturable=capturable,
-            master_weights=chosen.master_weights,
-            master_weight_dtype=chosen.master_weight_dtype,
+            master_weights=storage.master_weights,
+            master_weight_dtype=storage.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=chosen.store_param_remainders,
+            store_param_remainders=storage.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )

@@ -1,4 +1,4 @@
-"""Loading an optimizer's state: copied into the live tensors, never cast, or refused with the option that differs."""
+"""Loading of optimizer states: copied into the live tensors without casts, or refused with the option that differs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
 def with_hooks(
     load_state_dict: Callable[[AnyOptimizer, dict[str, Any]], None],
 ) -> Callable[[AnyOptimizer, dict[str, Any]], None]:
-    """Run the hooks that were registered on the method around it, as PyTorch's own does.
+    """Make a `load_state_dict` method run its registered hooks, as PyTorch's does.
 
-    Each of those before may change the copy of the state dict that they are given, or return another.
+    Pre-hooks can change the copy of the state dict that they get, or return another one.
     """
 
     @wraps(load_state_dict)
@@ -47,24 +47,25 @@ def with_hooks(
 def load_optimizer_state(
     optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options
 ) -> bool:
-    """Load a state dict into an optimizer's live states and groups; whether a state now has other values on this rank.
+    """Load a state dict into an optimizer's live states and groups. Return whether this rank's states changed.
 
-    `options`: from a parameter's live and loaded state, what the optimizer must be constructed with, for messages.
+    `options`: maps a parameter's live and loaded state to the constructor options that would match, for messages.
 
     Raises:
-        CheckpointError: it is of other parameters or states; the message names the first difference.
+        CheckpointError: it belongs to other parameters or states; the message names the first difference.
     """
-    groups, states = state_dict["param_groups"], state_dict["state"]  # dcp_to_torch_save makes strings of numbers
+    # dcp_to_torch_save turns the integer keys of "state" into strings.
+    groups, states = state_dict["param_groups"], state_dict["state"]
     _check_groups(groups, optimizer)
-    found = [
+    entries = [
         (param, optimizer.state.get(param, {}), states.get(index, states.get(str(index), {})))
-        for saved, own in zip(groups, optimizer.param_groups, strict=True)
-        for index, param in zip(saved["params"], own["params"], strict=True)
+        for saved_group, group in zip(groups, optimizer.param_groups, strict=True)
+        for index, param in zip(saved_group["params"], group["params"], strict=True)
     ]
     if any(map(_is_matched_by_name, groups)):
-        _check_frozen(found, names)
-    loads = _of_this_version(found, names)
-    _check_dtypes([(param, *load) for (param, *_), load in zip(found, loads, strict=True)])
+        _check_frozen(entries, names)
+    loads = _of_this_version(entries, names)
+    _check_dtypes([(param, *load) for (param, *_), load in zip(entries, loads, strict=True)])
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
     changed = False
@@ -74,16 +75,16 @@ def load_optimizer_state(
                 changed |= _copied(private_torch.local_tensor(live[key]), private_torch.local_tensor(value), changed)
             else:
                 live[key] = value
-    for saved, own in zip(groups, optimizer.param_groups, strict=True):
-        _load_group(own, saved)
+    for saved_group, group in zip(groups, optimizer.param_groups, strict=True):
+        _load_group(group, saved_group)
     return changed
 
 
 def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]) -> None:
-    """Refuse what `set_optimizer_state_dict` passes for frozen parameters: nothing, or the live states themselves.
+    """Reject what `set_optimizer_state_dict` passes for frozen parameters: nothing, or the live states themselves.
 
     Raises:
-        CheckpointError: naming the first such parameter.
+        CheckpointError: names the first such parameter.
     """
     for param, live, loaded in states:
         if live and not param.requires_grad and all(loaded.get(key) is value for key, value in live.items() if loaded):
@@ -96,7 +97,7 @@ def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]
 def _of_this_version(
     found: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]
 ) -> list[tuple[str, dict[str, Any], Mapping[str, Any]]]:
-    """Of parameters with their live and loaded states: names, and the states as this version stores them."""
+    """Return names, live states and loaded states, the latter converted to the storage of this version."""
     loads: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = []
     rounded: list[str] = []
     for param, live, loaded in found:
@@ -112,7 +113,7 @@ def _of_this_version(
 
 
 def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
-    """Copy a value into a live tensor; whether that changed it, unless something is known to have been changed."""
+    """Copy a value into a live tensor. Return whether it changed; False without a comparison if `is_known`."""
     if is_known or live is value or live.data_ptr() == value.data_ptr():
         live.copy_(value)
         return False
@@ -122,14 +123,14 @@ def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
 
 
 def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    own, settings = optimizer.param_groups, components.own_settings(optimizer)
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    live_groups, settings = optimizer.param_groups, components.own_settings(optimizer)
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, live_groups)]
     if sizes[0] != sizes[1]:
         raise CheckpointError(
             f"the optimizer state has groups of {sizes[0]} parameters, this optimizer {sizes[1]}; build it over the "
             "same model"
         )
-    for theirs, ours in zip(saved, own, strict=True):
+    for theirs, ours in zip(saved, live_groups, strict=True):
         if not _is_matched_by_name(theirs):
             _check_names(theirs.get("param_names"), ours.get("param_names"))
         for key in theirs.keys() & ours.keys() - {*components.PARAMETER_ENTRIES}:
@@ -141,9 +142,9 @@ def _check_groups(saved: list[dict[str, Any]], optimizer: Optimizer) -> None:
 
 
 def _is_matched_by_name(group: Mapping[str, Any]) -> bool:
-    """True for what `set_optimizer_state_dict` hands over: it has found the states by their parameters' names.
+    """Return True for a state dict from `set_optimizer_state_dict`, which matches states by parameter names.
 
-    The list of names is then that of whichever rank saved it, which may have had other experts.
+    Its list of names then comes from whichever rank saved it, possibly one with other experts.
     """
     return any(isinstance(param, str) and not param.isdigit() for param in group["params"])
 
@@ -160,14 +161,16 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
 
 
 def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Tell a model that had another dtype from an optimizer that had other options: quantized weights have the same
-    masters then and now, and plain parameters had one only then, or have one only now.
+    """Detect a model of another dtype, as opposed to an optimizer with other options.
+
+    In that case masters of quantized weights match, but plain parameters have a master in only one of the live and the
+    loaded state.
 
     Args:
-        loads: parameters with their names, live states and loaded ones.
+        loads: parameters with their names, live states and loaded states.
 
     Raises:
-        CheckpointError: it is so; the message names the first such parameter.
+        CheckpointError: names the first such parameter.
     """
     differing, is_same = [], False
     for param, name, live, loaded in loads:
@@ -178,17 +181,18 @@ def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[
             differing.append((name, param.dtype, has_master(live)))
         elif is_quantized and (masters := [key for key in live if str(key).startswith(MASTER)]):
             if any(_described(live[key]) != _described(loaded[key]) for key in masters):
-                return  # by another master_weight_dtype, of which the other parameters follow
+                return  # master_weight_dtype differs, which explains all other differences
             is_same = True
     if not (is_same and differing):
         return
     name, dtype, has_one = differing[0]
     more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-    here = str(dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     why = (
-        f"{here} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"
+        f"{dtype_name} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"
         if has_one
-        else f"{here} here, which needs no master, and the optimizer state has one, so it had 16 bits when it was saved"
+        else f"{dtype_name} here, which needs no master, and the optimizer state has one, so it had 16 bits when it "
+        "was saved"
     )
     raise CheckpointError(
         f"{name}{more}: {why}; the masters of quantized weights are as they were, so give the model the dtype of then, "
@@ -214,10 +218,10 @@ def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any],
                 f"{name}: optimizer state {key} is {kinds[0]} in the state dict but {kinds[1]} here; both must be the "
                 "same: load with torch.distributed.checkpoint, or distribute the tensor first"
             )
-        own, new = _described(live[key]), _described(value)
-        if own != new:
+        want, got = _described(live[key]), _described(value)
+        if want != got:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {new}, this optimizer's is {own}; construct it over the same model "
+                f"{name}: optimizer state {key} is {got}, this optimizer's is {want}; construct it over the same model "
                 f"and mesh, with {options(live, loaded)}"
             )
 
@@ -230,7 +234,7 @@ def _described(value: Any) -> str:
 
 
 def state_options(roles: Sequence[str], live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """What an optimizer with states of these roles must be constructed with; with the saved one's where they differ."""
+    """Describe the constructor options of an optimizer with these states, and the saved values where they differ."""
     pairs = [(_option(live, role), _option(loaded, role)) for role in (*roles, MASTER, AVERAGE)]
     options = [theirs for ours, theirs in pairs if ours != theirs and loaded]
     names = ["master_weights", *(f"{role}_dtype" for role in roles)]
@@ -240,7 +244,7 @@ def state_options(roles: Sequence[str], live: Mapping[str, Tensor], loaded: Mapp
 
 
 def _option(states: Mapping[str, Tensor], role: str) -> str:
-    """The option that a state tells of."""
+    """Return the constructor option that a state implies."""
     if role + REMAINDER_SUFFIX in states:
         return "store_param_remainders=True"
     if role == AVERAGE:
@@ -252,7 +256,7 @@ def _option(states: Mapping[str, Tensor], role: str) -> str:
 
 
 def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Take over the entries of a group: tensors in place, since a captured step reads them where they are."""
+    """Copy the entries of a saved group. Tensors are copied in place, because a captured step reads their addresses."""
     for key, value in saved.items():
         if key in components.PARAMETER_ENTRIES:
             continue

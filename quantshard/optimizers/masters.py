@@ -301,7 +301,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if EMA_DECAY in self.defaults:
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
-        self.state[param] = {k: v for role, stored in states.items() for k, v in stored.tensors(role).items()}
+        self.state[param] = {k: v for role, entry in states.items() for k, v in entry.tensors(role).items()}
 
     def _add_master(self, param: Tensor, remainders: bool) -> None:
         """Create the master if the parameter is coarser, and draw the seed if anything needs random bits."""
@@ -491,5 +491,5 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._kept = parameter_registry.VALUES
         self._late_error = None  # a load recovers from it
         self._has_loaded, self._told_skipped = True, -1
-        self._blank.clear()  # loaded states have started, as far as one can tell
+        self._blank.clear()  # treat loaded states as started
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after

@@ -1,12 +1,12 @@
-"""Matrices that ranks hold in parts, brought together whole: each on one rank, its owner, and back in parts.
+"""Exchange of sharded matrices: each whole matrix is gathered on one rank, its owner, and scattered again.
 
-An update that needs a whole matrix has the same bits on any mesh only if it is computed from the whole matrix, since
-the bits of a matrix product depend on shapes. So that not every rank computes every matrix, each has an owner. Parts
-travel in one all-to-all for each mesh axis that cuts the matrices, for many of them at once, and back in as many: over
-the last axis go what the ranks of the axes before have sent, so that no process group is needed but those of the mesh.
+The bits of a matrix product depend on its shape. So an update that needs a whole matrix is the same on any mesh only if
+it is computed from the whole matrix, and each matrix has one owner so that not every rank computes all of them. Shards
+travel in one all-to-all per mesh axis that cuts the matrices, for many matrices at once, and back in as many. Each axis
+forwards what arrived over the earlier ones, so no process groups are needed other than the mesh's.
 
-Where the parts of all ranks lie is arithmetic over the mesh, of DTensor's metadata, which `components.check_offsets`
-has compared with how tensors are really cut.
+The positions of all shards are computed from DTensor's metadata, which `components.check_offsets` has compared with the
+actual shards.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from quantshard.collectives import process_groups
 from quantshard.optimizers.rounding import TensorRegion
 
 Coordinate = tuple[int, ...]
-"""A rank, by its index in each process group."""
+"""A rank, as its index in each process group."""
 
 Rectangle = tuple[tuple[int, int], tuple[int, int]]
-"""First and one past the last row, and column."""
+"""Half-open ranges (start, end) of rows and of columns."""
 
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """A matrix of a global shape [rows, columns], and which part each rank holds.
+    """The global shape [rows, columns] of a matrix, and the shard of each rank.
 
-    `groups`: the process groups of the mesh axes that cut it. `pieces`: by coordinate in them; of a whole matrix, the
-    one of the coordinate ().
+    `groups`: process groups of the mesh axes that cut it. `pieces`: shards by coordinate in these groups; a matrix that
+    is not cut has only the coordinate ().
     """
 
     shape: tuple[int, int]
@@ -47,7 +47,7 @@ class MatrixLayout:
 
     @staticmethod
     def of(param: Tensor) -> MatrixLayout:
-        """That of a 2-D parameter."""
+        """Return the layout of a 2-D parameter."""
         rows, columns = param.shape
         if not isinstance(param, DTensor):
             return MatrixLayout((rows, columns), (), {(): ((0, rows), (0, columns))})
@@ -56,18 +56,18 @@ class MatrixLayout:
 
     @property
     def cost(self) -> int:
-        """Of products with its Gram matrix, which is that of its shorter side."""
+        """Cost of products with the Gram matrix of the shorter side."""
         short, long = sorted(self.shape)
         return short * short * (2 * long + short)
 
     @cached_property
     def ordered(self) -> list[Rectangle]:
-        """The pieces in the order in which they arrive: the last group goes slowest."""
-        return [self.pieces[at] for at in sorted(self.pieces, key=lambda at: at[::-1])]
+        """The shards in order of arrival: the index in the last group varies slowest."""
+        return [self.pieces[coordinate] for coordinate in sorted(self.pieces, key=lambda coordinate: coordinate[::-1])]
 
     @cached_property
     def is_stacked(self) -> bool:
-        """Whether the pieces, in this order, are the matrix's rows one after the other, as of FSDP2's alone."""
+        """Whether the shards, in order of arrival, are consecutive rows of the matrix, as under FSDP2 alone."""
         ends = [0, *(bottom for (_, bottom), _ in self.ordered)]
         return all(
             _area(piece) == 0 or piece == ((end, piece[0][1]), (0, self.shape[1]))
@@ -75,20 +75,20 @@ class MatrixLayout:
         )
 
     def whole(self, flat: Tensor) -> Tensor:
-        """The matrix of its pieces, that follow each other; contiguous."""
+        """Assemble the contiguous matrix from its concatenated shards."""
         if self.is_stacked:
             return flat.view(self.shape)
         matrix = flat.new_empty(self.shape)
         parts = flat.split([*map(_area, self.ordered)])
-        for ((top, bottom), (left, right)), part in zip(self.ordered, parts, strict=True):
-            matrix[top:bottom, left:right] = part.view(bottom - top, right - left)
+        for ((row, row_end), (col, col_end)), part in zip(self.ordered, parts, strict=True):
+            matrix[row:row_end, col:col_end] = part.view(row_end - row, col_end - col)
         return matrix
 
     def flat(self, whole: Tensor) -> Tensor:
-        """The reverse."""
+        """Concatenate the shards of a matrix; the inverse of `whole`."""
         if self.is_stacked:
             return whole.reshape(-1)
-        parts = [whole[top:bottom, left:right].reshape(-1) for (top, bottom), (left, right) in self.ordered]
+        parts = [whole[row:row_end, col:col_end].reshape(-1) for (row, row_end), (col, col_end) in self.ordered]
         return torch.cat(parts)
 
 
@@ -98,60 +98,65 @@ def _pieces(
 ) -> dict[Coordinate, Rectangle]:
     dims = private_torch.cut_dims(placements)
     axes = [axis for axis, dim in enumerate(dims) if dim is not None and mesh_shape[axis] > 1]
-    found = {}
-    for at in product(*(range(mesh_shape[axis]) for axis in axes)):
+    pieces = {}
+    for indices in product(*(range(mesh_shape[axis]) for axis in axes)):
         coordinate = [0] * len(mesh_shape)  # on the other axes are replicas
-        for axis, index in zip(axes, at, strict=True):
+        for axis, index in zip(axes, indices, strict=True):
             coordinate[axis] = index
         rows, columns = private_torch.dtensor_extents(shape, mesh_shape, placements, tuple(coordinate))
-        found[at] = (rows, columns)
-    assert sum(map(_area, found.values())) == shape[0] * shape[1], f"{shape} on {mesh_shape}: pieces {found}"
-    return found
+        pieces[indices] = (rows, columns)
+    assert sum(map(_area, pieces.values())) == shape[0] * shape[1], f"{shape} on {mesh_shape}: pieces {pieces}"
+    return pieces
 
 
 def _area(piece: Rectangle) -> int:
-    (top, bottom), (left, right) = piece
-    return (bottom - top) * (right - left)
+    (row, row_end), (col, col_end) = piece
+    return (row_end - row) * (col_end - col)
 
 
 def buckets(layouts: Sequence[MatrixLayout], most_bytes: int) -> list[list[int]]:
-    """The matrices, by number, that are exchanged together: cut over the same ranks, and in bfloat16 of at most so many
-    bytes a rank, or as many as the largest has, so that every rank may own one. An owner may get one more.
+    """Group matrices, by number, that are exchanged together: those cut over the same process groups.
+
+    A bucket has at most `most_bytes` per rank in bfloat16, or the size of its largest matrix, so that every rank can
+    own one matrix. An owner can get one more.
     """
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
     for number, layout in enumerate(layouts):
         by_groups.setdefault(layout.groups, []).append(number)
     for numbers in by_groups.values():
         sizes = [2 * math.prod(layouts[number].shape) for number in numbers]
-        most, held = max(most_bytes, *sizes) * len(layouts[numbers[0]].pieces), 0
+        limit, size_so_far = max(most_bytes, *sizes) * len(layouts[numbers[0]].pieces), 0
         for position, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
-            if position == 0 or held + size > most:
-                found.append([])
-                held = 0
-            found[-1].append(number)
-            held += size
-    return found
+            if position == 0 or size_so_far + size > limit:
+                result.append([])
+                size_so_far = 0
+            result[-1].append(number)
+            size_so_far += size
+    return result
 
 
 @dataclass(frozen=True)
 class _AxisExchange:
-    """One all-to-all: what goes to each rank of a group and what comes from it, as (matrix, elements) in order."""
+    """One all-to-all along a mesh axis.
+
+    `sent`, `received`: (matrix, elements) pairs to and from each rank of the group, in order.
+    """
 
     group: dist.ProcessGroup
     sent: list[list[tuple[int, int]]]
     received: list[list[tuple[int, int]]]
 
     def forth(self, held: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The matrices' parts, flat, of which ranks now have fewer, and more of each."""
+        """Send flat shards toward the owners: each rank then has fewer matrices and more of each."""
         arrived = self._exchanged([held[number] for peer in self.sent for number, _ in peer], self.sent, self.received)
-        found: dict[int, list[Tensor]] = {}
+        parts_by_matrix: dict[int, list[Tensor]] = {}
         for (number, _), part in zip((pair for peer in self.received for pair in peer), arrived, strict=True):
-            found.setdefault(number, []).append(part)
-        return {number: torch.cat(parts) for number, parts in found.items()}
+            parts_by_matrix.setdefault(number, []).append(part)
+        return {number: torch.cat(parts) for number, parts in parts_by_matrix.items()}
 
     def back(self, held: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The reverse."""
+        """Send flat shards back; the inverse of `forth`."""
         sizes: dict[int, list[int]] = {number: [] for number in held}
         for peer in self.received:
             for number, size in peer:
@@ -164,20 +169,20 @@ class _AxisExchange:
     def _exchanged(
         self, leaving: list[Tensor], sent: list[list[tuple[int, int]]], received: list[list[tuple[int, int]]]
     ) -> tuple[Tensor, ...]:
-        device = process_groups.collective_device(self.group)  # parameters that FSDP2 offloaded are on the CPU
+        device = process_groups.collective_device(self.group)  # differs from the tensors' device under CPU offload
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         out = torch.cat([empty, *(part.to(device) for part in leaving)])
         into = out.new_empty(sum(size for peer in received for _, size in peer))
         arriving, departing = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
-        # as bytes, which every backend moves
+        # Every backend supports uint8.
         dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), arriving, departing, group=self.group)
         return into.split([size for peer in received for _, size in peer])
 
 
 class MatrixExchange:
-    """Brings some matrices together and takes them apart; all of them are cut over the same process groups.
+    """Gathers and scatters matrices that are cut over the same process groups.
 
-    All ranks of these make it of the same matrices, in the same order.
+    All ranks of these groups must construct it with the same matrices in the same order.
     """
 
     def __init__(self, layouts: Sequence[MatrixLayout]) -> None:
@@ -189,58 +194,64 @@ class MatrixExchange:
 
     def _along(self, axis: int) -> _AxisExchange:
         peers = range(self._groups[axis].size())
-        here = [number for number, owner in enumerate(self._owners) if owner[:axis] == self._here[:axis]]
+        candidates = [number for number, owner in enumerate(self._owners) if owner[:axis] == self._here[:axis]]
         sent = [
-            [(number, self._held(number, axis, self._here[axis])) for number in here if self._owners[number][axis] == q]
+            [
+                (number, self._held(number, axis, self._here[axis]))
+                for number in candidates
+                if self._owners[number][axis] == q
+            ]
             for q in peers
         ]
-        mine = [number for number in here if self._owners[number][axis] == self._here[axis]]
-        received = [[(number, self._held(number, axis, q)) for number in mine] for q in peers]
+        owned = [number for number in candidates if self._owners[number][axis] == self._here[axis]]
+        received = [[(number, self._held(number, axis, q)) for number in owned] for q in peers]
         return _AxisExchange(self._groups[axis], sent, received)
 
     def _held(self, number: int, axis: int, peer: int) -> int:
-        """How many elements of a matrix a rank of this axis has before the exchange along it: of all axes before."""
+        """Return how many elements of a matrix a rank of this axis holds before the exchange along it."""
         tail = (peer, *self._here[axis + 1 :])
-        return sum(_area(piece) for at, piece in self._layouts[number].pieces.items() if at[axis:] == tail)
+        return sum(
+            _area(piece) for coordinate, piece in self._layouts[number].pieces.items() if coordinate[axis:] == tail
+        )
 
     def check_part(self, number: int, held: TensorRegion) -> None:
-        """What this rank holds of a matrix is what all ranks take it to hold."""
-        (top, bottom), (left, right) = self._layouts[number].pieces[self._here]
-        same = (held.origin, held.shape) == ((top, left), (bottom - top, right - left))
-        assert same or 0 == bottom - top == held.shape[0], f"{held} is held, rows {top}:{bottom} are told"
+        """Check that this rank's shard of a matrix is the one that all ranks expect."""
+        (row, row_end), (col, col_end) = self._layouts[number].pieces[self._here]
+        same = (held.origin, held.shape) == ((row, col), (row_end - row, col_end - col))
+        assert same or 0 == row_end - row == held.shape[0], f"{held} is held, rows {row}:{row_end} are told"
 
     def gather(self, parts: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """The whole matrices that this rank owns, with their numbers, one after the other. A collective call.
+        """Yield the whole matrices that this rank owns, with their numbers. A collective call.
 
-        `parts`: bfloat16, what this rank holds of each matrix. Each whole matrix is a tensor of its own, contiguous.
+        `parts`: this rank's shard of each matrix, bfloat16. Every whole matrix is a new contiguous tensor.
         """
-        held = {number: part.reshape(-1) for number, part in enumerate(parts)}
+        tensors = {number: part.reshape(-1) for number, part in enumerate(parts)}
         for exchange in self._exchanges:
-            held = exchange.forth(held)
-        for number in list(held):
-            yield number, self._layouts[number].whole(held.pop(number))
+            tensors = exchange.forth(tensors)
+        for number in list(tensors):
+            yield number, self._layouts[number].whole(tensors.pop(number))
 
     def scatter(self, wholes: dict[int, Tensor]) -> list[Tensor]:
-        """This rank's part of every matrix, of the `wholes` that their owners have made. A collective call.
+        """Return this rank's shard of every matrix, given the `wholes` that this rank owns. A collective call.
 
-        `wholes` is empty afterwards, so that their memory is free.
+        Empties `wholes`, to free their memory.
         """
-        held = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
+        tensors = {number: self._layouts[number].flat(wholes.pop(number)) for number in list(wholes)}
         for exchange in reversed(self._exchanges):
-            held = exchange.back(held)
+            tensors = exchange.back(tensors)
         parts = []
         for number, layout in enumerate(self._layouts):
-            (top, bottom), (left, right) = layout.pieces[self._here]
-            parts.append(held[number].view(bottom - top, right - left))
+            (row, row_end), (col, col_end) = layout.pieces[self._here]
+            parts.append(tensors[number].view(row_end - row, col_end - col))
         return parts
 
 
 def _owners(layouts: Sequence[MatrixLayout], sizes: Sequence[int]) -> list[Coordinate]:
-    """The owner of each matrix: the costliest first, each to the rank with the least to do."""
+    """Assign an owner to each matrix: the costliest matrix first, always to the rank with the least load."""
     loads = dict.fromkeys(product(*map(range, sizes)), 0)
-    found: dict[int, Coordinate] = {}
+    owners: dict[int, Coordinate] = {}
     for number in sorted(range(len(layouts)), key=lambda number: -layouts[number].cost):
-        owner = min(loads, key=lambda at: loads[at])
-        found[number] = owner
+        owner = min(loads, key=lambda rank: loads[rank])
+        owners[number] = owner
         loads[owner] += layouts[number].cost
-    return [found[number] for number in range(len(layouts))]
+    return [owners[number] for number in range(len(layouts))]

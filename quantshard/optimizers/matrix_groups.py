@@ -1,4 +1,4 @@
-"""The groups of `Muon`: what each must have, and a model's parameters divided into those of Muon's and of AdamW's."""
+"""Parameter groups of `Muon`: their validation, and a function that builds them from a model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from quantshard.optimizers import parameter_registry
 from quantshard.presets import ADAMW, MUON
 
 ALGORITHM = "algorithm"
-"""The entry of a group that says how it is stepped: `MUON` or `ADAMW`."""
+"""Group entry that chooses the algorithm: `MUON` or `ADAMW`."""
 
 ADAMW_SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
-"""What groups of AdamW's have where they do not say otherwise, besides lr."""
+"""Default entries of "adamw" groups, except lr."""
 
 MUON_ENTRIES = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 ADAMW_ENTRIES = ("betas", "bias_correction", "adam_w_mode")
-"""Entries that mean nothing to the other."""
+"""`MUON_ENTRIES` have no effect in "adamw" groups, and `ADAMW_ENTRIES` none in "muon" groups."""
 
 
 def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A group that is to be added as number `number`, with what AdamW's have by default, where it is one of these.
+    """Return the group to add as number `number`, with the defaults of "adamw" groups filled in if it is one.
 
     Raises:
-        ConfigurationError: its algorithm is none; an entry means nothing to it; a parameter of Muon's is no matrix; or
-            a group of AdamW's has no lr, where `defaults` has one that does not suit it.
+        ConfigurationError: the algorithm is unknown; an entry has no effect; a parameter of a "muon" group is not a
+            matrix; or an "adamw" group has no lr and Muon's lr does not suit it.
     """
     group = parameter_registry.checked_group("Muon", number, given)
     algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
@@ -52,7 +52,7 @@ def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]
 
 
 def _check_matrices(number: int, params: Iterable[Any]) -> None:
-    pairs = (entry if isinstance(entry, tuple) else (f"number {at}", entry) for at, entry in enumerate(params))
+    pairs = (entry if isinstance(entry, tuple) else (f"number {index}", entry) for index, entry in enumerate(params))
     wrong = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
     if wrong:
         raise ConfigurationError(
@@ -70,22 +70,23 @@ def muon_groups(
     head: str | Iterable[str] | None = None,
     adamw: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """A model's parameters in the groups of `Muon`, with names: the matrices of hidden layers, and what AdamW does.
+    """Split a model's named parameters into groups for `Muon`: matrices of hidden layers, and everything else for
+    AdamW.
 
-    AdamW's are: embeddings (weights of `nn.Embedding`, and what is tied to one), the output head, and whatever is not
-    2-D: norms, biases, stacked experts. Its vectors are a group by themselves, without weight decay.
+    AdamW gets embeddings (weights of `nn.Embedding` and parameters tied to them), the output head, and all parameters
+    that are not 2-D: norms, biases, stacked experts. Vectors form a separate group without weight decay.
 
         optimizer = Muon(muon_groups(model, head="lm_head", adamw={"lr": 3e-4, "betas": (0.9, 0.95)}), lr=0.02)
 
     Args:
-        model: built, and sharded if it will be.
-        head: names or patterns (as `*.gate.weight`) of modules or parameters that are AdamW's too: the layer that gives
-            the logits, and others if you wish. () says that there is none. By default it is found where the model has
-            `get_output_embeddings`, as those of transformers do, or where it is tied to an embedding.
-        adamw: entries of the groups of AdamW's: lr, betas, eps, weight_decay (of what has two dims or more).
+        model: the model, already sharded if it will be.
+        head: names or patterns (such as `*.gate.weight`) of modules or parameters for AdamW: the layer that computes
+            the logits, and any others. () means that there is none. By default the head is detected from
+            `get_output_embeddings` (transformers models) or from being tied to an embedding.
+        adamw: entries of the "adamw" groups: lr, betas, eps, weight_decay (for parameters with two dims or more).
 
     Raises:
-        ConfigurationError: the head is not known, or a name fits nothing.
+        ConfigurationError: the head cannot be detected, or a name matches nothing.
     """
     check_arguments("muon_groups", MODULE, model=model)
     check_arguments("muon_groups", NAMES.or_none, head=head)
@@ -97,23 +98,25 @@ def muon_groups(
         )
     named = list(model.named_parameters())
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    kept = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
+    adamw_ids = embedded | (_found_head(model, embedded) if head is None else _matching(named, head))
     groups = {
-        MUON: [(name, param) for name, param in named if param.ndim == 2 and id(param) not in kept],
-        "others": [(name, param) for name, param in named if param.ndim > 2 or (param.ndim == 2 and id(param) in kept)],
+        MUON: [(name, param) for name, param in named if param.ndim == 2 and id(param) not in adamw_ids],
+        "others": [
+            (name, param) for name, param in named if param.ndim > 2 or (param.ndim == 2 and id(param) in adamw_ids)
+        ],
         "vectors": [(name, param) for name, param in named if param.ndim < 2],
     }
     settings = {ALGORITHM: ADAMW, **(adamw or {})}
-    found: list[dict[str, Any]] = [
+    result: list[dict[str, Any]] = [
         {"params": groups[MUON], ALGORITHM: MUON},
         {"params": groups["others"], **settings},
         {"params": groups["vectors"], **settings, "weight_decay": 0.0},
     ]
-    return [group for group in found if group["params"]]
+    return [group for group in result if group["params"]]
 
 
 def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
-    """The parameters, by id, of the layer that gives the logits."""
+    """Return the ids of the parameters of the layer that computes the logits."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(output, nn.Module):
         return {id(param) for param in output.parameters(recurse=False)}
@@ -127,26 +130,26 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
 
 
 def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
-    """Whether a layer that is no embedding uses an embedding's weight."""
-    others = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    return any(id(param) in embedded for module in others for param in module.parameters(recurse=False))
+    """Whether a layer other than an embedding uses an embedding's weight."""
+    other_modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+    return any(id(param) in embedded for module in other_modules for param in module.parameters(recurse=False))
 
 
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
-    found = set()
+    matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         check_arguments("muon_groups", TEXT, head=pattern)
-        fits = [id(param) for name, param in named if any(fnmatchcase(each, pattern) for each in _prefixes(name))]
-        if not fits:
+        ids = [id(param) for name, param in named if any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))]
+        if not ids:
             raise ConfigurationError(
                 f"muon_groups(model, head={pattern!r}): no module or parameter has that name; parameters are "
                 f"{', '.join(name for name, _ in named[:5])}, ..."
             )
-        found.update(fits)
-    return found
+        matched.update(ids)
+    return matched
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """A parameter's name and those of the modules that it is in."""
+    """Yield a parameter's name and the names of the modules that contain it."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts) + 1))

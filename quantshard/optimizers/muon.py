@@ -118,7 +118,7 @@ class Muon(AdamOptimizer):
             "master_weight_dtype": master_weight_dtype,
             "store_param_remainders": store_param_remainders,
         }
-        chosen = chosen_options(type(self).__name__, preset, passed_options)
+        storage = chosen_options(type(self).__name__, preset, passed_options)
         self._directions: dict[Tensor, Tensor] = {}
         self._buckets: list[MatrixBucket] = []
         self._bucketed: list[Tensor] = []
@@ -137,15 +137,15 @@ class Muon(AdamOptimizer):
                 ALGORITHM: MUON,
             },
             state_dtypes={
-                MOMENTUM_BUFFER: chosen.momentum_buffer_dtype,
-                EXP_AVG: chosen.exp_avg_dtype,
-                EXP_AVG_SQ: chosen.exp_avg_sq_dtype,
+                MOMENTUM_BUFFER: storage.momentum_buffer_dtype,
+                EXP_AVG: storage.exp_avg_dtype,
+                EXP_AVG_SQ: storage.exp_avg_sq_dtype,
             },
             capturable=capturable,
-            master_weights=chosen.master_weights,
-            master_weight_dtype=chosen.master_weight_dtype,
+            master_weights=storage.master_weights,
+            master_weight_dtype=storage.master_weight_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=chosen.store_param_remainders,
+            store_param_remainders=storage.store_param_remainders,
             max_skipped_in_a_row=max_skipped_in_a_row,
             ema_decay=ema_decay,
         )

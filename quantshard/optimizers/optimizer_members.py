@@ -1,9 +1,9 @@
-"""Which parameters of a model its optimizers hold, and which they hold that are not the model's: told once.
+"""Warnings about parameters of a model that no optimizer has, and parameters of an optimizer that the model lacks.
 
-An optimizer knows its parameters, by name if it was given names, and no model; a model knows no optimizer. So this can
-be known only where both are at hand: in `explain(model, optimizer)`, and in the forward of a model that `convert` has
-made, which looks for the optimizers of the process. It cannot be known of a model of plain layers that nobody explains,
-nor of an optimizer that holds no parameter of the model at all: that may be another model's.
+An optimizer knows its parameters but no model, and a model knows no optimizer. So this is checked only where both are
+available: in `explain(model, optimizer)`, and in the forward of a converted model, which looks for the optimizers of
+the process. A model of plain layers that is never explained cannot be checked. Nor can an optimizer with no parameter
+of the model, because it can belong to another model.
 """
 
 from __future__ import annotations
@@ -23,44 +23,47 @@ _FEW = 4
 
 _count = itertools.count()
 _numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""The optimizers that something was told of: another may come to lie at the same address."""
+"""Numbers of the optimizers with a warning. Ids are not used, because addresses are reused."""
 
 
 def registered(model: nn.Module) -> dict[Tensor, str]:
-    """The parameters of a model with their names; of one that FSDP2 has gathered, the sharded one."""
+    """Return the parameters of a model with their names; sharded parameters if FSDP2 has gathered them."""
     gathers = private_torch.fsdp_gathers(model)
-    found: dict[Tensor, str] = {}
+    names: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
         for leaf, param in module.named_parameters(recurse=False):
-            known = gathers.get((id(module), leaf))
+            gathered = gathers.get((id(module), leaf))
             name = private_torch.without_wrappers(f"{prefix}.{leaf}" if prefix else leaf)
-            found.setdefault(param if known is None else known.param, name)
-    return found
+            names.setdefault(param if gathered is None else gathered.param, name)
+    return names
 
 
 def held(optimizers: Iterable[Any]) -> dict[Tensor, str]:
-    """The parameters in optimizers' groups, with the names that those know."""
-    found: dict[Tensor, str] = {}
+    """Return the parameters in the groups of optimizers, with the names that the optimizers have for them."""
+    result: dict[Tensor, str] = {}
     for optimizer in optimizers:
-        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # or its constructor failed
+        for number, group in enumerate(getattr(optimizer, "param_groups", ())):  # absent if the constructor failed
             names = group.get("param_names") or [
                 f"parameter {position} of group {number}" for position in range(len(group["params"]))
             ]
-            found.update(zip(group["params"], names, strict=False))
-    return found
+            result.update(zip(group["params"], names, strict=False))
+    return result
 
 
 def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
-    """Tell of parameters that train and are in none of some optimizers; False if these hold none of the model."""
-    params, known = registered(model), held(optimizers)
-    if not any(param in known for param in params):
+    """Warn about trainable parameters that are in none of the optimizers.
+
+    Returns False, without a warning, if the optimizers have no parameter of this model.
+    """
+    params, optimized = registered(model), held(optimizers)
+    if not any(param in optimized for param in params):
         return False
-    missing = [name for param, name in params.items() if param.requires_grad and param not in known]
+    missing = [name for param, name in params.items() if param.requires_grad and param not in optimized]
     if missing:
-        holding = [each for each in optimizers if any(param in params for param in held([each]))]
-        kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in holding}))
+        relevant = [candidate for candidate in optimizers if any(param in params for param in held([candidate]))]
+        kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in relevant}))
         warn_once(
-            f"unheld {shown(missing)} {class_name(model)} {[*map(_number, holding)]}",
+            f"unheld {shown(missing)} {class_name(model)} {[*map(_number, relevant)]}",
             f"{shown(missing)} of a {class_name(model)}: trained, but in no optimizer ({kinds}), so a step leaves "
             "it as it is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
         )
@@ -68,7 +71,7 @@ def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
 
 
 def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
-    """Tell of parameters that an optimizer holds and a model does not have."""
+    """Warn about parameters of an optimizer that are not in the model."""
     params = registered(model)
     strange = [name for param, name in held([optimizer]).items() if param not in params]
     if strange:
@@ -80,7 +83,7 @@ def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
 
 
 def warn_of_replaced(optimizer: Any, names: Sequence[str], by: str = "convert") -> None:
-    """Tell of weights that an optimizer holds, and in whose place `convert`, or `by`, has put others."""
+    """Warn about weights of an optimizer that `convert`, or `by`, has replaced in the model."""
     _warn_of_optimizer(
         optimizer,
         f"{type(optimizer).__name__} was made before {by} and holds {shown(names, 1)} as they were, so it does not "
@@ -89,21 +92,21 @@ def warn_of_replaced(optimizer: Any, names: Sequence[str], by: str = "convert") 
 
 
 def _warn_of_optimizer(optimizer: Any, text: str) -> None:
-    """Once for each optimizer."""
+    """Warn once per optimizer."""
     warn_once(f"parameters of optimizer {_number(optimizer)}", text)
 
 
 def _number(optimizer: Any) -> int:
-    """By which one is told from others that are alike; of this process."""
+    """Return a number that identifies the optimizer in this process."""
     return _numbers.setdefault(optimizer, next(_count))
 
 
 def class_name(model: nn.Module) -> str:
-    """Of the class as it was: fully_shard makes FSDPLlama of Llama."""
+    """Return the name of the class before `fully_shard`, which turns Llama into FSDPLlama."""
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def shown(names: Sequence[str], few: int = _FEW) -> str:
-    """The first few names, and how many more there are."""
+    """Format the first few names, and how many more there are."""
     more = f" and {len(names) - few} more" if len(names) > few else ""
     return ", ".join(names[:few]) + more

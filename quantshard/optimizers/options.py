@@ -1,7 +1,7 @@
-"""The numbers of an optimizer's groups, which anybody may set between steps: they make a step, or an error.
+"""Validation of the values in an optimizer's groups, which can be set between steps.
 
-What these let through cannot make a weight infinite by itself: an update is at most some ten learning rates
-(`adam.largest_ratio`), and weight decay no more than turns a weight's sign.
+Values that pass cannot make a weight infinite by themselves: an update is at most about 10 learning rates
+(`adam.largest_ratio`), and weight decay at most flips the sign of a weight.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from quantshard.optimizers.guards import LARGEST_RATE
 from quantshard.presets import STATE_ARGUMENTS
 
 _SMALLEST_EPS = 2.0**-126
-"""Of Muon, whose matrices are bfloat16: the smallest that all GPUs tell from 0."""
+"""Smallest eps for Muon, whose matrices are bfloat16: smaller values are zero on some GPUs."""
 
 LARGEST_DECAY = 1e9
-"""Of weight decay added to the gradient, whose square must be finite."""
+"""Largest weight decay that is added to the gradient, whose square must be finite."""
 
 
 def check_adam(where: str, group: Mapping[str, Any], ratio_matters: bool = False, reads_rate: bool = True) -> None:
-    """Check the numbers of a group of Adam's.
+    """Validate the values of an Adam group.
 
-    `where`: what the messages begin with. `ratio_matters`: moments are such that updates are bounded by
-    `adam.largest_ratio`. `reads_rate`: whether the learning rate, which may be on a device, is read.
+    `where`: start of the messages. `ratio_matters`: updates must be bounded by `adam.largest_ratio`, because of the
+    moments' dtypes. `reads_rate`: False if reading the learning rate would wait for a device.
 
     Raises:
-        ConfigurationError: one makes no step, or would make weights infinite.
+        ConfigurationError: a value is invalid, or would make weights infinite.
     """
     beta1, beta2 = betas(where, group["betas"])
     if ratio_matters and largest_ratio(beta1, beta2) == math.inf:
@@ -49,13 +49,13 @@ def check_adam(where: str, group: Mapping[str, Any], ratio_matters: bool = False
 
 
 def check_lion(where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-    """Check the numbers of a group of Lion's; arguments and errors as of `check_adam`."""
+    """Validate the values of a Lion group; arguments and errors as in `check_adam`."""
     betas(where, group["betas"], "with 1 no gradient would count")
     check_rate_and_decay(where, group, True, reads_rate)
 
 
 def check_muon(where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-    """Check the numbers of a group of Muon's; arguments and errors as of `check_adam`."""
+    """Validate the values of a "muon" group; arguments and errors as in `check_adam`."""
     check_rate_and_decay(where, group, True, reads_rate)
     for name in ("momentum", "eps"):
         _check_number(where, name, group[name])
@@ -81,10 +81,10 @@ def check_muon(where: str, group: Mapping[str, Any], reads_rate: bool = True) ->
 
 
 def check_rate_and_decay(where: str, group: Mapping[str, Any], decoupled: bool, reads_rate: bool = True) -> None:
-    """Check the learning rate and the weight decay of a group; `decoupled`: the decay is of the weight itself.
+    """Validate the learning rate and weight decay of a group. `decoupled`: the decay applies to the weight itself.
 
     Raises:
-        ConfigurationError: one makes no step, or they would make weights infinite.
+        ConfigurationError: a value is invalid, or would make weights infinite.
     """
     for name in ("lr", "weight_decay") if reads_rate else ("weight_decay",):
         _check_number(where, name, group[name])
@@ -99,13 +99,13 @@ def check_rate_and_decay(where: str, group: Mapping[str, Any], decoupled: bool, 
 
 
 def betas(where: str, given: Any, with_one: str = "with 1 the bias correction divides by zero") -> tuple[float, float]:
-    """Two betas as numbers; `with_one`: what would be wrong with 1.
+    """Return two betas as numbers. `with_one`: what would go wrong with 1, for messages.
 
     Raises:
-        ConfigurationError: they are not two numbers, 0 or more and in float32 less than 1.
+        ConfigurationError: they are not two numbers that are at least 0 and, in float32, less than 1.
     """
     try:
-        beta1, beta2 = (_number(where, "betas", each) for each in given)
+        beta1, beta2 = (_number(where, "betas", value) for value in given)
     except ConfigurationError:
         raise
     except (TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ def betas(where: str, given: Any, with_one: str = "with 1 the bias correction di
             f"{where}(betas={given}): give two numbers, of the first and the second moment"
         ) from error
     for beta in (beta1, beta2):
-        if not 0 <= beta < 1 - 2.0**-25:  # what rounds to 1 in float32
+        if not 0 <= beta < 1 - 2.0**-25:  # larger values round to 1 in float32
             raise ConfigurationError(
                 f"{where}(betas={(beta1, beta2)}): each must be 0 or more and, in float32, less than 1; {with_one}"
             )
@@ -121,13 +121,13 @@ def betas(where: str, given: Any, with_one: str = "with 1 the bias correction di
 
 
 def check_decay(where: str, decay: Any) -> None:
-    """Check the decay of an average of weights.
+    """Validate the decay of an average of weights.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the decay is invalid.
     """
     number = _number(where, EMA_DECAY, decay)
-    if not 0 <= number < 1 - 2.0**-25:  # what rounds to 1 in float32
+    if not 0 <= number < 1 - 2.0**-25:  # larger values round to 1 in float32
         raise ConfigurationError(
             f"{where}({EMA_DECAY}={number}): it must be 0 or more and, in float32, less than 1: each step leaves this "
             "share of the average as it is; 0.999 is usual"
@@ -135,7 +135,7 @@ def check_decay(where: str, decay: Any) -> None:
 
 
 def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bool) -> None:
-    """Check that a group asks for no average that the optimizer does not keep.
+    """Check that a group sets no average decay if the optimizer keeps no averages.
 
     Raises:
         ConfigurationError: it does.
@@ -149,39 +149,43 @@ def check_group_decay(optimizer: str, group: Mapping[str, Any], is_averaging: bo
 
 _SWITCHES = ("capturable", "amsgrad", "maximize", "differentiable")
 _NAMES_OF_OTHERS = {"learning_rate": "lr", "epsilon": "eps", "wd": "weight_decay"}
-"""What other libraries call an option."""
+"""Names of options in other libraries."""
 _OTHERS = ("momentum", "dampening", "nesterov")
-"""Entries of groups of other optimizers that change their updates, and that wrappers which share groups do not use."""
+"""Entries that change updates of other optimizers. Wrappers that share groups between optimizers do not use them."""
 
 
 def check_no_states(optimizer: type, group: Mapping[str, Any], inner: Collection[str] | None = None) -> None:
-    """Check that a group does not say how its masters and states are kept, or how all groups step: it would do nothing.
+    """Check that a group has no option for masters, states or the whole optimizer, which would have no effect.
 
-    Groups of PyTorch's optimizers name what these steps are, switched off. `inner`: the options of another optimizer,
-    whose groups these are.
+    Such switches are allowed if they are off, because PyTorch's optimizers put them into groups. `inner`: options of
+    the inner optimizer, if the groups belong to one.
 
     Raises:
-        ConfigurationError: it does.
+        ConfigurationError: a group has such an option.
     """
-    names = (*STATE_ARGUMENTS, *_SWITCHES) if inner is None else [each for each in STATE_ARGUMENTS if each not in inner]
+    names = (
+        (*STATE_ARGUMENTS, *_SWITCHES)
+        if inner is None
+        else [option for option in STATE_ARGUMENTS if option not in inner]
+    )
     for name in names:
         if name in group and (name not in _SWITCHES or group[name]):
-            owner, known = optimizer.__name__, inspect.signature(optimizer).parameters
+            owner, parameters = optimizer.__name__, inspect.signature(optimizer).parameters
             raise ConfigurationError(
                 f"{owner}: a group has {name} = {group[name]!r}, which is "
                 + (
                     f"an option of the whole optimizer; give {owner}({name}=...), or build one optimizer for each"
-                    if name in known
+                    if name in parameters
                     else f"no option of {owner}, whose groups are kept and stepped alike; leave it out"
                 )
             )
 
 
 def check_flags(where: str, **flags: Any) -> None:
-    """Check that arguments are True or False, or 1 or 0: any text, "no" too, would be true.
+    """Check that arguments are True or False (or 1 or 0). Any string, even "no", would count as true.
 
     Raises:
-        ConfigurationError: one is not.
+        ConfigurationError: an argument is something else.
     """
     for name, flag in flags.items():
         if isinstance(flag, Tensor) or flag not in (True, False):
@@ -189,13 +193,15 @@ def check_flags(where: str, **flags: Any) -> None:
 
 
 def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], counters: Collection[str]) -> None:
-    """Warn of an entry of a group that is written almost as an option, or is one of another optimizer; others may be
-    the user's own, and `counters`, which are among the known ones, are the optimizer's."""
+    """Warn about a group entry that looks like a misspelled option or is an option of another optimizer.
+
+    Other unknown entries can be the user's own. `counters`: known entries that the optimizer sets itself.
+    """
     for name in group.keys() - {*known, "params"}:
-        meant = _NAMES_OF_OTHERS.get(name)
-        near = [meant] if meant in known else get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8)
-        if near:
-            warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {near[0]!r}?")
+        alias = _NAMES_OF_OTHERS.get(name)
+        suggestions = [alias] if alias in known else get_close_matches(name, set(known) - set(counters), 1, cutoff=0.8)
+        if suggestions:
+            warn_user(f"{where}: a group has {name!r}, which does nothing; did you mean {suggestions[0]!r}?")
         elif name in _OTHERS and isinstance(group[name], int | float) and group[name]:
             warn_user(
                 f"{where}: a group has {name} = {group[name]!r}, an option of other optimizers, which does nothing"
@@ -203,18 +209,17 @@ def warn_of_typos(where: str, group: Mapping[str, Any], known: Collection[str], 
 
 
 def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None:
-    """Check the numbers of a group of an optimizer that is not known.
-
-    `signed`: the learning rate and weight decay may be negative.
+    """Validate the values of a group of an arbitrary optimizer. `signed`: the learning rate and weight decay can be
+    negative.
 
     Raises:
-        ConfigurationError: one is NaN, or the learning rate or weight decay is infinite or too large.
+        ConfigurationError: a value is NaN, or the learning rate or weight decay is infinite or too large.
     """
     for name, value in group.items():
         if name in ("lr", "weight_decay") and isinstance(value, str):
             _number(where, name, value)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.device.type != "cpu"):
-            continue  # which would wait for the device
+            continue  # reading it would wait for the device
         if name in ("lr", "weight_decay"):
             _check_number(where, name, abs(float(value)) if signed else float(value))
         elif isinstance(value, float) and math.isnan(value):
@@ -222,7 +227,7 @@ def check_any(where: str, group: Mapping[str, Any], signed: bool = True) -> None
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    """Of a number, not of a text that spells one: schedulers of learning rates multiply it."""
+    """Return a number as float. Strings of digits are refused, because LR schedulers multiply the value."""
     hint = ""
     try:
         number = float(value)
