@@ -18,8 +18,7 @@ from quantshard.optimizers.state import floor_of
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update
 
 LATE_UPDATE = 1.5
-"""Warn if the updates of late parameters exceed this many learning rates. The limit is 1 for moments as old as the step
-count."""
+"""Largest update, in learning rates, without a warning. It is at most 1 if the moments start with the step count."""
 
 
 def largest_late_update(beta1: float, beta2: float, step: int) -> float:
@@ -70,14 +69,14 @@ class AdamOptimizer(KernelOptimizer):
         )
 
     def _begin(self, groups: list[GroupSettings]) -> Iterator[ParameterStep]:
-        late: list[tuple[Tensor, GroupSettings]] = []
+        late_params: list[tuple[Tensor, GroupSettings]] = []
         for item in super()._begin(groups):
             if self._blank and item.grad is not None and item.param in self._blank:
                 self._blank.discard(item.param)
-                late.append((item.param, item.group))
+                late_params.append((item.param, item.group))
             yield item
-        if late and not self._capturable and not self._has_told_of_late:
-            self._warn_of_late(late)
+        if late_params and not self._capturable and not self._has_told_of_late:
+            self._warn_of_late(late_params)
 
     def _warn_of_late(self, late: list[tuple[Tensor, GroupSettings]]) -> None:
         """Warn once about parameters that start late in their group's step count, so that updates are too large."""

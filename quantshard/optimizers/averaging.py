@@ -151,10 +151,10 @@ def _with_averages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[T
             f"averaged_weights: this {type(optimizer).__name__} keeps no averages of weights; build a FusedAdam or "
             "MasterWeights with ema_decay=0.999, or call its begin_average(0.999)"
         )
-    if lacking := _not_of(model, averaged):
+    if missing := _not_of(model, averaged):
         raise ConfigurationError(
-            f"averaged_weights: {len(lacking)} of the {len(averaged)} parameters that this {type(optimizer).__name__} "
-            f"averages are not the model's (the first of shape {tuple(lacking[0].shape)}); give the whole model that "
+            f"averaged_weights: {len(missing)} of the {len(averaged)} parameters that this {type(optimizer).__name__} "
+            f"averages are not the model's (the first of shape {tuple(missing[0].shape)}); give the whole model that "
             "the optimizer was built over"
         )
     return averaged

@@ -192,8 +192,8 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
     ) -> guards.GradientFlags:
         """Run the pending reductions and return the gradient flags of all ranks."""
         gradients = ((self._names[item.param], item.param, item.grad) for item in work)
-        wrong = wrong_rates(self.param_groups, len(work)) if self._capturable else None
-        flags = guards.GradientFlags(gradients, reduction, exceeding, wrong)
+        rate_flags = wrong_rates(self.param_groups, len(work)) if self._capturable else None
+        flags = guards.GradientFlags(gradients, reduction, exceeding, rate_flags)
         reduction.reduce()
         flags.gather()
         return flags

@@ -99,7 +99,7 @@ class KernelStep:
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph reads tables of this object, so that it must stay alive."""
-        return bool(self._captured) or any(planned.plan.is_captured for planned in self._planned)
+        return bool(self._captured) or any(device_plan.plan.is_captured for device_plan in self._planned)
 
     def take(
         self,
@@ -122,27 +122,29 @@ class KernelStep:
         rows, numbers = _rows(work)
         signature = _signature(work, numbers)
         if signature != self._signature:
-            self._captured += [planned.plan for planned in self._planned if planned.plan.is_captured]
+            self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
             self._planned = self._plans(work, numbers, len(rows), is_bounded)
             self._signature = signature
         self._work, self._left, self._directions = work, set(range(len(work))), {}
-        for planned in self._planned:
-            items = [work[index] for index in planned.places]
-            grads = [item.grad if _fits(item.grad, planned.plan.device) else None for item in items]
+        for device_plan in self._planned:
+            items = [work[index] for index in device_plan.places]
+            grads = [item.grad if _fits(item.grad, device_plan.plan.device) else None for item in items]
             self._left.difference_update(
                 index
-                for index, item, grad in zip(planned.places, items, grads, strict=True)
+                for index, item, grad in zip(device_plan.places, items, grads, strict=True)
                 if grad is not None or item.grad is None
             )
             draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
-            grads_by_index = dict(zip(planned.places, grads, strict=True))
-            with_grads = [index for index in planned.sizes if grads_by_index[index] is not None]
+            grads_by_index = dict(zip(device_plan.places, grads, strict=True))
+            with_grads = [index for index in device_plan.sizes if grads_by_index[index] is not None]
             if with_grads:
                 assert workspace is not None
                 self._directions |= workspace.views(
-                    planned.plan.device, {index: planned.sizes[index] for index in with_grads}
+                    device_plan.plan.device, {index: device_plan.sizes[index] for index in with_grads}
                 )
-            planned.plan.take(grads, rows, seed, draws, [self._directions.get(index) for index in planned.places])
+            device_plan.plan.take(
+                grads, rows, seed, draws, [self._directions.get(index) for index in device_plan.places]
+            )
         return True
 
     @staticmethod
@@ -159,7 +161,7 @@ class KernelStep:
             parameter = _parameter(item, numbers[index], bounded) if kernel_dispatch.has_kernels(local) else None
             if parameter is not None:
                 parameters_by_device.setdefault(local.device, []).append((index, parameter))
-        planned = []
+        device_plans = []
         for device, pairs in parameters_by_device.items():
             plan, indices = (
                 StepLaunchPlan([parameter for _, parameter in pairs], rows, device),
@@ -169,18 +171,18 @@ class KernelStep:
             shared = {index: list(_shared(work[index], number, grids)) for number, index in enumerate(indices)}
             shared = {index: amaxes for index, amaxes in shared.items() if amaxes}
             sizes = {index: entry.rectangle.shape for index, entry in pairs if entry.algorithm is Algorithm.MUON}
-            planned.append(_DevicePlan(plan, indices, shared, sizes))
-        return planned
+            device_plans.append(_DevicePlan(plan, indices, shared, sizes))
+        return device_plans
 
     def exceeding(self) -> Tensor:
         """Return `numerics.exceeds` of each gradient of the step, float32 [parameters]."""
-        flags = [planned.plan.exceeding(LARGEST_GRADIENT) for planned in self._planned]
+        flags = [device_plan.plan.exceeding(LARGEST_GRADIENT) for device_plan in self._planned]
         if len(flags) == 1 and not self._left and len(flags[0]) == len(self._work):
             return flags[0]
         device = private_torch.local_tensor(self._work[0].param).device
         columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(self._work)
-        for planned, device_flags in zip(self._planned, flags, strict=True):
-            for index, flag in zip(planned.places, device_flags.to(device).unbind(), strict=True):
+        for device_plan, device_flags in zip(self._planned, flags, strict=True):
+            for index, flag in zip(device_plan.places, device_flags.to(device).unbind(), strict=True):
                 columns[index] = flag
         remaining = sorted(self._left)
         for index, flag in zip(
@@ -191,8 +193,8 @@ class KernelStep:
 
     def made_directions(self) -> dict[int, Tensor]:
         """Return this rank's shards of the matrices to orthogonalize, bfloat16, by index in the work."""
-        for planned in self._planned:
-            planned.plan.make_directions()
+        for device_plan in self._planned:
+            device_plan.plan.make_directions()
         return self._directions
 
     def give_directions(self, parts: Sequence[Tensor]) -> None:
@@ -206,10 +208,10 @@ class KernelStep:
         Returns the parameter steps that are still to be finished: those measured here in PyTorch, and averages without
         a gradient.
         """
-        for planned in self._planned:
-            planned.plan.update(skip.to(planned.plan.device))
+        for device_plan in self._planned:
+            device_plan.plan.update(skip.to(device_plan.plan.device))
         reduction = FlatMax()
-        shared = {index: amaxes for planned in self._planned for index, amaxes in planned.shared.items()}
+        shared = {index: amaxes for device_plan in self._planned for index, amaxes in device_plan.shared.items()}
         # All ranks need the same order, even if kernels take different parameters on each.
         for index in sorted(self._left | shared.keys()):
             if index in self._left:
@@ -218,8 +220,8 @@ class KernelStep:
             for values, groups in shared[index]:
                 reduction.add(values, groups)
         reduction.reduce()
-        for planned in self._planned:
-            planned.plan.finish()
+        for device_plan in self._planned:
+            device_plan.plan.finish()
         averaged = {index for index, item in enumerate(self._work) if item.grad is None and item.average is not None}
         return [self._work[index] for index in sorted(self._left | averaged)]
 
@@ -321,11 +323,11 @@ def _rectangle(param: Tensor) -> MatrixRegion | None:
     """Return the local elements as a rectangle of a global matrix; None if they are not a rectangle. See
     `StateDraw.words`."""
     region = TensorRegion.of_local(param)
-    whole, origin, shape = region.global_shape, region.origin, region.shape
+    global_shape, origin, shape = region.global_shape, region.origin, region.shape
     if len(shape) < 2:
-        return MatrixRegion((1, math.prod(whole)), (0, sum(origin)), (1, math.prod(shape)))
-    if len(shape) > 2 and shape[1:] != whole[1:]:
+        return MatrixRegion((1, math.prod(global_shape)), (0, sum(origin)), (1, math.prod(shape)))
+    if len(shape) > 2 and shape[1:] != global_shape[1:]:
         return None
     return MatrixRegion(
-        (whole[0], math.prod(whole[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
+        (global_shape[0], math.prod(global_shape[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
     )

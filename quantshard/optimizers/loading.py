@@ -172,21 +172,21 @@ def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[
     Raises:
         CheckpointError: names the first such parameter.
     """
-    differing, is_same = [], False
+    mismatches, is_same = [], False
     for param, name, live, loaded in loads:
         is_quantized, keys = components.quantized_local(param) is not None, live.keys() ^ loaded.keys()
         if keys and (is_quantized or keys not in ({MASTER}, {MASTER + REMAINDER_SUFFIX})):
             return
         if keys:
-            differing.append((name, param.dtype, has_master(live)))
+            mismatches.append((name, param.dtype, has_master(live)))
         elif is_quantized and (masters := [key for key in live if str(key).startswith(MASTER)]):
             if any(_described(live[key]) != _described(loaded[key]) for key in masters):
                 return  # master_weight_dtype differs, which explains all other differences
             is_same = True
-    if not (is_same and differing):
+    if not (is_same and mismatches):
         return
-    name, dtype, has_one = differing[0]
-    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    name, dtype, has_one = mismatches[0]
+    more = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
     dtype_name = str(dtype).removeprefix("torch.")
     why = (
         f"{dtype_name} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"

@@ -149,9 +149,11 @@ class _AxisExchange:
 
     def forth(self, held: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Send flat shards toward the owners: each rank then has fewer matrices and more of each."""
-        arrived = self._exchanged([held[number] for peer in self.sent for number, _ in peer], self.sent, self.received)
+        received_parts = self._exchanged(
+            [held[number] for peer in self.sent for number, _ in peer], self.sent, self.received
+        )
         parts_by_matrix: dict[int, list[Tensor]] = {}
-        for (number, _), part in zip((pair for peer in self.received for pair in peer), arrived, strict=True):
+        for (number, _), part in zip((pair for peer in self.received for pair in peer), received_parts, strict=True):
             parts_by_matrix.setdefault(number, []).append(part)
         return {number: torch.cat(parts) for number, parts in parts_by_matrix.items()}
 
@@ -162,21 +164,23 @@ class _AxisExchange:
             for number, size in peer:
                 sizes[number].append(size)
         parts = {number: iter(tensor.split(sizes[number])) for number, tensor in held.items()}
-        leaving = [next(parts[number]) for peer in self.received for number, _ in peer]
-        arrived = self._exchanged(leaving, self.received, self.sent)
-        return dict(zip((number for peer in self.sent for number, _ in peer), arrived, strict=True))
+        outgoing = [next(parts[number]) for peer in self.received for number, _ in peer]
+        received_parts = self._exchanged(outgoing, self.received, self.sent)
+        return dict(zip((number for peer in self.sent for number, _ in peer), received_parts, strict=True))
 
     def _exchanged(
         self, leaving: list[Tensor], sent: list[list[tuple[int, int]]], received: list[list[tuple[int, int]]]
     ) -> tuple[Tensor, ...]:
         device = process_groups.collective_device(self.group)  # differs from the tensors' device under CPU offload
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
-        out = torch.cat([empty, *(part.to(device) for part in leaving)])
-        into = out.new_empty(sum(size for peer in received for _, size in peer))
-        arriving, departing = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
+        send_buffer = torch.cat([empty, *(part.to(device) for part in leaving)])
+        recv_buffer = send_buffer.new_empty(sum(size for peer in received for _, size in peer))
+        recv_bytes, send_bytes = ([2 * sum(size for _, size in peer) for peer in peers] for peers in (received, sent))
         # Every backend supports uint8.
-        dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), arriving, departing, group=self.group)
-        return into.split([size for peer in received for _, size in peer])
+        dist.all_to_all_single(
+            recv_buffer.view(torch.uint8), send_buffer.view(torch.uint8), recv_bytes, send_bytes, group=self.group
+        )
+        return recv_buffer.split([size for peer in received for _, size in peer])
 
 
 class MatrixExchange:

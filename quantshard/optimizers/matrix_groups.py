@@ -53,11 +53,11 @@ def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]
 
 def _check_matrices(number: int, params: Iterable[Any]) -> None:
     pairs = (entry if isinstance(entry, tuple) else (f"number {index}", entry) for index, entry in enumerate(params))
-    wrong = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
-    if wrong:
+    invalid = [f"{name} {tuple(param.shape)}" for name, param in pairs if param.ndim != 2]
+    if invalid:
         raise ConfigurationError(
-            f"Muon: group {number} has parameters that are no matrices: {', '.join(wrong[:8])}"
-            + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+            f"Muon: group {number} has parameters that are no matrices: {', '.join(invalid[:8])}"
+            + (f" and {len(invalid) - 8} more" if len(invalid) > 8 else "")
             + f". Give these, embeddings and the output head to AdamW, in a group with {ALGORITHM!r}: {ADAMW!r}, as "
             "optimizers.muon_groups(model, adamw={'lr': 3e-4}) does"
         )
@@ -122,10 +122,10 @@ def _found_head(model: nn.Module, embedded: set[int]) -> set[int]:
         return {id(param) for param in output.parameters(recurse=False)}
     if len(embedded) > 0 and _is_tied(model, embedded):
         return set()
-    linear = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    weighted_modules = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     raise ConfigurationError(
         "muon_groups(model): which layer gives the logits is not known, and it should be AdamW's; name it, as "
-        f"head={linear[-1] if linear else 'lm_head'!r}, or give head=() if there is none"
+        f"head={weighted_modules[-1] if weighted_modules else 'lm_head'!r}, or give head=() if there is none"
     )
 
 

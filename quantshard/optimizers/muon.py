@@ -213,11 +213,11 @@ class Muon(AdamOptimizer):
         for index, item in enumerate(work):
             (matrix_indices if isinstance(item.group.settings, MuonSettings) else adam_indices).append(index)
         buckets = self._buckets_of([work[index].param for index in matrix_indices])
-        bucketed = [[work[matrix_indices[number]] for number in bucket.numbers] for bucket in buckets]
-        workspace = MatrixWorkspace(bucketed)
+        work_by_bucket = [[work[matrix_indices[number]] for number in bucket.numbers] for bucket in buckets]
+        workspace = MatrixWorkspace(work_by_bucket)
         in_kernels = [
             bucket.kernels.take(bucket_work, self._seed, workspace=workspace)
-            for bucket_work, bucket in zip(bucketed, buckets, strict=True)
+            for bucket_work, bucket in zip(work_by_bucket, buckets, strict=True)
         ]
         adam_work = [work[index] for index in adam_indices]
         adam_in_kernels = self._has_kernels and self._kernels.take(adam_work, self._seed, self._is_bounded)
@@ -234,7 +234,7 @@ class Muon(AdamOptimizer):
         if not on_kernels and not self._capturable and skips.on_host:
             # The caller reads the same flags, and warns.
             return flags, []
-        for bucket_work, bucket, uses_kernels in zip(bucketed, buckets, in_kernels, strict=True):
+        for bucket_work, bucket, uses_kernels in zip(work_by_bucket, buckets, in_kernels, strict=True):
             self._step_matrices(bucket_work, bucket, skips, uses_kernels)
         if adam_in_kernels:
             return flags, self._kernels.update(skips.on_device)
@@ -273,10 +273,10 @@ class Muon(AdamOptimizer):
         `made`: momentum shards that kernels already computed, by index in `work`.
         """
         parts = (made[index] if index in made else _to_orthogonalize(item) for index, item in enumerate(work))
-        whole = exchange.gather(parts)
+        matrices = exchange.gather(parts)
         owned = {
             number: matrix if work[number].grad is None else muon.orthogonalized(matrix, work[number].group.settings)
-            for number, matrix in whole
+            for number, matrix in matrices
         }
         return [
             part.to(private_torch.local_tensor(item.param).device)
@@ -344,10 +344,10 @@ def _exceeding(work: Sequence[ParameterStep], parts: Iterable[tuple[list[int], K
     """Return `numerics.exceeds` of each gradient, float32 [parameters]; `parts` says which ones kernels process."""
     device = private_torch.local_tensor(work[0].param).device
     columns = [torch.zeros((), dtype=torch.float32, device=device)] * len(work)
-    for indices, kernels, is_taken in parts:
+    for indices, kernels, uses_kernels in parts:
         flags = (
             kernels.exceeding()
-            if is_taken
+            if uses_kernels
             else kernel_step.exceeding([work[number].grad for number in indices], device)
         )
         for index, flag in zip(indices, flags.to(device).unbind(), strict=True):

@@ -153,11 +153,11 @@ class ParameterRegistry:
             return []
         self._check_sizes([len(group["params"]) for group in groups])
         swaps = list(self._differences(groups, names))
-        lost = kept()
-        if _on_any_rank(bool(lost), [swap.new for swap in swaps]):
+        progress = kept()
+        if _on_any_rank(bool(progress), [swap.new for swap in swaps]):
             raise ConfigurationError(
                 f"{self._optimizer}: {self._described(swaps[0], names)}, but its states hold "
-                f"{lost or 'what another rank has'}, which would be lost. Replace parameters, as by sharding the "
+                f"{progress or 'what another rank has'}, which would be lost. Replace parameters, as by sharding the "
                 "model, before the first step, or build a new optimizer over those that are trained"
             )
         self._held = [list(group["params"]) for group in groups]

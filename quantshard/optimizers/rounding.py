@@ -72,11 +72,11 @@ class StateDraw(NamedTuple):
     def _words(self, place: TensorRegion, device: torch.device) -> Tensor:
         if len(place.shape) == 2:
             return self._rectangle(place.global_shape, place.origin, place.shape, device)  # type: ignore[arg-type]
-        rows, first = (place.shape[0], place.origin[0]) if place.shape else (1, 0)
-        rest = place.global_shape[1:]
-        whole = (place.global_shape[0] if place.shape else 1, math.prod(rest))
-        words = self._rectangle(whole, (first, 0), (rows, whole[1]), device)
-        words = words.view(rows, *rest) if place.shape else words.view(())
+        rows, first_row = (place.shape[0], place.origin[0]) if place.shape else (1, 0)
+        trailing_dims = place.global_shape[1:]
+        matrix_shape = (place.global_shape[0] if place.shape else 1, math.prod(trailing_dims))
+        words = self._rectangle(matrix_shape, (first_row, 0), (rows, matrix_shape[1]), device)
+        words = words.view(rows, *trailing_dims) if place.shape else words.view(())
         for dim in range(1, len(place.shape)):
             words = words.narrow(dim, place.origin[dim], place.shape[dim])
         return words
