@@ -1,10 +1,10 @@
-"""Where the number formats are: a format is a row of data.
+"""The table of number formats: each format is one row of data.
 
-A row lists the components that are stored for a 2-D tensor, and for each component how many logical elements of
-each dim one stored entry covers. Everything structural is arithmetic over `block_shape`: component shapes, how to cut a
-shard, what to gather, where amaxes are reduced, bytes per element, checkpoint keys. Nothing outside this file, the
-oracle (`numerics`), the recipe tables and a kernel that specialises on a row names a format; a new format is one
-more call of `_row` at the end of this file.
+A row lists the components that are stored for a 2-D tensor. `block_shape` gives, for each component, how many logical
+elements of each dim one stored entry covers. Everything structural is arithmetic over `block_shape`: component shapes,
+how to cut a shard, what to gather, where amaxes are reduced, bytes per element and checkpoint keys. Only this file, the
+oracle (`numerics`), the recipe tables and kernels that specialize on a row may name a format. To add a format, add one
+call of `_row` at the end of this file.
 
 Sources of the element encodings: OCP 8-bit Floating Point Specification (E4M3, E5M2), OCP Microscaling Formats v1.0
 (E2M1, E8M0), IEEE 754 (FP16, FP32). UE5M3 is E4M3 with an exponent bit in place of the sign: all ones is NaN, and there
@@ -22,21 +22,26 @@ from typing import Final
 import torch
 
 ALL: Final = 1 << 62
-"""Covers a whole dim. It is larger than any dim, so the arithmetic of grids needs no special case for it."""
+"""A block size that covers a whole dim. It is larger than any dim, so grid arithmetic needs no special case for it."""
 
 FORMAT_NAME_BYTES: Final = 14
-"""Longest name of a format in a checkpoint."""
+"""Maximum length of a format name in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How the bits of one stored entry read as a number.
+    """How the bits of one stored entry map to a number.
 
-    `bits` per value, `storage` the dtype of the tensor that holds it (FP8 and E8M0 as uint8, since gloo cannot gather
-    float8; E2M1 two to a byte, the element of lower index in the low nibble), `max` the largest finite value, and
-    `native` the torch dtype with the same bits, where there is one. `is_signed`: there are codes of negative values;
-    without them, these become zero. `magnitude`: the bits of a code but the sign, all ones, which is NaN in encodings
-    that have one and no infinity. (Both are kept, since each launch asks for them.)
+        bits: bits per value.
+        max: the largest finite value.
+        storage: dtype of the tensor that holds the values. FP8 and E8M0 are stored as uint8, because gloo cannot gather
+            float8. E2M1 packs two values into a byte, the element of lower index in the low nibble.
+        native: the torch dtype with the same bits, or None.
+        is_signed: whether the encoding has negative values. If not, negative inputs become zero.
+        magnitude: mask of all bits of a code except the sign. In encodings with a NaN and no infinity, that code is
+            NaN.
+
+    `is_signed` and `magnitude` are stored rather than computed because every launch reads them.
     """
 
     name: str
@@ -56,18 +61,19 @@ class Encoding:
 
     @property
     def multiplied(self) -> torch.dtype:
-        """The dtype that PyTorch's scaled matrix products ask for."""
+        """The dtype that PyTorch's scaled matrix products expect."""
         return torch.float4_e2m1fn_x2 if self.native is None else self.native
 
     @property
     def floor(self) -> float:
-        """The smallest positive value beside the largest, which is how far apart values under one scale can be."""
+        """Ratio of the smallest positive value to the largest: the range of values under one scale."""
         return 2.0 ** (1 - self.bias - self.mantissa_bits) / self.max
 
     @property
     def extended(self) -> Encoding:
-        """Of an encoding of 8 bits that with 8 bits of mantissa more: its high byte, rounded, is a code of this one
-        (`numerics.split_codes.split`), up to the largest whose high byte is that of `max`."""
+        """The 16-bit encoding with 8 more mantissa bits than this 8-bit one. Its high byte, rounded, is a code of this
+        encoding (`numerics.split_codes.split`). Its largest value is the last one whose high byte is the code of `max`.
+        """
         assert self.bits == 8 and self.mantissa_bits > 0 and self.is_signed, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)
@@ -85,23 +91,23 @@ FP32: Final = Encoding("FP32", 32, 8, 23, 127, torch.finfo(torch.float32).max, t
 
 
 class Orientation(str, Enum):
-    """Which quantized copy of the tensor a component belongs to: quantized along its rows, or along its columns."""
+    """The dim along which a quantized copy of the tensor is quantized: its rows or its columns."""
 
     ROWWISE = "rowwise"
     COLUMNWISE = "columnwise"
 
 
 class Role(str, Enum):
-    """What a component is for."""
+    """The purpose of a component."""
 
     CODES = "codes"
     SCALE = "scale"  # multiplies the decoded codes
-    AMAX = "amax"  # the second, coarser scale, stored as the amax that it derives from
+    AMAX = "amax"  # amax that determines the second, coarser scale
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One stored tensor of a format; one entry stands for `block_shape` logical elements of (dim 0, dim 1)."""
+    """One stored tensor of a format. Each entry covers `block_shape` logical elements of (dim 0, dim 1)."""
 
     name: str
     copy: Orientation
@@ -111,20 +117,20 @@ class Component:
 
     @property
     def key_suffix(self) -> str:
-        """What is appended to a weight's name to form this component's key in a state dict."""
+        """Suffix that turns a weight's name into the state-dict key of this component."""
         return "" if self.name == "codes" else f"_{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class OrientedCodes:
-    """The components of one copy of a format: codes, their scale, and the amax of a second scale if there is one."""
+    """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any."""
 
     codes: Component
     scale: Component
     amax: Component | None
 
     def __hash__(self) -> int:
-        """The hash of two facts that tell most copies apart: caches ask for it in each call, so it must be quick."""
+        """Hash two fields that distinguish most copies. Caches hash a copy in every call, so hashing must be fast."""
         return hash((self.codes.encoding.name, self.scale.block_shape))
 
     @property
@@ -135,70 +141,73 @@ class OrientedCodes:
 
 @dataclass(frozen=True)
 class Format:
-    """A number format: a named row of components. Two rows are the same format if their names are."""
+    """A number format: a named row of components. Two formats are equal if their names are."""
 
     name: str
     components: tuple[Component, ...]
 
     def __hash__(self) -> int:
-        """That of the name, which is the row's alone: each GEMM looks its operands' up."""
+        """Hash the name only, which is unique: every GEMM looks up the formats of its operands."""
         return hash(self.name)
 
     def __post_init__(self) -> None:
         assert len(self.name) <= FORMAT_NAME_BYTES, self.name
-        for part in self.components:  # how codes of other widths are packed is written neither here nor in a kernel
+        # Neither this file nor the kernels define how codes of other widths are packed.
+        for part in self.components:
             assert part.encoding.bits in (4, 8, 16, 32), f"{part.encoding.name}: codes of {part.encoding.bits} bits"
 
     @cached_property
     def by_name(self) -> dict[str, Component]:
-        """The components by their names."""
+        """The components by name."""
         return {c.name: c for c in self.components}
 
     @cached_property
     def copies(self) -> dict[Orientation, OrientedCodes]:
-        """The copies that the format keeps; every format has a rowwise one."""
+        """The copies that the format stores. Every format has a rowwise one."""
         amax = next((c for c in self.components if c.role is Role.AMAX), None)
-        found = {}
-        for which in Orientation:
-            parts = {c.role: c for c in self.components if c.copy is which and c.role is not Role.AMAX}
+        copies = {}
+        for orientation in Orientation:
+            parts = {c.role: c for c in self.components if c.copy is orientation and c.role is not Role.AMAX}
             if parts:
-                found[which] = OrientedCodes(parts[Role.CODES], parts[Role.SCALE], amax)
-        return found
+                copies[orientation] = OrientedCodes(parts[Role.CODES], parts[Role.SCALE], amax)
+        return copies
 
     @cached_property
     def transposable(self) -> bool:
-        """True if the transpose of one copy is what quantizing the transposed tensor gives: square blocks."""
+        """True if transposing the one copy gives the quantized transpose, that is, if blocks are square."""
         rows, cols = self.copies[Orientation.ROWWISE].block
         return len(self.copies) == 1 and rows == cols
 
     @cached_property
     def serves_columns(self) -> bool:
-        """True if products that sum along columns read its codes: of square blocks, or of a columnwise copy."""
+        """True if products that sum along columns can read the codes: blocks are square, or a columnwise copy
+        exists."""
         return self.transposable or Orientation.COLUMNWISE in self.copies
 
     @cached_property
     def is_narrow(self) -> bool:
-        """True if it is one copy of codes of 8 bits or fewer: what activations are quantized into by kernels."""
+        """True if the format has one copy, of codes of at most 8 bits. Kernels quantize activations to such formats."""
         return len(self.copies) == 1 and self.copies[Orientation.ROWWISE].codes.encoding.bits <= 8
 
     @cached_property
     def is_local(self) -> bool:
-        """True if the scales of a block of the rowwise copy follow from the values of a bounded block alone."""
+        """True if the scales of the rowwise copy depend only on the values of a bounded block."""
         copy = self.copies[Orientation.ROWWISE]
         return ALL not in copy.block and copy.amax is None
 
     @cached_property
     def bytes_per_element(self) -> float:
-        """Stored bytes per logical element, scales included, of a large tensor."""
+        """Stored bytes per logical element of a large tensor, scales included."""
         per_entry = (c.encoding.storage.itemsize / (c.block_shape[0] * c.block_shape[1]) for c in self.components)
         return float(sum(per_entry))
 
 
 _SCALE_NAME: Final = "scale_inv"
 _E8M0_STATE_SCALE: Final = "scale_e8m0"
-"""A name of its own: second moments of earlier versions, E4M3 under `scale_inv`, are told from these by their keys."""
+"""A separate key, so that these second moments can be distinguished from those of earlier versions (E4M3, `scale_inv`).
+"""
 FORMATS: Final[dict[str, Format]] = {}
-"""Every format by its name: the table."""
+"""The table: every format by name."""
 
 
 def _copy(
@@ -206,7 +215,8 @@ def _copy(
 ) -> tuple[Component, Component]:
     prefix = "" if which is Orientation.ROWWISE else f"{which.value}_"
     codes_name = "codes" if which is Orientation.ROWWISE else which.value
-    packed = max(1, 8 // element.bits)  # codes are always packed along dim 1, so that dim 0 can be cut anywhere
+    # Codes are packed along dim 1, so that dim 0 can be cut anywhere.
+    packed = max(1, 8 // element.bits)
     return (
         Component(codes_name, which, Role.CODES, element, (1, packed)),
         Component(prefix + scale_name, which, Role.SCALE, scale, block),
@@ -222,7 +232,7 @@ def _row(
     scale_name: str = _SCALE_NAME,
 ) -> Format:
     copies = zip(Orientation, blocks, strict=False)
-    parts = [part for which, block in copies for part in _copy(which, element, scale, block, scale_name)]
+    parts = [part for orientation, block in copies for part in _copy(orientation, element, scale, block, scale_name)]
     if amax:
         parts.append(Component("amax", Orientation.ROWWISE, Role.AMAX, FP32, (ALL, ALL)))
     row = FORMATS[name] = Format(name, tuple(parts))
@@ -237,9 +247,9 @@ FP8_1X128: Final = _row("fp8_1x128", E4M3, FP32, (1, 128))
 FP16_1X128: Final = _row("fp16_1x128", FP16, FP32, (1, 128))
 UE5M3_1X128: Final = _row("ue5m3_1x128", UE5M3, E8M0, (1, 128), scale_name=_E8M0_STATE_SCALE)
 
-# Scales in E8M0 are the smallest powers of two under which no amax saturates, by TransformerEngine's rule for MXFP8
-# (torchao's RCEIL). The OCP specification's simplest rule, floor(log2(amax)) less the largest code's exponent, gives
-# half of that where the amax is beyond the largest code times a power of two, and saturates.
+# An E8M0 scale is the smallest power of two for which no amax saturates: TransformerEngine's rule for MXFP8, torchao's
+# RCEIL. The simplest rule of the OCP specification, floor(log2(amax)) minus the exponent of the largest code, gives
+# half that scale, and saturates, if the amax exceeds the largest code times a power of two.
 MXFP8_1X32: Final = _row("mxfp8_1x32", E4M3, E8M0, (1, 32))
 MXFP8_32X1: Final = _row("mxfp8_32x1", E4M3, E8M0, (32, 1))
 MXFP8_32X32: Final = _row("mxfp8_32x32", E4M3, E8M0, (32, 32))
@@ -254,12 +264,16 @@ NVFP4_BOTH: Final = _row("nvfp4_both", E2M1, E4M3, (1, 16), (16, 1), amax=True)
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How scales are chosen and values rounded when a tensor is quantized into a row.
+    """How scales are chosen and values rounded when a tensor is quantized to a format.
 
-    `power_of_two`: round the scale down to a power of two. `margin`: delayed scaling divides the scale by 2**margin.
-    `epsilon`: smallest amax. `history`: number of past amaxes that the scale derives from; 0 means the amax of the
-    tensor itself ("current" scaling). `most_recent`: with a history, use its newest amax instead of its maximum.
-    `stochastic_rounding` and `random_hadamard` (16-point transform along the quantized dim) as in NVFP4 training.
+    power_of_two: round the scale down to a power of two.
+    margin: under delayed scaling, divide the scale by 2**margin.
+    epsilon: the smallest amax.
+    history: number of past amaxes that the scale is computed from. 0: the amax of the tensor itself ("current"
+        scaling).
+    most_recent: use the newest amax of the history instead of the maximum.
+    stochastic_rounding: round stochastically, as in NVFP4 training.
+    random_hadamard: apply the 16-point Hadamard transform along the quantized dim, as in NVFP4 training.
     """
 
     power_of_two: bool = False

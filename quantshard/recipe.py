@@ -1,18 +1,19 @@
-"""Recipes: which format each operand of a linear layer's three GEMMs is quantized into.
+"""Recipes: the format of each operand in a linear layer's three GEMMs.
 
-A recipe is a table, (role, GEMM) -> `QuantSpec` (a format row and how to scale). A missing entry is high precision:
+A recipe is a table, (role, GEMM) -> `QuantSpec` (a format row and how to scale). An operand without an entry stays in
+high precision.
 
     fprop   y  = x  @ w^T      input       weight
     dgrad   dx = dy @ w        grad_output weight
     wgrad   dw = dy^T @ x      grad_output input
 
-Every operand is quantized along the dim that its GEMM sums over: the format names rows of the operand as it stands in
-the table above with the summed dim last, so the wgrad operands are quantized from the transposed tensors. A weight is
-stored once, so its two entries are one row: one with square blocks, which is its own transpose, one with two copies, or
-one with blocks along its rows, whose values dgrad reads (the fallback "turned").
+Every operand is quantized along the dim that its GEMM sums over. The rows of a format refer to the operand as it
+appears in the table above, with the summed dim last, so the operands of wgrad are quantized from the transposed
+tensors. A weight is stored once, so its two entries are the same row: a row with square blocks (its own transpose), a
+row with two copies, or a row with blocks along its rows only, which dgrad dequantizes (the fallback "turned").
 
-The named recipes have TransformerEngine's numerics and argument names (its `common/recipe`); `MixedRecipe` takes
-operands of some GEMMs from another one, and `TableRecipe` is any table.
+The named recipes have the numerics and argument names of TransformerEngine (its `common/recipe`). `MixedRecipe` takes
+the operands of some GEMMs from another recipe, and `TableRecipe` accepts any table.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
 class ElementFormats(str, Enum):
-    """Element encodings: one everywhere, or E4M3 forward and E5M2 for gradients (HYBRID).
+    """Element encodings: one for all tensors, or E4M3 in forward and E5M2 for gradients (HYBRID).
 
-    Per-tensor recipes take E4M3 and HYBRID, the others their own alone.
+    Per-tensor recipes accept E4M3 and HYBRID. Each of the other recipes accepts only its own encoding.
     """
 
     E4M3 = "E4M3"
@@ -58,11 +59,12 @@ Format = ElementFormats
 @suggests_fields
 @dataclass(frozen=True)
 class MMParams:
-    """How one GEMM sums.
+    """How one GEMM accumulates.
 
-    `use_split_accumulator`: in float32, as far as its results go. Otherwise FP8 GEMMs of one scale a tensor sum in the
-    tensor cores of a Hopper GPU alone, whose sums lose bits (K = 4096: off by 1.3e-3 of the norm in place of 1.3e-4,
-    where quantizing costs 4e-2), which is faster. Results in float32, and what is emulated, are not affected.
+    use_split_accumulator: accumulate in float32, as far as the result can show. If False, FP8 GEMMs with one scale
+        per tensor accumulate only in the tensor cores of a Hopper GPU, which is faster and loses bits: at K = 4096
+        the error is 1.3e-3 of the norm instead of 1.3e-4 (quantization itself costs 4e-2). GEMMs with float32
+        results and emulated GEMMs are not affected.
     """
 
     use_split_accumulator: bool = True
@@ -72,15 +74,15 @@ _FLOAT32_SUMS = MMParams()
 
 
 def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
-    """GEMMs that such a recipe lets sum as `MMParams` has it."""
+    """Return the GEMMs that the recipe lets accumulate fast; see `MMParams`."""
     params = [recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad]
-    for gemm, how in zip(Gemm, params, strict=True):
-        if not isinstance(how, MMParams):
+    for gemm, mm_params in zip(Gemm, params, strict=True):
+        if not isinstance(mm_params, MMParams):
             raise ConfigurationError(
-                f"{type(recipe).__name__}(fp8_gemm_{gemm.value}={how!r}): give a "
+                f"{type(recipe).__name__}(fp8_gemm_{gemm.value}={mm_params!r}): give a "
                 "recipe.MMParams(use_split_accumulator=...)"
             )
-    return frozenset(gemm for gemm, how in zip(Gemm, params, strict=True) if not how.use_split_accumulator)
+    return frozenset(gemm for gemm, mm_params in zip(Gemm, params, strict=True) if not mm_params.use_split_accumulator)
 
 
 def _table(
@@ -98,7 +100,7 @@ def _table(
 
 @dataclass(frozen=True)
 class _NamedRecipe(Recipe):
-    """What all recipes of TransformerEngine take."""
+    """Arguments that all recipes of TransformerEngine accept."""
 
     fp8_dpa: bool = fixed("fp8_dpa")
     fp8_mha: bool = fixed("fp8_mha")
@@ -114,18 +116,19 @@ _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 @suggests_fields
 @dataclass(frozen=True)
 class MixedRecipe(Recipe):
-    """A recipe that quantizes inputs and gradients of some GEMMs as others do: `MixedRecipe("nvfp4", wgrad="current")`.
+    """A recipe that takes inputs and gradients of some GEMMs from other recipes: `MixedRecipe("nvfp4",
+    wgrad="current")`.
 
-    By name it is "nvfp4/wgrad:current". Weights stay those of the first. "bf16" leaves a GEMM's operands in high
-    precision: torchao's "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
+    The name of this example is "nvfp4/wgrad:current". Weights always follow the first recipe. "bf16" keeps the operands
+    of a GEMM in high precision: torchao's "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
 
     Args:
-        recipe: by which weights are stored, and what the others do not say.
-        fprop, dgrad, wgrad: by which the operands of these are quantized that are no weights.
+        recipe: the recipe of the weights, and of GEMMs that have no recipe of their own.
+        fprop, dgrad, wgrad: the recipe of the inputs and gradients in this GEMM.
 
     Raises:
-        ConfigurationError: a recipe is unknown, the first stores no quantized weights, or operands of one role would
-            not all be scaled by past amaxes in one way, as in "delayed/wgrad:current".
+        ConfigurationError: a recipe is unknown, the first one stores no quantized weights, or the two operands of one
+            role do not share one kind of amax history, as in "delayed/wgrad:current".
     """
 
     recipe: str | Recipe
@@ -135,8 +138,8 @@ class MixedRecipe(Recipe):
 
     def __post_init__(self) -> None:
         for name in ("recipe", *_GEMM_NAMES):
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None and name != "recipe" else resolve(given))
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None and name != "recipe" else resolve(value))
         self._flatten()
         if self._first.weight is None:
             raise ConfigurationError(
@@ -146,14 +149,14 @@ class MixedRecipe(Recipe):
         check_scalings(self.name, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.table.items()})
 
     def _flatten(self) -> None:
-        """A mixture of mixtures is one: each GEMM goes by the recipe that it would go by there."""
+        """Flatten nested mixtures: each GEMM uses the recipe that the inner mixture would use."""
         first = self._first
-        found = {gemm: _of_gemm(other, gemm) for gemm, other in self._others.items()}
+        recipes = {gemm: _of_gemm(recipe, gemm) for gemm, recipe in self._others.items()}
         if isinstance(first, MixedRecipe):
-            found = first._others | found
+            recipes = first._others | recipes
             object.__setattr__(self, "recipe", first.recipe)
-        for gemm, other in found.items():
-            object.__setattr__(self, gemm.value, other)
+        for gemm, recipe in recipes.items():
+            object.__setattr__(self, gemm.value, recipe)
 
     @property
     def _first(self) -> Recipe:
@@ -161,21 +164,21 @@ class MixedRecipe(Recipe):
 
     @property
     def _others(self) -> dict[Gemm, Recipe]:
-        return {gemm: resolve(given) for gemm in Gemm if (given := getattr(self, gemm.value)) is not None}
+        return {gemm: resolve(recipe) for gemm in Gemm if (recipe := getattr(self, gemm.value)) is not None}
 
     @property
     def name(self) -> str:
-        return "/".join([self._first.name, *(f"{gemm.value}:{other.name}" for gemm, other in self._others.items())])
+        return "/".join([self._first.name, *(f"{gemm.value}:{recipe.name}" for gemm, recipe in self._others.items())])
 
     @cached_property
     def table(self) -> Table:
-        others, first = self._others, self._first.table
-        kept = {key: cell for key, cell in first.items() if key[0] is TensorRole.WEIGHT or key[1] not in others}
-        taken = {
-            key: cell for gemm, other in others.items() for key, cell in other.table.items()
+        recipes, table = self._others, self._first.table
+        from_first = {key: cell for key, cell in table.items() if key[0] is TensorRole.WEIGHT or key[1] not in recipes}
+        from_others = {
+            key: cell for gemm, recipe in recipes.items() for key, cell in recipe.table.items()
             if key[1] is gemm and key[0] is not TensorRole.WEIGHT
         }  # fmt: skip
-        return {**kept, **taken}
+        return {**from_first, **from_others}
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
@@ -214,11 +217,11 @@ def _gradient_row(fp8_format: str) -> formats.Format:
 @suggests_fields
 @dataclass(frozen=True)
 class DelayedScaling(_NamedRecipe):
-    """FP8 per tensor, each scale from the maximum of the last `amax_history_len` amaxes of that tensor.
+    """FP8 with one scale per tensor, computed from the last `amax_history_len` amaxes of that tensor.
 
-    `amax_compute_algo` is "max" or "most_recent". The activations' amaxes are always reduced, over
-    `autocast(amax_reduction_group=)`. Weights that are stored quantized are first quantized with their own amax.
-    TransformerEngine sums the forward as `fp8_gemm_fprop=MMParams(use_split_accumulator=False)` does here.
+    `amax_compute_algo` is "max" or "most_recent". Amaxes of activations are always reduced over
+    `autocast(amax_reduction_group=)`. The first quantization of a stored weight uses the weight's own amax. For
+    TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
     """
 
     margin: int = 0
@@ -236,7 +239,7 @@ class DelayedScaling(_NamedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_element_formats("DelayedScaling", self.fp8_format)
-        _fast(self)  # or raise
+        _fast(self)  # raises if an argument has the wrong type
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ConfigurationError(
                 f"DelayedScaling(amax_compute_algo={self.amax_compute_algo!r}): use 'max' or 'most_recent'"
@@ -261,9 +264,9 @@ class DelayedScaling(_NamedRecipe):
 @suggests_fields
 @dataclass(frozen=True)
 class Float8CurrentScaling(_NamedRecipe):
-    """FP8 per tensor, each scale from the amax of the tensor itself. Also called "tensorwise".
+    """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise".
 
-    TransformerEngine sums the forward as `fp8_gemm_fprop=MMParams(use_split_accumulator=False)` does here.
+    For TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
     """
 
     use_power_2_scales: bool = False
@@ -275,7 +278,7 @@ class Float8CurrentScaling(_NamedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
-        _fast(self)  # or raise
+        _fast(self)  # raises if an argument has the wrong type
 
     name = "current"
 
@@ -293,7 +296,7 @@ class Float8CurrentScaling(_NamedRecipe):
 @suggests_fields
 @dataclass(frozen=True)
 class Float8BlockScaling(_NamedRecipe):
-    """FP8 E4M3 with one scale for 128x128 elements of a weight and for 1x128 of an activation or gradient."""
+    """FP8 E4M3 with one scale per 128x128 elements of a weight, and per 1x128 of an activation or gradient."""
 
     use_f32_scales: bool = False
     fp8_format: str = fixed("fp8_format")
@@ -316,10 +319,10 @@ class Float8BlockScaling(_NamedRecipe):
 @suggests_fields
 @dataclass(frozen=True)
 class Float8RowwiseScaling(Recipe):
-    """FP8 E4M3 with one scale for a row of a weight (an output feature), a token or a row of wgrad's operands.
+    """FP8 E4M3 with one scale per row: per output feature of a weight, per token, or per row of wgrad's operands.
 
-    torchao's and torchtitan's "rowwise", which scales by powers of two by default. A weight is stored once, by its
-    rows; dgrad, which sums over these, reads its values.
+    This is the "rowwise" recipe of torchao and torchtitan, with power-of-two scales by default. A weight is stored
+    once, quantized by rows. dgrad sums over these rows, so it reads dequantized values.
     """
 
     use_power_2_scales: bool = True
@@ -335,11 +338,11 @@ class Float8RowwiseScaling(Recipe):
 @suggests_fields
 @dataclass(frozen=True)
 class MXFP8BlockScaling(_NamedRecipe):
-    """MXFP8: E4M3 with one power-of-two scale (E8M0) for 32 elements.
+    """MXFP8: E4M3 with one power-of-two scale (E8M0) per 32 elements.
 
-    Weights are kept in 32x32 blocks, one copy that serves both directions in half the memory of BF16. With
-    `enable_2d_quantization=False` they are kept twice, in 1x32 and in 32x1 blocks, which takes as much as BF16
-    (TransformerEngine's default).
+    Weights are stored in 32x32 blocks: one copy serves both directions and takes half the memory of BF16. With
+    `enable_2d_quantization=False`, TransformerEngine's default, weights are stored twice, in 1x32 and 32x1 blocks,
+    which takes as much memory as BF16.
     """
 
     enable_2d_quantization: bool = True
@@ -358,9 +361,9 @@ class MXFP8BlockScaling(_NamedRecipe):
 @suggests_fields
 @dataclass(frozen=True)
 class NVFP4BlockScaling(_NamedRecipe):
-    """NVFP4: E2M1 with an E4M3 scale for 16 elements (16x16 of a weight) and a second scale for the tensor.
+    """NVFP4: E2M1 with an E4M3 scale per 16 elements (16x16 of a weight) and a second scale per tensor.
 
-    The operands of wgrad pass through a random Hadamard transform, gradients are rounded stochastically.
+    The operands of wgrad pass through a random Hadamard transform. Gradients are rounded stochastically.
     """
 
     disable_rht: bool = False
@@ -400,7 +403,7 @@ NAMES: dict[str, type[Recipe]] = {
     "nvfp4": NVFP4BlockScaling,
     "bf16": HighPrecision,
 }
-"""The names of recipes."""
+"""Recipe classes by name."""
 
 AUTO = "auto"
 CHOICES = (AUTO, *NAMES)
@@ -410,22 +413,22 @@ AUTO_HELP = "auto: current, on Blackwell mxfp8"
 @cache
 def auto_name() -> str:
     """Return the name of the recipe that "auto" stands for on this machine."""
-    # This initializes CUDA but creates no context: a launcher that calls it takes no GPU memory from its workers.
+    # This initializes CUDA without creating a context, so a launcher takes no GPU memory from its workers.
     has_nvidia_gpu = torch.cuda.is_available() and torch.version.hip is None
     return "mxfp8" if has_nvidia_gpu and torch.cuda.get_device_capability()[0] == 10 else "current"
 
 
 def concrete_name(name: str) -> str:
-    """Replace "auto" in a recipe's name, which may be followed by GEMMs: "auto/wgrad:bf16"."""
+    """Replace "auto" at the start of a recipe name, also before GEMMs: "auto/wgrad:bf16"."""
     first, slash, gemms = name.partition("/")
     return auto_name() + slash + gemms if first.lower() == AUTO else name
 
 
 def resolve(recipe: str | Recipe | None) -> Recipe:
-    """Return a recipe from its name; a `Recipe` is returned as it is, and None means "auto".
+    """Return the recipe with this name. A `Recipe` is returned unchanged, and None means "auto".
 
     Raises:
-        ConfigurationError: the name is not one of `CHOICES`, nor that of a `MixedRecipe` of these.
+        ConfigurationError: the name is not in `CHOICES` and is not the name of a `MixedRecipe` of these.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -436,39 +439,39 @@ def resolve(recipe: str | Recipe | None) -> Recipe:
 
 @cache
 def _stock(given: str) -> Recipe:
-    """One object for each name, which so is known again without a comparison."""
+    """Return the recipe of this name, always the same object, so that caches can compare by identity."""
     name = given.lower()
-    first, *others = name.split("/")
+    first, *gemm_parts = name.split("/")
     if first not in NAMES:
         raise ConfigurationError(
             f"unknown recipe {given!r}; {meant(first or given, CHOICES)}choose one of: {', '.join(CHOICES)}"
         )
     if given != name:
         return _stock(name)
-    return MixedRecipe(first, **_recipes_of_gemms(given, others)) if others else NAMES[first]()
+    return MixedRecipe(first, **_recipes_of_gemms(given, gemm_parts)) if gemm_parts else NAMES[first]()
 
 
 def _recipes_of_gemms(given: str, parts: list[str]) -> dict[str, str]:
-    """Of GEMM:NAME, which follow the first name of a `MixedRecipe`."""
-    found: dict[str, str] = {}
+    """Parse the GEMM:NAME parts that follow the first name of a `MixedRecipe`."""
+    names: dict[str, str] = {}
     for part in parts:
         gemm, colon, name = part.partition(":")
-        if gemm in found or gemm not in _GEMM_NAMES or not colon:
-            why = "is there twice" if gemm in found else "is none of fprop:NAME, dgrad:NAME and wgrad:NAME"
-            meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in found else ""
+        if gemm in names or gemm not in _GEMM_NAMES or not colon:
+            reason = "is there twice" if gemm in names else "is none of fprop:NAME, dgrad:NAME and wgrad:NAME"
+            meant_gemm = meant(gemm, _GEMM_NAMES) if gemm not in names else ""
             raise ConfigurationError(
-                f"unknown recipe {given!r}: {part!r} {why}; {meant_gemm}write it as in current/wgrad:bf16"
+                f"unknown recipe {given!r}: {part!r} {reason}; {meant_gemm}write it as in current/wgrad:bf16"
             )
         if name not in NAMES:
             raise ConfigurationError(
                 f"unknown recipe {given!r}: {name!r} is none; {meant(name, NAMES)}choose one of: {', '.join(NAMES)}"
             )
-        found[gemm] = name
-    return found
+        names[gemm] = name
+    return names
 
 
 def stock_name(recipe: Recipe) -> str | None:
-    """The name that `resolve` makes this very recipe of; None if it has arguments of its own."""
+    """Return the name that `resolve` maps to this recipe, or None if the recipe has non-default arguments."""
     if isinstance(recipe, MixedRecipe):
         parts = [recipe._first, *recipe._others.values()]
         return recipe.name if all(stock_name(part) == part.name for part in parts) else None

@@ -1,4 +1,4 @@
-"""What all recipes are: a table of cells, (role, GEMM) -> format row and scaling, as the head of `recipe` has it."""
+"""The base of all recipes: a table (role, GEMM) -> format row and scaling. See `recipe` for the named ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gemm(str, Enum):
 
 
 class TensorRole(str, Enum):
-    """What a quantized operand is."""
+    """The role of a quantized operand."""
 
     WEIGHT = "weight"
     INPUT = "input"
@@ -36,7 +36,7 @@ OPERANDS: Final = {
     Gemm.DGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.WEIGHT),
     Gemm.WGRAD: (TensorRole.GRAD_OUTPUT, TensorRole.INPUT),
 }
-"""The roles of the left and the right operand."""
+"""The roles of the left and right operands of each GEMM."""
 
 
 _HISTORY_MARK = "+hist"
@@ -50,28 +50,29 @@ class QuantSpec:
     scaling: Scaling = field(default_factory=Scaling)
 
     def __hash__(self) -> int:
-        """That of what tells most cells apart: caches ask for it in each call."""
+        """Hash two fields that distinguish most entries. Every call hashes an entry to look it up in caches."""
         return hash((self.format.name, self.scaling.history))
 
     @property
     def tag(self) -> str:
-        """Name of what is stored, as a checkpoint records it (at most `FORMAT_NAME_BYTES` ASCII characters)."""
+        """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
         return self.format.name + (_HISTORY_MARK if self.scaling.history else "")
 
     def __str__(self) -> str:
-        given = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
-        options = [f"{name}={value}" for name, value, plain in given if value != plain]
+        settings = [(f.name, getattr(self.scaling, f.name), getattr(Scaling(), f.name)) for f in fields(Scaling)]
+        options = [f"{name}={value}" for name, value, default in settings if value != default]
         return self.tag + (f" ({', '.join(options)})" if options else "")
 
 
 class CellPair(tuple[QuantSpec | None, QuantSpec | None]):
-    """The cells of an input's or gradient's two GEMMs; hashed by identity: each call asks caches for it."""
+    """The table entries for the two GEMMs of an input or gradient. Hashed by identity, because every call looks the
+    pair up in caches."""
 
     __hash__ = object.__hash__
 
 
 def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
-    """The format that a `QuantSpec.tag` names, None if it names none; and whether past amaxes are kept with it."""
+    """Return the format that a `QuantSpec.tag` names, or None, and whether the tag includes an amax history."""
     name = tag.removesuffix(_HISTORY_MARK)
     return formats.FORMATS.get(name), name != tag
 
@@ -81,21 +82,21 @@ Table = Mapping[tuple[TensorRole, Gemm], QuantSpec]
 
 @dataclass(frozen=True)
 class Recipe(RecipePredicates):
-    """Base of all recipes. Subclasses are frozen dataclasses that derive `table` from their fields."""
+    """Base of all recipes. Subclasses are frozen dataclasses that compute `table` from their fields."""
 
     @property
     def name(self) -> str:
-        """The short name by which the recipe is asked for and printed."""
+        """The short name of the recipe, accepted by `resolve` and used in messages."""
         raise NotImplementedError
 
     @cached_property
     def table(self) -> Table:
-        """(role, GEMM) -> cell; entries that are missing stay in high precision."""
+        """(role, GEMM) -> entry. Operands without an entry stay in high precision."""
         raise NotImplementedError
 
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
-        """GEMMs that need not sum in float32; see `MMParams`."""
+        """GEMMs that may sum in lower precision than float32; see `MMParams`."""
         return frozenset()
 
     @cached_property
@@ -127,43 +128,45 @@ class Recipe(RecipePredicates):
 
     @cached_property
     def activations(self) -> Mapping[TensorRole, CellPair]:
-        """How an input and an output gradient are quantized: as it stands, and for wgrad."""
-        first, find = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}, self.table.get
-        return {role: CellPair((find((role, gemm)), find((role, Gemm.WGRAD)))) for role, gemm in first.items()}
+        """How inputs and output gradients are quantized, first for fprop or dgrad, then for wgrad."""
+        first, entry = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}, self.table.get
+        return {role: CellPair((entry((role, gemm)), entry((role, Gemm.WGRAD)))) for role, gemm in first.items()}
 
     @cached_property
     def histories(self) -> Mapping[TensorRole, int]:
-        """The lengths of the amax histories that it needs of inputs and output gradients."""
-        read = {role: [cell.scaling.history for cell in pair if cell] for role, pair in self.activations.items()}
-        return {role: max(lengths) for role, lengths in read.items() if any(lengths)}
+        """Lengths of the amax histories for inputs and output gradients. Roles without a history are left out."""
+        lengths_by_role = {
+            role: [cell.scaling.history for cell in pair if cell] for role, pair in self.activations.items()
+        }
+        return {role: max(lengths) for role, lengths in lengths_by_role.items() if any(lengths)}
 
     @cached_property
     def is_delayed(self) -> bool:
-        """True if it scales anything by past amaxes."""
+        """True if any operand is scaled by past amaxes."""
         return any(cell.scaling.history for cell in self.table.values())
 
     @cached_property
     def input_draws(self) -> bool:
-        """True if quantizing an input draws random words, so that a second time gives other codes."""
+        """True if quantizing an input draws random bits, so that quantizing again gives different codes."""
         return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
 
 
 @suggests_fields
 @dataclass(frozen=True)
 class TableRecipe(Recipe):
-    """A recipe written as its table. `fast`: GEMMs that need not sum in float32; see `MMParams`."""
+    """A recipe given directly as its table. `fast`: GEMMs that may accumulate as in `MMParams`."""
 
     label: str
     cells: Table = field(hash=False)
     fast: frozenset[Gemm] = frozenset()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cells", dict(self.cells))  # the caller's may change
+        object.__setattr__(self, "cells", dict(self.cells))  # a copy: the caller may change the original
         for role, gemm in self.cells:
             if role not in OPERANDS[gemm]:
                 raise ConfigurationError(
                     f"recipe {self.label!r}: {gemm.value} reads no {role.value}, but "
-                    f"{' and '.join(each.value for each in OPERANDS[gemm])}; leave the entry out"
+                    f"{' and '.join(operand.value for operand in OPERANDS[gemm])}; leave the entry out"
                 )
         scalings = {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
         check_scalings(self.label, scalings)

@@ -1,14 +1,15 @@
-"""Where the sharding arithmetic is: which part of the global tensor, and of each component's grid, a rank holds.
+"""Sharding arithmetic: which part of the global tensor, and of each component's grid, a rank holds.
 
-A `Shard` is a rectangle of the global tensor together with the cuts that led to it. From these alone follow the
-entries of every component that are resident, which of them the rectangle touches, what an all-gather must carry and
-where amaxes must be reduced. There is no process group and no tensor in this file.
+A `Shard` is a rectangle of the global tensor together with the cuts that produced it. These determine which entries of
+each component are resident, which entries the rectangle touches, what an all-gather must carry and where amaxes must be
+reduced. This file uses no process group and no tensor.
 
 One rule decides everything: *a cut that crosses blocks leaves the grid whole*. If every boundary of a cut falls on a
-block boundary, each rank keeps the entries of its own rows (the component is sharded like the weight). If any boundary
-falls inside a block, all ranks of that mesh axis keep all entries that stood there before the cut (the component is
-replicated on that axis), so a block that straddles ranks has one scale, known to all of them. The rule looks at the
-cut, never at one rank's piece of it, so all ranks decide alike, those with an empty piece included.
+block boundary, each rank keeps the entries of its own rows, so the component is sharded like the weight. If any
+boundary falls inside a block, all ranks of that mesh axis keep all entries that they had before the cut, so the
+component is replicated on that axis. A block that straddles ranks therefore has one scale, which all of them hold. The
+rule depends on the cut and never on one rank's piece, so all ranks reach the same decision, including ranks with an
+empty piece.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL, Component, Format, Orientation
 
 Extent = tuple[int, int]
-"""First and one past the last index along one dim."""
+"""Half-open range of indices along one dim: first, last + 1."""
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b rounded up."""
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def grid_extent(extent: Extent, cover: int) -> Extent:
-    """The grid entries along one dim that elements `extent` touch, each entry covering `cover` elements.
+    """Return the range of grid entries along one dim that the elements of `extent` touch, at `cover` elements per
+    entry.
 
-    A whole-dim entry (ALL) exists on every rank, also where the extent is empty.
+    An entry that covers the whole dim (ALL) exists on every rank, even if the extent is empty.
     """
     start, stop = extent
     if cover == ALL:
@@ -43,7 +45,7 @@ def grid_extent(extent: Extent, cover: int) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One split of `parent` along `dim` into pieces of `chunk` elements; the last pieces may be shorter or empty."""
+    """One split of `parent` along `dim` into pieces of `chunk` elements. The last pieces may be shorter or empty."""
 
     parent: Shard
     dim: int
@@ -55,20 +57,20 @@ class Cut:
         start, stop = self.parent.extents[self.dim]
         if cover == ALL:
             return False
-        # a chunk as large as what is cut has no boundary inside
+        # A chunk that spans the whole parent has no boundary inside it.
         return self.chunk >= stop - start or (start % cover == 0 and self.chunk % cover == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rectangle of a 2-D global tensor: its rows and columns there, and the cut that it came from, if any."""
+    """A rectangle of a 2-D global tensor: its rows and columns, and the cut that produced it, if any."""
 
     global_shape: tuple[int, int]
     extents: tuple[Extent, Extent]
     cut: Cut | None = None
 
     def __hash__(self) -> int:
-        """The hash of what tells most shards apart: each GEMM looks its operands' up."""
+        """Hash the extents only, which distinguish most shards: every GEMM looks up the shards of its operands."""
         return hash(self.extents)
 
     @property
@@ -83,35 +85,35 @@ class Shard:
         return (r1 - r0, c1 - c0)
 
     def piece(self, dim: int, start: int, chunk: int) -> Shard:
-        """The piece that begins at local index `start` when `dim` is cut into pieces of `chunk` elements."""
+        """Return the piece that starts at local index `start` when `dim` is cut into pieces of `chunk` elements."""
         first, last = self.extents[dim]
         extent = (min(first + start, last), min(first + start + chunk, last))
         extents = (extent, self.extents[1]) if dim == 0 else (self.extents[0], extent)
         return Shard(self.global_shape, extents, Cut(self, dim, chunk))
 
     def before_cut(self) -> Shard:
-        """What this shard was cut from: the result of gathering all pieces."""
+        """Return the shard that this one was cut from, which is the result of gathering all pieces."""
         assert self.cut is not None, "a whole tensor was not cut from anything"
         return self.cut.parent
 
     def replicates(self, component: Component, dim: int) -> bool:
-        """True if some cut along `dim`, the last or an earlier one (tensor parallelism's, before FSDP2's), left the
-        component's grid whole, so that ranks share its entries."""
+        """True if any cut along `dim` left the component's grid whole, so that ranks share its entries. Tensor
+        parallelism cuts first, FSDP2 after it."""
         cut = self.cut
         if cut is None:
             return False
         return (cut.dim == dim and not cut.is_clean(component)) or cut.parent.replicates(component, dim)
 
     def shares_blocks(self, component: Component) -> bool:
-        """True if entries of the component are held by several pieces: their amaxes must be reduced over the ranks."""
+        """True if several pieces hold the same entries of the component, so amaxes must be reduced over the ranks."""
         return self.replicates(component, 0) or self.replicates(component, 1)
 
     def resident(self, component: Component) -> tuple[Extent, Extent]:
-        """The component's entries that this shard holds, as extents of the component's global grid."""
+        """Return the component's entries that this shard holds, as extents of the component's global grid."""
         return _resident(self, component)
 
     def touched(self, component: Component) -> tuple[slice, slice]:
-        """Where, within the resident entries, lie those that the rectangle itself touches."""
+        """Return the slices of the resident entries that the rectangle itself touches."""
         slices = []
         for dim, (first, _) in enumerate(self.resident(component)):
             start, stop = grid_extent(self.extents[dim], component.block_shape[dim])
@@ -119,46 +121,49 @@ class Shard:
         return (slices[0], slices[1])
 
     def component_shape(self, component: Component) -> tuple[int, int]:
-        """Shape of the component's resident tensor."""
+        """Return the shape of the component's resident tensor."""
         (r0, r1), (c0, c1) = self.resident(component)
         return (r1 - r0, c1 - c0)
 
     def straddling(self, component: Component) -> int:
-        """How many of the blocks that the rectangle touches reach beyond it, into other pieces."""
+        """Count the blocks that the rectangle touches and that extend into other pieces."""
         touched = inside = 1
         for (start, stop), cover, size in zip(self.extents, component.block_shape, self.global_shape, strict=True):
             first, last = grid_extent((start, stop), cover)
             touched *= last - first
-            complete = ceil_div(stop, cover) if stop == size else stop // cover  # the tensor ends its last block
+            # The last block is complete at the end of the tensor.
+            complete = ceil_div(stop, cover) if stop == size else stop // cover
             inside *= max(complete - ceil_div(start, cover), 0)
         return touched - inside
 
     def gathers(self, component: Component) -> bool:
-        """True if undoing the last cut needs the component from other ranks; else every rank has it whole already."""
+        """True if undoing the last cut needs the component from other ranks. If False, every rank already has all of
+        it."""
         assert self.cut is not None
         return not self.replicates(component, self.cut.dim)
 
     def padded_rows(self, component: Component) -> int:
-        """Rows of the component in the largest piece of the last cut: what every rank sends to an all-gather."""
+        """Return the component's rows in the largest piece of the last cut, which every rank sends to an all-gather."""
         assert self.cut is not None
-        assert self.cut.dim == 0  # FSDP2 gathers tensor subclasses along dim 0 alone (`limits.REFUSALS`)
+        assert self.cut.dim == 0  # FSDP2 gathers tensor subclasses only along dim 0 (`limits.REFUSALS`)
         return ceil_div(self.cut.chunk, component.block_shape[0])
 
 
-@lru_cache(maxsize=65536)  # each GEMM asks for every component of its operands
+@lru_cache(maxsize=65536)  # called for every operand component of each GEMM
 def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
     if shard.cut is None:
         whole = [grid_extent(shard.extents[d], component.block_shape[d]) for d in (0, 1)]
         return (whole[0], whole[1])
-    held = list(_resident(shard.cut.parent, component))
+    extents = list(_resident(shard.cut.parent, component))
     dim = shard.cut.dim
     if not shard.replicates(component, dim):
-        held[dim] = grid_extent(shard.extents[dim], component.block_shape[dim])
-    return (held[0], held[1])
+        extents[dim] = grid_extent(shard.extents[dim], component.block_shape[dim])
+    return (extents[0], extents[1])
 
 
 def chunk_of(extent: Extent, index: int, count: int) -> Extent:
-    """The piece number `index` of `count` of an extent, cut as `torch.chunk` does; the last may be shorter or empty."""
+    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`. The last pieces may be shorter or
+    empty."""
     start, stop = extent
     chunk = ceil_div(stop - start, count)
     return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
@@ -166,12 +171,12 @@ def chunk_of(extent: Extent, index: int, count: int) -> Extent:
 
 @lru_cache(maxsize=4096)
 def whole(shape: tuple[int, int]) -> Shard:
-    """The shard that is the global tensor itself."""
+    """Return the shard that covers the whole global tensor."""
     return Shard(shape, ((0, shape[0]), (0, shape[1])))
 
 
 def stored_bytes(fmt: Format, shard: Shard) -> dict[str, int]:
-    """Bytes of each component that are resident on the rank of `shard`."""
+    """Return the bytes of each component that are resident on the rank of `shard`."""
     sizes = {}
     for component in fmt.components:
         rows, cols = shard.component_shape(component)
@@ -180,7 +185,7 @@ def stored_bytes(fmt: Format, shard: Shard) -> dict[str, int]:
 
 
 def pieces_outermost_first(shard: Shard) -> list[Shard]:
-    """The results of the cuts that led to `shard`, in the order in which the cuts were made; the last is `shard`."""
+    """Return the results of the cuts that led to `shard`, in the order of the cuts. The last one is `shard`."""
     pieces: list[Shard] = []
     while shard.cut is not None:
         pieces.insert(0, shard)
@@ -189,14 +194,17 @@ def pieces_outermost_first(shard: Shard) -> list[Shard]:
 
 
 def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -> list[int]:
-    """The mesh axes whose cuts left the component's grid whole. Over exactly these its entries are replicated and their
-    amaxes reduced: along the other axes ranks hold different entries.
+    """Return the mesh axes whose cuts left the component's grid whole.
 
-    `dims`: the dim that each mesh axis cuts, if any. Axes cut from the last to the first: tensor parallelism, whose
-    axes stand last, before FSDP.
+    The component's entries are replicated, and their amaxes reduced, over exactly these axes. Along the other axes,
+    ranks hold different entries. Axes cut from the last to the first: the tensor-parallel axes, which are last in the
+    mesh, cut before FSDP.
+
+    Args:
+        dims: the dim that each mesh axis cuts, or None.
 
     Raises:
-        ConfigurationError: the shard was not cut in this way.
+        ConfigurationError: the shard was cut in another way.
     """
     pieces = pieces_outermost_first(shard)
     axes = [axis for axis in reversed(range(len(dims))) if dims[axis] is not None]
@@ -212,9 +220,9 @@ def whole_axes(shard: Shard, component: Component, dims: Sequence[int | None]) -
 
 @dataclass(frozen=True, slots=True)
 class GatherSlot:
-    """One input of an all-gather: `rows` x `cols` entries of the component `name`, padded to `numel` entries.
+    """One all-gather input: `rows` x `cols` entries of the component `name`, padded to `numel` entries.
 
-    `name` is None where this pass has nothing to send in a slot that another pass fills.
+    `name` is None if this pass sends nothing in a slot that another pass uses.
     """
 
     name: str | None
@@ -226,22 +234,26 @@ class GatherSlot:
 def gather_slots(
     fmt: Format, shard: Shard, this_pass: tuple[Orientation, ...], passes: tuple[tuple[Orientation, ...], ...]
 ) -> list[GatherSlot]:
-    """What one rank sends to the all-gather of a pass that needs the copies `this_pass`.
+    """Return the all-gather inputs of one rank, for a pass that reads the copies `this_pass`.
 
-    FSDP2 allocates the outputs at the first gather and keeps their number and sizes, so where passes differ (`passes`
-    lists what each may need) a slot is as large as the largest of them.
+    FSDP2 fixes the number and sizes of its all-gather buffers at the first all-gather. Each slot is therefore padded to
+    the largest component that any of `passes` sends in it.
     """
 
-    def wanted(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:
-        # no amax: it is of the whole tensor, so every rank has it (`shard.gathers` would say the same)
-        parts = [p for which in copies for p in (fmt.copies[which].codes, fmt.copies[which].scale)]
-        return [(p.name, shard.padded_rows(p), shard.component_shape(p)[1]) for p in parts if shard.gathers(p)]
+    def sent_components(copies: tuple[Orientation, ...]) -> list[tuple[str, int, int]]:
+        # The amax is left out: it covers the whole tensor, so every rank has it (`shard.gathers` would be False).
+        parts = [part for copy in copies for part in (fmt.copies[copy].codes, fmt.copies[copy].scale)]
+        return [
+            (part.name, shard.padded_rows(part), shard.component_shape(part)[1])
+            for part in parts
+            if shard.gathers(part)
+        ]
 
-    every = [wanted(copies) for copies in passes]
+    sent_by_pass = [sent_components(copies) for copies in passes]
     slots = []
-    for i in range(max(len(w) for w in every)):
-        numel = max(w[i][1] * w[i][2] for w in every if i < len(w))
-        mine = wanted(this_pass)
-        name, rows, cols = mine[i] if i < len(mine) else (None, 0, 0)
+    for i in range(max(len(sent_in_pass) for sent_in_pass in sent_by_pass)):
+        numel = max(sent_in_pass[i][1] * sent_in_pass[i][2] for sent_in_pass in sent_by_pass if i < len(sent_in_pass))
+        sent = sent_components(this_pass)
+        name, rows, cols = sent[i] if i < len(sent) else (None, 0, 0)
         slots.append(GatherSlot(name, rows, cols, numel))
     return slots
