@@ -1,4 +1,4 @@
-"""What public functions may be given, where a value of another type would fail far inside, in other words."""
+"""Type checks for arguments of public functions, so that a wrong type raises at the call and not deep inside."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _Kind = TypeVar("_Kind")
 
 @runtime_checkable
 class StateReader(Protocol):
-    """What is read as a mapping, and may be none: a reader of values that are elsewhere."""
+    """An object that is read like a mapping without being one: a lazy reader of values stored elsewhere."""
 
     def keys(self) -> Any:
-        """The names."""
+        """Return the names."""
 
     def __getitem__(self, name: str) -> Any:
-        """A value."""
+        """Return the value of a name."""
 
 
 class ArgumentKind(NamedTuple):
-    """Types of values, and what a message calls them."""
+    """Accepted types, and their description in error messages."""
 
     wanted: str
     types: tuple[Any, ...]
 
     @property
     def or_none(self) -> ArgumentKind:
-        """The same, and None."""
+        """The same kind, also accepting None."""
         return ArgumentKind(f"{self.wanted}, or None", (*self.types, type(None)))
 
 
@@ -60,15 +60,15 @@ NAMES: Final = ArgumentKind("a name or pattern of names, or a list of them", (st
 NUMBER: Final = ArgumentKind("a number", (Real, Tensor))
 SIZES: Final = ArgumentKind("a whole number, or one of each dim", (Integral, Iterable))
 FLAG: Final = ArgumentKind("True or False", (object,))
-"""What has a truth, but no text, of which "False" is true."""
+"""Any object with a truth value except text: the string "False" would be true."""
 WHOLE_NUMBER: Final = ArgumentKind("a whole number", (Integral,))
 
 
 def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
-    """Check that arguments of a public function are of a kind; True and False are no numbers, a text is not several.
+    """Check that arguments of a public function are of a kind. Booleans are not numbers, and text is not a sequence.
 
     Raises:
-        ConfigurationError: naming the first that is not, what was given, and what is wanted.
+        ConfigurationError: an argument is of another kind. The message names it, its value and the expected kind.
     """
     for name, value in given.items():
         is_flag = isinstance(value, bool) and kind.types[0] in (Integral, Real)
@@ -78,51 +78,51 @@ def check_arguments(where: str, kind: ArgumentKind, /, **given: Any) -> None:
 
 
 def check_kinds(where: str, /, **given: tuple[ArgumentKind, Any]) -> None:
-    """`check_arguments` of arguments of several kinds: (kind, value) by name."""
+    """Call `check_arguments` for arguments of different kinds, given as name=(kind, value)."""
     for name, (kind, value) in given.items():
         check_arguments(where, kind, **{name: value})
 
 
 def shown_argument(value: Any) -> str:
-    """A value in a message: itself if it is short and plain, else the name of its type."""
+    """Format a value for a message: the value itself if it is short and plain, otherwise the name of its type."""
     text = repr(value) if value is None or isinstance(value, bool | int | float | str) else ""
     return text if text and len(text) <= 80 else type(value).__name__
 
 
 def nearest(name: Any, known: Iterable[str]) -> str | None:
-    """The word that is most like one that is unknown, if one is."""
-    by_case = {each.lower(): each for each in known}
-    near = get_close_matches(name[:80].lower(), by_case, 1) if isinstance(name, str) else []
-    return by_case[near[0]] if near else None
+    """Return the known word that is most similar to `name`, or None."""
+    by_lowercase = {word.lower(): word for word in known}
+    matches = get_close_matches(name[:80].lower(), by_lowercase, 1) if isinstance(name, str) else []
+    return by_lowercase[matches[0]] if matches else None
 
 
 def meant(name: Any, known: Iterable[str]) -> str:
-    """The word that was perhaps meant by one that is unknown, as a question before a list of those there are."""
+    """Return a hint such as "did you mean 'x'? " for an unknown name, or "". It precedes the list of known words."""
     near = nearest(name, known)
     return f"did you mean {near!r}? " if near else ""
 
 
 def unexpected_argument(owner: str, name: str, known: Collection[str]) -> TypeError:
-    """What Python raises for an argument that a function does not have, with the name that was meant, as from 3.13."""
+    """Return the TypeError that Python raises for an unknown keyword argument, with a suggestion as in Python 3.13."""
     hint = meant(name, known).rstrip()
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}{f'; {hint}' if hint else ''}")
 
 
 def suggests_names(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function or a constructor, so that a misspelled argument is told by `unexpected_argument`."""
-    known, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
+    """Decorate a function or constructor so that a misspelled argument raises `unexpected_argument`."""
+    parameters, owner = inspect.signature(function).parameters, function.__qualname__.partition(".")[0]
 
     @wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
         for name in options:
-            if name not in known:
-                raise unexpected_argument(owner, name, known.keys())
+            if name not in parameters:
+                raise unexpected_argument(owner, name, parameters.keys())
         return function(*args, **options)
 
     return checked
 
 
 def suggests_fields(kind: type[_Kind]) -> type[_Kind]:
-    """`suggests_names` for the constructor that a dataclass has of its fields."""
+    """Apply `suggests_names` to the generated constructor of a dataclass."""
     kind.__init__ = suggests_names(kind.__init__)  # type: ignore[method-assign]
     return kind

@@ -1,8 +1,9 @@
 """Deterministic mode: on the same software and hardware, the same inputs give the same bits in every run.
 
-The kernels here need no mode: they sum in an order that only shapes decide, have no autotuning, and their atomics take
-maxima of integers. What varies is around them: attention's backward, gradients of indexing, how torch.compile tunes
-what it makes, and NCCL's choice of a way to sum. `docs/determinism.md` says what may differ without the mode.
+quantshard's kernels are always deterministic: only shapes decide their order of summation, they are not autotuned, and
+their atomics take maxima of integers. The mode covers what surrounds them: attention's backward, gradients of indexing,
+autotuning in torch.compile, and NCCL's choice of an algorithm. `docs/determinism.md` lists what can differ without the
+mode.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from quantshard.errors import ConfigurationError
 CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 NCCL: Final = "NCCL_ALGO"
 VARIABLES: Final = {CUBLAS: ":4096:8", NCCL: "Ring"}
-"""What the mode sets where nothing is set."""
+"""Environment variables that the mode sets if they are unset."""
 
 _CUBLAS_ALLOWED: Final = (":4096:8", ":16:8")
-"""The values under which cuBLAS promises equal bits on several streams; PyTorch looks for them too."""
+"""Values for which cuBLAS guarantees equal bits on several streams. PyTorch accepts the same ones."""
 
 
 class _TorchSettings(NamedTuple):
-    """Settings of PyTorch for the whole process. `fill`: uninitialized memory, where `enabled`."""
+    """Process-wide settings of PyTorch. `fill`: fill uninitialized memory, if `enabled`."""
 
     enabled: bool
     warn_only: bool
@@ -46,50 +47,53 @@ class _TorchSettings(NamedTuple):
         )
 
     def put(self) -> None:
-        torch.use_deterministic_algorithms(self.enabled, warn_only=self.warn_only)  # Inductor's tuning too
+        torch.use_deterministic_algorithms(
+            self.enabled, warn_only=self.warn_only
+        )  # also turns off Inductor's autotuning
         _deterministic().fill_uninitialized_memory = self.fill
         torch.backends.cudnn.deterministic = self.cudnn
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
 
 
 ON: Final = _TorchSettings(enabled=True, warn_only=False, fill=False, cudnn=True, cudnn_benchmark=False)
-"""Memory is not filled: that costs bandwidth, and nothing here reads what was not written."""
+"""Deterministic mode. Memory is not filled: that costs bandwidth, and quantshard never reads uninitialized memory."""
 
 OFF: Final = _TorchSettings(enabled=False, warn_only=False, fill=True, cudnn=False, cudnn_benchmark=False)
 """PyTorch's defaults."""
 
 
 def _deterministic() -> Any:
-    return torch.utils.deterministic  # type: ignore[attr-defined]  # a module that takes assignments
+    return torch.utils.deterministic  # type: ignore[attr-defined]  # a module with settable attributes
 
 
 @suggests_names
 def deterministic(mode: bool = True) -> AbstractContextManager[Any]:
-    """Turn deterministic mode on or off for this process, at once; as a context manager, until its end.
+    """Turn deterministic mode on or off for this process, immediately. As a context manager, restore the mode at exit.
 
         quantshard.deterministic()          # first thing in a script
         with quantshard.deterministic():    # or for a part of it
             ...
 
-    On: PyTorch's deterministic algorithms, without filling uninitialized memory; attention by flash, efficient or math,
-    never cuDNN; no tuning by measurement in cuDNN or torch.compile; CUBLAS_WORKSPACE_CONFIG=:4096:8 and NCCL_ALGO=Ring,
-    where these are not set. What has no deterministic way raises when it runs. On a CPU it works alike.
+    The mode uses PyTorch's deterministic algorithms, without filling uninitialized memory. Attention uses flash,
+    efficient or math kernels, never cuDNN. cuDNN and torch.compile do not autotune. CUBLAS_WORKSPACE_CONFIG=:4096:8 and
+    NCCL_ALGO=Ring are set unless they are already set. Operations without a deterministic algorithm raise when they
+    run. The mode also works on a CPU.
 
-    The two variables are read once, by cuBLAS when the GPU is first used and by NCCL when a process group is made. So
-    they stay set after the end, and the mode must first come before.
+    cuBLAS reads its variable once, when the GPU is first used, and NCCL when a process group is created. Turn the mode
+    on before that; the variables stay set after the context exits.
 
     Raises:
-        ConfigurationError: it is too late for a variable, or one is set to what is not deterministic.
+        ConfigurationError: it is too late to set a variable, or a variable has a value that is not deterministic.
     """
     if mode:
         if torch.cuda.is_available():
             _check_variables()
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
-    before = ExitStack()
-    before.callback(_TorchSettings.now().put)
+    restore = ExitStack()
+    restore.callback(_TorchSettings.now().put)
     (ON if mode else OFF).put()
-    return before
+    return restore
 
 
 def _check_variables() -> None:
@@ -117,6 +121,6 @@ def _check_variables() -> None:
 
 
 def _may_be_nvls(algorithms: str) -> bool:
-    """Whether a value of NCCL_ALGO leaves NCCL free to sum in the switch; `^` begins a list of what it may not take."""
-    named = algorithms.lower()
-    return ("nvls" in named) != named.startswith("^")
+    """True if a value of NCCL_ALGO lets NCCL sum in the switch. A leading `^` excludes the listed algorithms."""
+    names = algorithms.lower()
+    return ("nvls" in names) != names.startswith("^")

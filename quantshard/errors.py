@@ -1,18 +1,18 @@
 """The exceptions that quantshard raises on purpose.
 
     QuantshardError
-     |-- ConfigurationError (also a ValueError)     an argument, option or file of the user's does not fit
-     |-- RecipeMismatchError (also a ValueError)    a weight's format is not the one the recipe in force asks for
-     |-- UnsupportedOperationError (also a RuntimeError)  an operation would change or dequantize a weight unasked
-     |-- FallbackError (also a RuntimeError)        strict was asked for, and something would take a slower path
+     |-- ConfigurationError (also a ValueError)     an argument, option or file of the user does not fit
+     |-- RecipeMismatchError (also a ValueError)    a weight does not have the format that the active recipe requires
+     |-- UnsupportedOperationError (also a RuntimeError)  an operation would silently change or dequantize a weight
+     |-- FallbackError (also a RuntimeError)        strict mode is on and an operation would take a slower path
      |-- CheckpointError (also a RuntimeError)      a checkpoint is missing, damaged, or of another model or recipe
-     |    `-- LostRankError                       another rank ended or did not come, and said why, if it could
-     |-- RankMismatchError (also a RuntimeError)    ranks disagree on something that must be equal
+     |    `-- LostRankError                       another rank exited or never joined; includes its reason, if known
+     |-- RankMismatchError (also a RuntimeError)    ranks disagree on a value that must be equal
      |-- TorchVersionError (also a RuntimeError)    this version of PyTorch lacks what a feature needs
      `-- NonFiniteGradientError (also a RuntimeError)  infinite or NaN gradients, too often or unskippable
 
-Each message says what happened, to which tensor, with which numbers, and what to do next. It may have names from files
-of other people in it, and is shown by terminals: what a terminal would obey is escaped here, for all errors at once.
+Each message states what happened, to which tensor, with which numbers, and what to do next. Messages can contain names
+from untrusted files and are printed to terminals, so all errors escape control characters here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ _told: set[str] = set()
 
 
 def printable(text: str, but: str = "") -> str:
-    """A text as it may be shown on one line of a terminal: all but printable characters are escaped, as `repr` does it.
+    """Escape all non-printable characters of a text, as `repr` does, so that it fits on one line of a terminal.
 
-    That is control characters and so escape sequences, ends of lines, surrogates, and what reorders or hides text. A
-    backslash stays one, so that nothing is escaped twice. Brackets stay too: a library that reads markup in them, as
-    rich does, is to be given a `rich.text.Text`. `but`: characters that stay as they are.
+    This covers control characters (so also escape sequences), line ends, surrogates, and characters that reorder or
+    hide text. Backslashes are not escaped, so applying the function twice is safe. Brackets are not escaped either:
+    pass the result to libraries that parse markup, such as rich, as a `rich.text.Text`.
+
+    Args:
+        but: characters to leave unescaped.
     """
     if text.isprintable():
         return text
@@ -45,43 +48,45 @@ class QuantshardError(Exception):
     _longest = 1 << 20
 
     def __str__(self) -> str:
-        """The message, escaped. What is cut from one that is too long, by a name that is, is in the middle."""
-        found = printable(super().__str__(), but=self._kept)
+        """Return the escaped message. A message that is too long is cut in the middle."""
+        message = printable(super().__str__(), but=self._kept)
         half = self._longest // 2
-        return found if len(found) <= self._longest else f"{found[:half]}...{found[-half:]}"
+        return message if len(message) <= self._longest else f"{message[:half]}...{message[-half:]}"
 
 
 class ConfigurationError(QuantshardError, ValueError):
-    """An argument, option or file of the user's does not fit."""
+    """An argument, option or file of the user does not fit."""
 
 
 class RecipeMismatchError(QuantshardError, ValueError):
-    """A weight's format is not the one that the recipe in force asks for."""
+    """A weight's format differs from the format that the active recipe requires."""
 
 
 class UnsupportedOperationError(QuantshardError, RuntimeError):
-    """An operation would change or dequantize a quantized tensor without being asked to.
+    """An operation would silently change or dequantize a quantized tensor.
 
-    Not a TypeError: Python's operators take one for "try the other operand", and `==` would end in False.
+    This is not a TypeError, because Python's operators treat a TypeError as "try the other operand", and `==` would
+    return False.
     """
 
 
 class FallbackError(QuantshardError, RuntimeError):
-    """Strict was asked for, and something would take a slower or larger path than its native one."""
+    """Strict mode is on, and an operation would use a slower path or more memory than its native one."""
 
 
 class CheckpointError(QuantshardError, RuntimeError):
-    """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of some length."""
+    """A checkpoint is missing, damaged, or of another model or recipe. Its message is one line of limited length."""
 
     _kept, _longest = "", 4000
 
 
 class LostRankError(CheckpointError):
-    """Another rank ended, was interrupted, or did not come to a collective call: what it said is the reason."""
+    """Another rank exited, was interrupted, or did not join a collective call. The message gives its reason, if
+    known."""
 
 
 class RankMismatchError(QuantshardError, RuntimeError):
-    """Ranks disagree on something that must be equal everywhere."""
+    """Ranks disagree on a value that must be equal everywhere."""
 
 
 class TorchVersionError(QuantshardError, RuntimeError):
@@ -89,11 +94,11 @@ class TorchVersionError(QuantshardError, RuntimeError):
 
 
 class NonFiniteGradientError(QuantshardError, RuntimeError):
-    """Too many steps in a row had infinite or NaN gradients, or one had that its optimizer cannot skip."""
+    """Too many consecutive steps had infinite or NaN gradients, or the optimizer cannot skip such a step."""
 
 
 def is_told(topic: str) -> bool:
-    """True if `warn_once` has said something on this topic in this process."""
+    """True if `warn_once` has warned about this topic in this process."""
     return topic in _told
 
 
@@ -103,7 +108,7 @@ def silence(topic: str) -> None:
 
 
 def warn_once(topic: str, text: str) -> None:
-    """Warn, at the user's line, of what is no error; once for each topic in a process, however often it happens."""
+    """Warn at the user's line, once per topic and process, about something that is not an error."""
     if topic in _told:
         return
     _told.add(topic)
@@ -111,15 +116,16 @@ def warn_once(topic: str, text: str) -> None:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: bool = False) -> None:
-    """Warn at the user's line, the first that is neither ours nor PyTorch's.
+    """Warn at the user's line: the first stack frame outside quantshard and PyTorch.
 
-    `is_counted`: who calls this knows that it is said once, as of each optimizer, so that the same words at the same
-    line are news of another. Else Python leaves out those it has shown, unless a filter says otherwise.
+    Args:
+        is_counted: the caller already limits how often it warns, for example once per optimizer. The warning is then
+            shown even if Python has shown the same text at the same line, because it concerns another object.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         frame = frame.f_back
     names: dict[str, Any] = vars(sys) if frame is None else frame.f_globals
-    registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # of what was shown, by text and line
-    place = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    warnings.warn_explicit(printable(text), category, *place, names.get("__name__", "sys"), registry)
+    registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # Python's record of shown warnings
+    location = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+    warnings.warn_explicit(printable(text), category, *location, names.get("__name__", "sys"), registry)

@@ -72,8 +72,8 @@ class Encoding:
     @property
     def extended(self) -> Encoding:
         """The 16-bit encoding with 8 more mantissa bits than this 8-bit one. Its high byte, rounded, is a code of this
-        encoding (`numerics.split_codes.split`). Its largest value is the last one whose high byte is the code of `max`.
-        """
+        encoding (`numerics.split_codes.split`). Its largest value is the last one that has the code of `max` as its
+        high byte."""
         assert self.bits == 8 and self.mantissa_bits > 0 and self.is_signed, self
         mantissa, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         largest = self.max + (127 / 256) * 2.0 ** (top - mantissa)
@@ -204,8 +204,7 @@ class Format:
 
 _SCALE_NAME: Final = "scale_inv"
 _E8M0_STATE_SCALE: Final = "scale_e8m0"
-"""A separate key, so that these second moments can be distinguished from those of earlier versions (E4M3, `scale_inv`).
-"""
+"""A separate key, because earlier versions stored second moments as E4M3 with scales under `scale_inv`."""
 FORMATS: Final[dict[str, Format]] = {}
 """The table: every format by name."""
 

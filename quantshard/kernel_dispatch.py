@@ -1,7 +1,7 @@
-"""The one place that asks "kernel or oracle?": the operations of `numerics` on whichever runs where the tensors are.
+"""The one place that chooses between kernel and oracle: the operations of `numerics`, on either implementation.
 
-Kernels run on GPUs, if Triton is there; the oracle everywhere else, while a graph is traced, and for what no kernel is
-written for: 16-bit codes, random words that are given as a tensor, and float64.
+Kernels run on GPUs if Triton is installed. The oracle runs everywhere else, while a graph is traced, and for inputs
+that no kernel handles: 16-bit codes, random words passed as a tensor, and float64.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if kernels.USABLE:
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 RandomWords = Tensor | RandomBits
-"""Random words of a rectangle: int64 of its shape, or which they are."""
+"""Random words of a rectangle: an int64 tensor of its shape, or the arguments that generate it."""
 
 KERNEL_DEVICES = {"cuda"}
-"""Types of the devices whose tensors go to kernels."""
+"""Device types on which kernels process tensors."""
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +47,7 @@ def kernels_on(device: torch.device) -> bool:
 
 @contextmanager
 def kernels_only_on(*types: str) -> Iterator[None]:
-    """Within it kernels run on devices of these types alone: to compare them with the oracle, where both could run."""
+    """Within this context, run kernels only on devices of these types, to compare kernels with the oracle."""
     global KERNEL_DEVICES
     before, KERNEL_DEVICES = KERNEL_DEVICES, set(types)
     try:
@@ -57,17 +57,17 @@ def kernels_only_on(*types: str) -> Iterator[None]:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """True if kernels work on this tensor."""
+    """True if kernels process this tensor."""
     return kernels.USABLE and x.device.type in KERNEL_DEVICES and not private_torch.is_traced(x)
 
 
 def has_float_kernels(*tensors: Tensor | None) -> bool:
-    """True if kernels that read all of these as floats work on them: on one device; they know no float64."""
+    """True if float kernels process all of these tensors: they are on one device and none is float64."""
     return kernels_read(*tensors) and not private_torch.is_traced(*tensors)
 
 
 def kernels_read(*tensors: Tensor | None) -> bool:
-    """`has_float_kernels` of tensors that may be traced now: whether it will be true of their values."""
+    """Like `has_float_kernels`, but ignore tracing: predict the answer for the values that will be computed."""
     device = None
     for t in tensors:
         if t is None:
@@ -79,17 +79,17 @@ def kernels_read(*tensors: Tensor | None) -> bool:
 
 
 def is_capturing() -> bool:
-    """True if a CUDA graph is being captured: what the host counts or reads now would be the same in every replay."""
+    """True if a CUDA graph is being captured. Anything the host counts or reads now is frozen for every replay."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def lacks_kernels(device: torch.device) -> bool:
-    """True for a GPU whose tensors the oracle works on, since no kernel can be imported."""
+    """True for a GPU on which the oracle runs because the kernels cannot be imported."""
     return device.type in KERNEL_DEVICES and not kernels.USABLE
 
 
 def random_words(bits: RandomBits, device: torch.device) -> Tensor:
-    """`numerics.random_words` of these."""
+    """Generate `numerics.random_words` with these arguments."""
     return words_kernel.random_words(bits, device) if kernels_on(device) else bits.tensor(device)
 
 
@@ -113,8 +113,8 @@ def quantize_codes(
         spec = QuantizeSpec(copy, Scaling(), origin, given="multipliers")
         request = QuantizeRequest(spec, encode_scales[copy.scale.name], words=words)
         return quantize_kernel.quantize_matrix(x, request)[0].codes
-    drawn = words.tensor(x.device) if isinstance(words, RandomBits) else words
-    return numerics.quantize_codes(x, copy, encode_scales, origin, drawn)
+    word_tensor = words.tensor(x.device) if isinstance(words, RandomBits) else words
+    return numerics.quantize_codes(x, copy, encode_scales, origin, word_tensor)
 
 
 def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
@@ -122,22 +122,24 @@ def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
 
 
 def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
-    """True if `quantize` works: a kernel then measures and quantizes x in one pass, with each block in one tile."""
+    """True if `quantize` can handle x: one kernel measures and quantizes it in one pass, with each block in one
+    tile."""
     if isinstance(words, Tensor):
         return False
     return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
 
 
 def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
-    """`numerics.quantize` of a whole matrix [R, C] that was transformed already; see `sees_blocks`."""
+    """Quantize a whole matrix [R, C] as `numerics.quantize` does, after any Hadamard transform. Requires
+    `sees_blocks`."""
     parts = {c.name: block_amax(x, c.block_shape) for c in fmt.components if c.role is Role.AMAX}
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
         second = None if copy.amax is None else parts[copy.amax.name]
         request = QuantizeRequest(QuantizeSpec(copy, scaling), second_amax=second, words=words)
-        found, _ = quantize_kernel.quantize_matrix(x, request)
-        assert found.scale is not None
-        parts |= {copy.codes.name: found.codes, copy.scale.name: found.scale}
+        result, _ = quantize_kernel.quantize_matrix(x, request)
+        assert result.scale is not None
+        parts |= {copy.codes.name: result.codes, copy.scale.name: result.scale}
     return parts
 
 
@@ -149,7 +151,8 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     nan_flag: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.dequantize`, rounded once to `dtype`; all NaN if `nan_flag` is, a float32 scalar that else is 0."""
+    """`numerics.dequantize`, rounded once to `dtype`. `nan_flag`: float32 scalar, 0 or NaN; NaN makes all values
+    NaN."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
@@ -161,16 +164,16 @@ def dequantize(
 def dequantize_together(
     copy: OrientedCodes, stored: Sequence[tuple[Mapping[str, Tensor], Pair, Pair]], dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    """`dequantize` of several, each by its components, shape and origin."""
-    given = [(as_stored(copy, parts, shape), shape, origin) for parts, shape, origin in stored]
-    if has_kernels(given[0][0][copy.codes.name]) and copy.codes.encoding.bits <= 8:
-        return dequantize_kernel.dequantize_matrices(copy, given, dtype)
-    return [numerics.dequantize(copy, *each).to(dtype) for each in given]
+    """`dequantize` of several matrices, each given by its components, shape and origin."""
+    matrices = [(as_stored(copy, parts, shape), shape, origin) for parts, shape, origin in stored]
+    if has_kernels(matrices[0][0][copy.codes.name]) and copy.codes.encoding.bits <= 8:
+        return dequantize_kernel.dequantize_matrices(copy, matrices, dtype)
+    return [numerics.dequantize(copy, *matrix).to(dtype) for matrix in matrices]
 
 
 def as_stored(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair) -> Mapping[str, Tensor]:
-    """Components of a whole matrix that a kernel made for a scaled product (`QuantizeSpec.ready`), as formats store
-    them; others as they are."""
+    """Convert the components of a whole matrix from the layout of a scaled product (`QuantizeSpec.ready`) to the stored
+    layout. Components in the stored layout are returned unchanged."""
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
     if codes.dtype is copy.codes.encoding.storage:
         return parts
@@ -190,8 +193,14 @@ def add_quantization_error(
     hadamard: bool = False,
     partial: bool = False,
 ) -> None:
-    """`quantization_error.add_error_`, to one of several rows [copies, columns] that count together. `hadamard`: x was
-    quantized after `numerics.hadamard16`. `partial`: a kernel may look at a part of a large matrix."""
+    """Call `quantization_error.add_error_` on `sums` and `extremes` [copies, columns].
+
+    Any of the rows can be updated: rows are combined when they are read.
+
+    Args:
+        hadamard: x was quantized after `numerics.hadamard16`.
+        partial: let a kernel sample only a part of a large matrix.
+    """
     if _has_kernel(x, copy):
         error_kernel.add_error(sums, extremes, x, copy, parts, origin, hadamard, partial)
     else:
@@ -200,7 +209,8 @@ def add_quantization_error(
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """`quantization_error.add_values_`, to one of several rows [copies, columns] that count together."""
+    """Call `quantization_error.add_values_` on `sums` and `extremes` [copies, columns]; see
+    `add_quantization_error`."""
     if has_float_kernels(x):
         error_kernel.add_values(sums, extremes, x)
     else:
@@ -209,20 +219,20 @@ def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """`cross_entropy.cross_entropies`."""
-    where = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return where.cross_entropies(logits, targets)
+    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return implementation.cross_entropies(logits, targets)
 
 
 def logits_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """`cross_entropy.logits_gradient`."""
-    where = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
-    return where.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
+    implementation = cross_entropy_kernel if has_float_kernels(logits) else cross_entropy
+    return implementation.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
 
 
 def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
-    """Codes of a matrix [R, `cols`] as stored -> those of its transpose."""
+    """Transpose the stored codes of a matrix [R, `cols`]."""
     if encoding.bits == 8:
         return by_columns([(codes, None, None)], torch.uint8)[0][0].t()
     return numerics.pack(numerics.unpack(codes, encoding, cols).t().contiguous(), encoding)
@@ -231,61 +241,66 @@ def transpose_codes(codes: Tensor, encoding: Encoding, cols: int) -> Tensor:
 def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Codes of 8 bits [R, C] of several matrices, laid out by columns, as a dtype of 8 bits.
+    """Lay out the 8-bit codes [R, C] of several matrices by columns, viewed as `dtype`, an 8-bit dtype.
 
-    Scales of 128 x 128, if they are given, are laid out so too, plus a float32 scalar, if that is given, and filled up
-    with rows of zeros to a multiple of 4.
+    Each matrix is (codes, scales, nan_flag). Scales of 128 x 128 blocks, if any, are also laid out by columns: the
+    float32 scalar `nan_flag`, if any, is added, and rows of zeros pad them to a multiple of 4.
     """
     if has_kernels(matrices[0][0]):
         return transpose_kernel.by_columns(matrices, dtype)
-    found = []
+    results = []
     for codes, scales, nan_flag in matrices:
-        laid = None
+        scales_by_columns = None
         if scales is not None:
-            turned = scales.t() if nan_flag is None else scales.t() + nan_flag
-            laid = torch.nn.functional.pad(turned, (0, -turned.shape[1] % 4)).contiguous().t()
-        found.append((codes.t().contiguous().view(dtype).t(), laid))
-    return found
+            transposed = scales.t() if nan_flag is None else scales.t() + nan_flag
+            scales_by_columns = torch.nn.functional.pad(transposed, (0, -transposed.shape[1] % 4)).contiguous().t()
+        results.append((codes.t().contiguous().view(dtype).t(), scales_by_columns))
+    return results
 
 
 StoredMatrix = tuple[Pair, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Shape [R, C], codes and scales of one copy, uint8, and the amax that these are under, if there is one. A float32
-scalar: all of it becomes NaN if that is; and swizzled scales E8M0 of R rows that become NaN then, too."""
+"""(shape, codes, scales, amax, nan_flag, other) of one copy of a matrix [R, C].
+
+    codes, scales: uint8.
+    amax: amax of the second scale, or None.
+    nan_flag: float32 scalar; NaN makes the whole matrix NaN.
+    other: swizzled E8M0 scales of R rows, which also become NaN, or None.
+"""
 SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
-"""Codes of the transpose [C, R], if it is asked for, flat scales, and the second scale, if there is one; of PyTorch's
-dtypes."""
+"""(codes of the transpose [C, R] or None, flat swizzled scales, second scale or None), in PyTorch's dtypes."""
 
 
 def swizzle(copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
-    """Matrices, or their transposes, as scaled products read them: a scale of 8 bits for every row, `swizzled`."""
+    """Convert matrices, or their transposes, to the layout that scaled products read: an 8-bit scale for every row,
+    `swizzled`."""
     if has_kernels(matrices[0][1]):
         return swizzle_kernel.SwizzleRequest(copy, matrices, turned).finish()
-    return [_swizzle(copy, *each, turned) for each in matrices]
+    return [_swizzle(copy, *matrix, turned) for matrix in matrices]
 
 
 def _swizzle(
     copy: OrientedCodes, shape: Pair, codes: Tensor, scales: Tensor, amax: Tensor | None, nan_flag: Tensor | None,
     other: Tensor | None, turned: bool,
 ) -> SwizzledMatrix:  # fmt: skip
-    high, encoding = copy.block[0], copy.codes.encoding
-    made, second = None, None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))
+    block_rows, encoding = copy.block[0], copy.codes.encoding
+    transposed_codes, second = None, None if amax is None else amax * (1.0 / (encoding.max * copy.scale.encoding.max))
     if nan_flag is not None and other is not None and nan_flag.isnan():
-        other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # the first block of each row
+        other.view(torch.uint8).view(-(shape[0] // -128), -1)[:, :512:4] = 0xFF  # NaN in the first block of each row
     if turned:
-        made = transpose_codes(codes, encoding, shape[1]).view(encoding.multiplied)
-        scales, shape, high = scales.t(), shape[::-1], copy.block[1]
-    grid = scales.repeat_interleave(high, 0)[: shape[0]]
+        transposed_codes = transpose_codes(codes, encoding, shape[1]).view(encoding.multiplied)
+        scales, shape, block_rows = scales.t(), shape[::-1], copy.block[1]
+    grid = scales.repeat_interleave(block_rows, 0)[: shape[0]]
     if nan_flag is not None and second is not None:
         second = second + nan_flag
     elif nan_flag is not None:
         grid = torch.where(nan_flag.isnan(), 0xFF, grid)
-    return made, swizzling.swizzled(grid).view(copy.scale.encoding.multiplied), second
+    return transposed_codes, swizzling.swizzled(grid).view(copy.scale.encoding.multiplied), second
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of tensors of one shape and dtype, taken in float32 (or wider, as they are) in their order, rounded once.
+    """Sum tensors of one shape and dtype, in order and in float32 (float64 stays float64), and round once to `dtype`.
 
-    The first may be overwritten.
+    The first tensor can be overwritten.
     """
     if dtype in KERNEL_DTYPES and has_float_kernels(*parts):
         return sum_kernel.rounded_sum(parts, dtype)
@@ -296,7 +311,7 @@ def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """`numerics.exceeds` of each of some tensors: float32 [tensors], on the device of the first."""
+    """Apply `numerics.exceeds` to each tensor: float32 [tensors], on the device of the first."""
     devices = {x.device for x in tensors}
     if len(devices) == 1 and all(has_kernels(x) and x.dtype in KERNEL_DTYPES for x in tensors):
         return multi_tensor.exceeding(tensors, largest)
@@ -304,7 +319,7 @@ def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
 
 
 def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
-    """Append amaxes [n] to n histories by a kernel; False, and nothing done, where none runs."""
+    """Append amaxes [n] to n histories with a kernel. Return False, without recording, if no kernel can run."""
     if not has_kernels(amaxes) or not _lie_on(histories, amaxes.device):
         return False
     history_kernel.record(histories, amaxes.contiguous())
@@ -312,7 +327,7 @@ def record_amaxes(histories: Sequence[Tensor], amaxes: Tensor) -> bool:
 
 
 def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor | None:
-    """`delayed_scaling.history_amaxes` by a kernel; None where none runs."""
+    """Compute `delayed_scaling.history_amaxes` with a kernel. Return None if no kernel can run."""
     device = histories[0].device
     if not has_kernels(histories[0]) or not _lie_on(histories, device):
         return None
@@ -320,8 +335,8 @@ def past_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1)
 
 
 def _lie_on(histories: Sequence[Tensor], device: torch.device) -> bool:
-    places = set(map(Tensor.get_device, histories))  # maps: an expert's history is one of hundreds
-    return places == {histories[0].get_device()} and histories[0].device == device and _are_contiguous(histories)
+    devices = set(map(Tensor.get_device, histories))  # map: there can be hundreds of experts' histories
+    return devices == {histories[0].get_device()} and histories[0].device == device and _are_contiguous(histories)
 
 
 def _are_contiguous(tensors: Sequence[Tensor]) -> bool:

@@ -1,7 +1,7 @@
-"""What falls back and what is refused: one table, from which errors, `explain` and docs/limits.md are made.
+"""Fallbacks and refusals: the one table that errors, `explain` and docs/limits.md are made from.
 
-A fallback gives the right numbers by a slower or larger path; `explain` names it, and `autocast(strict=True)` and
-`explain(strict=True)` turn it into an error. What is refused raises, always.
+A fallback computes the right numbers on a slower path or with more memory. `explain` reports it, and
+`autocast(strict=True)` and `explain(strict=True)` turn it into an error. A refusal always raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from quantshard.errors import FallbackError
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`happens`: what is done, or not done. `because`: why. `instead`: what the reader can do."""
+    """One fallback or refusal.
+
+    happens: what happens, or what is not supported.
+    because: the reason.
+    instead: what the user can do.
+    """
 
     happens: str
     because: str
@@ -91,7 +96,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "nothing is lost but a few bytes: such parameters are small",
     ),
 }
-"""Right numbers by a slower or larger path, by name."""
+"""Fallbacks by name: right numbers, slower or with more memory."""
 
 REFUSALS: Final[dict[str, Limit]] = {
     "uneven axis": Limit(
@@ -238,14 +243,14 @@ REFUSALS: Final[dict[str, Limit]] = {
         "share the tensors of module.state_dict() instead",
     ),
 }
-"""What raises, by name."""
+"""Refusals by name."""
 
 
 def refusal(name: str, subject: object) -> str:
-    """The message of the error that refuses something, about `subject`, e.g. a tensor."""
+    """Return the error message of a refusal about `subject`, for example a tensor."""
     return f"{subject}: {REFUSALS[name]}"
 
 
 def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
-    """What strict raises for the fallbacks that `subject`, a parameter, takes."""
+    """Return the error that strict mode raises for the fallbacks of the parameter `subject`."""
     return FallbackError(f"strict: {subject}: " + "; besides, ".join(str(FALLBACKS[name]) for name in names))

@@ -1,4 +1,4 @@
-"""Presets of `FusedAdam`, `Lion` and `Muon`: names of how they keep masters and moments, and the memory it takes."""
+"""Presets of `FusedAdam`, `Lion` and `Muon`: named ways to store masters and moments, and their memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from quantshard.numerics.states import MASTER
 from quantshard.state_cells import state_cell
 
 ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
-"""By which a parameter is stepped, as `quantshard train`, `plan` and groups of `Muon` name it."""
-
+"""Optimizer algorithms, as named by `quantshard train`, `plan` and the groups of `Muon`."""
 
 UNUSED_OPTIONS: Final = {
     ADAMW: ("momentum_buffer_dtype",),
     LION: ("exp_avg_sq_dtype", "momentum_buffer_dtype"),
     MUON: (),
 }
-"""Of `StateOptions`, those that say nothing of an optimizer's states."""
+"""The `StateOptions` that each algorithm ignores."""
 
 
 class StateBytes(NamedTuple):
-    """Bytes for one element of a large matrix, scales included."""
+    """Bytes per element of a large matrix, scales included."""
 
     weight: float
     master: float
@@ -37,16 +36,15 @@ class StateBytes(NamedTuple):
 
     @property
     def together(self) -> float:
-        """Of weight, master and both moments."""
+        """Bytes per element of weight, master and both moments."""
         return self.weight + self.master + self.moments
 
 
 @dataclass(frozen=True)
 class StateOptions:
-    """How `FusedAdam`, `Lion` and `Muon` keep masters and moments; the names are those of their arguments, the defaults
-    too.
+    """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers' arguments.
 
-    `momentum_buffer_dtype` is Muon's alone; Lion has no `exp_avg_sq_dtype`.
+    Only Muon uses `momentum_buffer_dtype`, and Lion ignores `exp_avg_sq_dtype`.
     """
 
     master_weights: bool = True
@@ -58,21 +56,21 @@ class StateOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As arguments of `FusedAdam`."""
+        """Keyword arguments of `FusedAdam`."""
         return {name: getattr(self, name) for name in OPTION_NAMES}
 
     @property
     def lion_arguments(self) -> dict[str, Any]:
-        """As arguments of `Lion`, which has no second moment."""
+        """Keyword arguments of `Lion`, which has no second moment."""
         return {name: value for name, value in self.arguments.items() if name not in UNUSED_OPTIONS[LION]}
 
     @property
     def muon_arguments(self) -> dict[str, Any]:
-        """As arguments of `Muon`."""
+        """Keyword arguments of `Muon`."""
         return {**self.arguments, "momentum_buffer_dtype": self.momentum_buffer_dtype}
 
     def dtypes(self, algorithm: str = ADAMW) -> dict[str, torch.dtype]:
-        """State -> dtype, of a quantized weight that is stepped by one of `ALGORITHMS`."""
+        """State -> dtype of a quantized weight under one of `ALGORITHMS`."""
         moments = {
             ADAMW: {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype},
             LION: {EXP_AVG: self.exp_avg_dtype},
@@ -81,28 +79,28 @@ class StateOptions:
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
     def splits(self, weight: Format) -> bool:
-        """Whether the master of a weight in this format is the low bytes of 16 bits alone, of which its codes are the
-        high ones."""
+        """True if the master of a weight in this format is 16 bits, stored as the weight's code and a low byte."""
         return self.store_param_remainders and self.master_weights and is_split(weight, self.master_weight_dtype)
 
     def bytes_of(self, weight: Format) -> StateBytes:
-        """Of a weight in this format."""
+        """Bytes per element of a weight in this format and of its states under AdamW."""
         sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
         if self.splits(weight):
             sizes[MASTER] = 1.0
         return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
 
 
-OPTION_NAMES: Final = tuple(each.name for each in fields(StateOptions) if each.name != "momentum_buffer_dtype")
-"""The options of `FusedAdam` that a preset decides."""
+OPTION_NAMES: Final = tuple(field.name for field in fields(StateOptions) if field.name != "momentum_buffer_dtype")
+"""The options of `FusedAdam` that a preset sets."""
 
 PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
-"""The arguments of `FusedAdam` that say how masters and moments are kept."""
+"""The arguments of `FusedAdam` that choose how masters and moments are stored."""
 
 STATE_ARGUMENTS: Final = (
     *PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
 )  # fmt: skip
-"""Those of any optimizer here, and how a step goes: of all its parameters, so none of them is an entry of a group."""
+"""The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
+so parameter groups cannot override them."""
 
 PRESETS: Final = {
     "lean8": StateOptions(
@@ -120,23 +118,25 @@ PRESETS: Final = {
         momentum_buffer_dtype=torch.bfloat16,
     ),
 }
-"""Every preset by its name; docs/optimizers.md argues for each.
+"""The presets by name; docs/optimizers.md gives the reasons.
 
-lean8: masters of 16 bits, of which the codes of an FP8 weight are the high byte, so that a byte is kept beside them,
-and both moments of 8. (Beside a BF16 parameter 16 bits are kept, and its master is float32.) lean6: a byte more, for a
-second moment in BF16, each value of which has an exponent of its own: under a scale that 128 share, the second moment
-reaches as far down as the squares of gradients do, so it is the first of the states that a large neighbour spoils.
-Muon's momentum, the only moment of a matrix, is BF16 in both: to orthogonalize it brings its smallest singular values
-to the size of the largest, and with them what rounding to FP8 has added. Lion, which has a first moment alone, is the
-same by both.
+lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
+stored. (For a BF16 parameter the master is float32, and 16 bits are stored.)
+
+lean6: one more byte, for a second moment in BF16, where every value has its own exponent. With one scale per 128
+values, the second moment is the first state that a large neighbor spoils, because it holds squares of gradients.
+
+Muon's momentum, the only moment of a matrix, is BF16 in both presets: orthogonalization amplifies the smallest singular
+values to the size of the largest, and with them the error of rounding to FP8. Lion has only a first moment, so both
+presets store it the same way.
 """
 
 
 def check_preset(where: str, name: Any) -> StateOptions:
-    """The options of a preset.
+    """Return the options of a preset.
 
     Raises:
-        ConfigurationError: there is none of this name; the message begins with `where`.
+        ConfigurationError: there is no preset of this name. The message starts with `where`.
     """
     if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
@@ -144,10 +144,10 @@ def check_preset(where: str, name: Any) -> StateOptions:
 
 
 def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
-    """Check that `store_param_remainders` stands beside masters, of a dtype with which it has a meaning.
+    """Check that `store_param_remainders` is used with masters, of a dtype that it supports.
 
     Raises:
-        ConfigurationError: it does not; the message begins with `where`.
+        ConfigurationError: there are no masters or their dtype is not supported. The message starts with `where`.
     """
     if not has_masters or master is torch.bfloat16:
         raise ConfigurationError(
@@ -158,15 +158,15 @@ def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None
 
 
 def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
-    """The options that a preset and explicit ones choose together; without a preset, the others are the defaults.
+    """Combine a preset with explicit options. Without a preset, missing options get their defaults.
 
     Args:
-        where: whose arguments these are.
-        preset: a name of `PRESETS`, or None.
-        given: option -> value, of `OPTION_NAMES`; None is not given.
+        where: the optimizer that received the arguments, for error messages.
+        preset: a name in `PRESETS`, or None.
+        given: option -> value, for names in `OPTION_NAMES`. None means not set.
 
     Raises:
-        ConfigurationError: there is no such preset, or an option contradicts it, or one another.
+        ConfigurationError: there is no such preset, an option contradicts it, or options contradict each other.
     """
     explicit = {name: value for name, value in given.items() if value is not None}
     if preset is None:
@@ -188,21 +188,22 @@ def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> 
 
 
 def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> str:
-    """The name of the preset by which a quantized weight has exactly these states, "lean8 or lean6" where that is more
-    than one; "" if there is none.
+    """Return the preset that stores a quantized weight with exactly these states, "lean8 or lean6" if both do, or "".
 
-    `split`: of a weight of 8 bits, whether its master is the low bytes alone; None: of another.
+    Args:
+        split: for an 8-bit weight, whether its master is stored as low bytes only. None for other weights.
     """
     return " or ".join(
         name
-        for name, each in PRESETS.items()
-        if dtypes in [each.dtypes(by) for by in ALGORITHMS] and split in (None, each.store_param_remainders)
+        for name, options in PRESETS.items()
+        if dtypes in [options.dtypes(algorithm) for algorithm in ALGORITHMS]
+        and split in (None, options.store_param_remainders)
     )
 
 
 def is_split(weight: Format, master: torch.dtype) -> bool:
-    """Whether a weight in this format keeps of a master of this dtype the low byte alone (`store_param_remainders`):
-    beside codes of 8 bits, of float16."""
+    """True if a weight in this format stores only the low byte of a master of this dtype (`store_param_remainders`),
+    which requires 8-bit codes and a float16 master."""
     return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 

@@ -1,7 +1,7 @@
-"""How much is read of files that anybody may have written: the limits of all readers, each with its reason.
+"""Limits on how much is read from untrusted files, for all readers, each with its reason.
 
-A file that is over a limit is refused before the memory is taken. Each limit is far above what honest files need; where
-the caller of a save could go over one, the save refuses it too.
+A file over a limit is rejected before memory is allocated for it. Each limit is far above what honest files need. If a
+save could exceed a limit, the save raises too.
 """
 
 from __future__ import annotations
@@ -19,23 +19,27 @@ FILE_BYTES: Final = {
     "run": 16 * _MIB,
     "tokenizer": 256 * _MIB,
 }
-"""Bytes of whole files. DCP's `.metadata` has about 140 a chunk of a tensor, `manifest.json` 90 a file, the index of
-safetensors 130 a tensor, a run's `config.toml` 150 a file of its data; `config.json` and its like and a user's TOML are
-written by hand. The largest tokenizers have 256,000 tokens and 35 MB."""
+"""Maximum bytes of whole files.
+
+DCP's `.metadata` has about 140 bytes per chunk of a tensor, `manifest.json` 90 per file, a safetensors index 130 per
+tensor, and a run's `config.toml` 150 per data file. `config.json` and similar files, and a user's TOML, are written by
+hand. The largest tokenizers have 256,000 tokens and 35 MB.
+"""
 
 JSON_VALUES: Final = 1 << 20
-"""Values of one JSON text: one byte of it can take 64 of memory. The largest index of safetensors has some 200,000."""
+"""Maximum number of values in one JSON text. One byte of it can take 64 bytes of memory. The largest safetensors index
+has about 200,000 values."""
 
 TOML_MARKS: Final = 1 << 19
-"""Dots, commas, brackets, equal signs, backslashes and lines of a TOML text, of which Python's parser reads 200,000 a
-second. A run's `config.toml` has 4 for each of up to 100,000 files."""
+"""Maximum number of dots, commas, brackets, equal signs, backslashes and lines in a TOML text. Python's parser reads
+200,000 per second. A run's `config.toml` has 4 for each of up to 100,000 files."""
 
 DESCRIPTION_VALUES: Final = 1 << 17
 """Values of the YAML that describes a dataset, and labels of one of its columns. PyYAML reads 25,000 a second; the
 description of a dataset of 2,000 languages has some 40,000."""
 
 LINE_BYTES: Final = 32 * _MIB
-"""Bytes of a line of JSON, which is held whole; a document of so many is longer than any book."""
+"""Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 LOG_BYTES: Final = 1 << 30
 """Bytes of `metrics.jsonl` and `statistics.jsonl` that a report reads: five million steps, or 50,000 samples of a large
@@ -47,32 +51,35 @@ exception."""
 
 UNPACKED_BYTES: Final = 16 * _MIB
 UNPACKED_RATIO: Final = 100
-"""A packed file may unpack to so many bytes, and beyond to so many times its own. Texts pack to a third or a tenth;
-zstd packs 30,000 line ends into one byte."""
+"""A compressed file can unpack to UNPACKED_BYTES, and beyond that to UNPACKED_RATIO times its size. Text compresses to
+between a third and a tenth; zstd compresses 30,000 line ends into one byte."""
 
 METADATA_BYTES_PER_CONTAINER: Final = 4
 """Bytes of `.metadata` for each list, tuple and record in it; a dict counts as three. DCP's have 5.7 to 11."""
 
 OBJECT_BYTES: Final = 16 * _MIB
-"""Bytes of the pickle of an object in a checkpoint, tensors apart, which lie beside it."""
+"""Maximum bytes of a pickled object in a checkpoint, without its tensors, which are stored separately."""
 
 PICKLED_CONTAINERS: Final = 1 << 20
 """Lists, tuples and records of such a pickle; a set or dict counts as three. Each may take 100 bytes of memory, for one
 of the file."""
 
 OBJECT_VALUES: Final = 1 << 21
-"""Values that are made of such a pickle. There are more than it has bytes if containers hold each other many times."""
+"""Maximum number of values created from such a pickle. Containers that repeat each other create more values than there
+are bytes."""
 
 RECORDS_BYTES: Final = 4 * _MIB
-"""Bytes of the list of records of an archive of `torch.save`, about 80 for a tensor; Python takes 800 for each."""
+"""Maximum bytes of the record list of a `torch.save` archive: about 80 per tensor, for which Python allocates 800."""
 
 NUMBER_KEYS: Final = 1 << 14
-"""Keys of one dict or set that may be other than strings. The hash of a string depends on a secret of the process; that
-of a number or a tuple of numbers does not, so that whoever writes a file can have each key tried at the place of all
-others. Few keys, not many of one hash: then that takes a bounded time for each."""
+"""Maximum number of keys of one dict or set that are not strings.
+
+String hashes depend on a secret of the process. Hashes of numbers and tuples of numbers do not, so an attacker could
+write keys that all collide. Limiting the number of keys bounds the time per lookup; limiting keys per hash would not.
+"""
 
 NAME_LENGTH: Final = 1024
-"""Characters of the name of a file within a checkpoint."""
+"""Maximum characters of a file name inside a checkpoint."""
 
 TEXT_LENGTH: Final = 200
-"""Characters of a text in `manifest.json`, such as PyTorch's version."""
+"""Maximum characters of a text in `manifest.json`, such as PyTorch's version."""

@@ -11,26 +11,26 @@ Hashable_ = TypeVar("Hashable_", bound=Hashable)
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9]\d{0,8})(?![^.])")
-"""A part of a dotted name that is a number, as a count of layers writes it."""
+"""A numeric part of a dotted name, such as a layer index."""
 
 _MODULE = re.compile(r"((?:.*?\.)??)((?!\d+(?:\.|$))[^.{}]+)((?:\.(?:weight|bias))?)", re.DOTALL)
 """A pattern's parent, the name of its module there, and what follows that name."""
 
 
 def by_pattern(named: Iterable[tuple[str, Hashable_]]) -> list[tuple[str, int, Hashable_]]:
-    """Names that differ in numbers alone, and of which the same is said, as one: `layers.{0-31}.q_proj`, 32, ..."""
-    found = pattern_groups((name, said, said) for name, said in named)
-    return [(pattern, len(members), members[0]) for pattern, members in found]
+    """Merge names that differ only in numbers and have equal values: (`layers.{0-31}.q_proj`, 32, value)."""
+    groups = pattern_groups((name, value, value) for name, value in named)
+    return [(pattern, len(members), members[0]) for pattern, members in groups]
 
 
 def pattern_groups(items: Iterable[tuple[str, Hashable, T]]) -> list[tuple[str, list[T]]]:
-    """Items (name, what is said of it, item) whose names differ in numbers alone, and of which the same is said."""
-    found: dict[tuple[tuple[str, ...], Hashable], tuple[list[list[int]], list[T]]] = {}
-    for name, said, item in items:
-        numbers, members = found.setdefault((tuple(_NUMBER.split(name)), said), ([], []))
+    """Group items (name, value, item) with names that differ only in numbers and with equal values."""
+    groups: dict[tuple[tuple[str, ...], Hashable], tuple[list[list[int]], list[T]]] = {}
+    for name, value, item in items:
+        numbers, members = groups.setdefault((tuple(_NUMBER.split(name)), value), ([], []))
         numbers.append([int(number) for number in _NUMBER.findall(name)])
         members.append(item)
-    return [(_joined(texts, numbers), members) for (texts, _), (numbers, members) in found.items()]
+    return [(_joined(texts, numbers), members) for (texts, _), (numbers, members) in groups.items()]
 
 
 def united_groups(items: Iterable[tuple[str, Hashable, T]]) -> list[tuple[str, list[T]]]:
@@ -47,7 +47,7 @@ def united_groups(items: Iterable[tuple[str, Hashable, T]]) -> list[tuple[str, l
 
 
 def counted_name(pattern: str, count: int) -> str:
-    """A pattern and how many names it stands for."""
+    """Format a pattern and the number of names that it matches."""
     return f"{pattern} x{count}" if count > 1 else pattern
 
 
@@ -75,11 +75,11 @@ def _alternatives(names: Sequence[str]) -> str:
 
 
 def _range(numbers: Iterable[int]) -> str:
-    """`3`, or `{0-3,5}`."""
+    """Format numbers as `3` or `{0-3,5}`."""
     values = sorted(set(numbers))
     runs = [[value for _, value in run] for _, run in groupby(enumerate(values), lambda pair: pair[1] - pair[0])]
-    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return shown[0] if len(values) == 1 else "{" + ",".join(shown) + "}"
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return parts[0] if len(values) == 1 else "{" + ",".join(parts) + "}"
 
 
 def human_bytes(size: int) -> str:

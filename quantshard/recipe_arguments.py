@@ -1,6 +1,6 @@
-"""What TransformerEngine's recipes take and answer, so that scripts which spell it out run as they are.
+"""Arguments and methods of TransformerEngine's recipes, so that scripts that use them run unchanged.
 
-Some of their arguments have one value here: that one is accepted, others are refused, and none is ignored.
+Some arguments support only one value here. That value is accepted, other values raise, and no argument is ignored.
 """
 
 from __future__ import annotations
@@ -51,42 +51,43 @@ _FIXED: Final[dict[str, tuple[Any, str]]] = {
     "nvfp4_4over6_err_mode": ("MAE", _LARGEST_OVER_SIX),
     "use_split_accumulator": (True, _FLOAT32_SUMS),
 }
-"""Argument -> the value that it has here, and why it has no other, with the way out."""
+"""Argument -> (its only supported value, the reason and the alternative)."""
 
 
 def fixed(name: str, default: Any = None) -> Any:
-    """A field of a recipe, by keyword, that takes one value: that of the table, or `default` in another type."""
+    """Return a keyword-only field of a recipe that supports one value: that of `_FIXED`, or `default` in another
+    type."""
     value, reason = _FIXED[name]
     return field(default=value if default is None else default, kw_only=True, repr=False, metadata={_REASON: reason})
 
 
 def fixed_fields(recipe: Any) -> Iterator[Field[Any]]:
-    """The fields of a recipe, or of its class, that take one value."""
-    return (each for each in fields(recipe) if _REASON in each.metadata)
+    """Iterate over the fields of a recipe or recipe class that support one value."""
+    return (field_ for field_ in fields(recipe) if _REASON in field_.metadata)
 
 
 def check_fixed(recipe: Any) -> None:
-    """Raise for a field that takes one value and was given another; None leaves it out.
+    """Raise if a field that supports one value has another. None means the default.
 
     Raises:
-        ConfigurationError: with the value that it takes, and why it takes no other.
+        ConfigurationError: a field has another value. The message gives the supported value and the reason.
     """
-    for each in fixed_fields(recipe):
-        given = getattr(recipe, each.name)
-        if given is None:
-            object.__setattr__(recipe, each.name, each.default)  # a frozen dataclass
-        elif given != each.default:
+    for field_ in fixed_fields(recipe):
+        value = getattr(recipe, field_.name)
+        if value is None:
+            object.__setattr__(recipe, field_.name, field_.default)  # a frozen dataclass
+        elif value != field_.default:
             raise ConfigurationError(
-                f"{type(recipe).__name__}({each.name}={given!r}) is not supported, {each.default!r} is: "
-                f"{each.metadata[_REASON]}"
+                f"{type(recipe).__name__}({field_.name}={value!r}) is not supported, {field_.default!r} is: "
+                f"{field_.metadata[_REASON]}"
             )
 
 
 class RecipePredicates:
-    """TransformerEngine's methods that tell which recipe one is."""
+    """TransformerEngine's methods that test the type of a recipe."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it was made with: what follows from that is for the release that reads a pickle to say."""
+        """Pickle the fields only, not cached properties, which the release that reads the pickle computes itself."""
         kind = type(self)
         return {
             key: value for key, value in vars(self).items() if not isinstance(getattr(kind, key, None), cached_property)
@@ -104,7 +105,7 @@ class RecipePredicates:
         return self._is("Float8CurrentScaling")
 
     def float8_per_tensor_scaling(self) -> bool:
-        """True for a recipe of FP8 with one scale a tensor."""
+        """True for an FP8 recipe with one scale per tensor."""
         return self._is("DelayedScaling", "Float8CurrentScaling")
 
     def float8_block_scaling(self) -> bool:
@@ -125,25 +126,29 @@ class RecipePredicates:
 
 
 def check_scalings(label: str, scalings: Mapping[tuple[str, str], Scaling]) -> None:
-    """Check how a table's operands are scaled, by role and GEMM.
+    """Check how the operands of a table are scaled, by role and GEMM.
 
     Raises:
-        ConfigurationError: a Hadamard transform that does not cancel, or a role of which one GEMM's operand is scaled
-            by past amaxes and the other's is not, or otherwise: there is one history for both.
+        ConfigurationError: a Hadamard transform that does not cancel, or two operands of one role with different amax
+            histories, although a role has only one history.
     """
-    turned = {at for at, scaling in scalings.items() if scaling.random_hadamard and at[0] != "weight"}
-    if turned not in (set(), {("input", "wgrad"), ("grad_output", "wgrad")}):
+    transformed = {
+        operand for operand, scaling in scalings.items() if scaling.random_hadamard and operand[0] != "weight"
+    }
+    if transformed not in (set(), {("input", "wgrad"), ("grad_output", "wgrad")}):
         raise ConfigurationError(
             f"recipe {label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
             "random_hadamard for both or for neither, and in no other GEMM"
         )
     for role in ("input", "grad_output"):
-        read = {gemm: (s.history, s.most_recent) for (of, gemm), s in scalings.items() if of == role}
-        if len(set(read.values())) > 1:
-            said = ", ".join(f"{gemm} {_history(*found)}" for gemm, found in read.items())
+        histories = {
+            gemm: (s.history, s.most_recent) for (operand_role, gemm), s in scalings.items() if operand_role == role
+        }
+        if len(set(histories.values())) > 1:
+            described = ", ".join(f"{gemm} {_history(*history)}" for gemm, history in histories.items())
             raise ConfigurationError(
                 f"recipe {label!r}: operands of the role {role} have one amax history, and are all scaled by it, in "
-                f"one way, or none; here are {said}"
+                f"one way, or none; here are {described}"
             )
 
 

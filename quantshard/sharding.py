@@ -45,7 +45,7 @@ def grid_extent(extent: Extent, cover: int) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One split of `parent` along `dim` into pieces of `chunk` elements. The last pieces may be shorter or empty."""
+    """One split of `parent` along `dim` into pieces of `chunk` elements. The last pieces can be shorter or empty."""
 
     parent: Shard
     dim: int
@@ -162,7 +162,7 @@ def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
 
 
 def chunk_of(extent: Extent, index: int, count: int) -> Extent:
-    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`. The last pieces may be shorter or
+    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`. The last pieces can be shorter or
     empty."""
     start, stop = extent
     chunk = ceil_div(stop - start, count)
@@ -251,8 +251,8 @@ def gather_slots(
 
     sent_by_pass = [sent_components(copies) for copies in passes]
     slots = []
-    for i in range(max(len(sent_in_pass) for sent_in_pass in sent_by_pass)):
-        numel = max(sent_in_pass[i][1] * sent_in_pass[i][2] for sent_in_pass in sent_by_pass if i < len(sent_in_pass))
+    for i in range(max(len(components) for components in sent_by_pass)):
+        numel = max(components[i][1] * components[i][2] for components in sent_by_pass if i < len(components))
         sent = sent_components(this_pass)
         name, rows, cols = sent[i] if i < len(sent) else (None, 0, 0)
         slots.append(GatherSlot(name, rows, cols, numel))

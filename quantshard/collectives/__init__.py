@@ -1,1 +1,1 @@
-"""Collectives over the ranks that share something, and what is noted until one is made."""
+"""Collectives over the ranks that share values, and the values that wait for the next collective."""

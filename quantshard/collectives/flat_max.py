@@ -1,4 +1,4 @@
-"""Maxima over ranks of many tensors in one flat collective, and the check that ranks hold the same."""
+"""Maxima of many tensors over ranks in one flat collective, and checks that ranks hold equal values."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ from torch import Tensor
 from quantshard.collectives.process_groups import Groups, collective_device, spanned
 from quantshard.errors import RankMismatchError
 
-_SMALLEST = 1024  # 4 KiB cost what 4 bytes cost
+_SMALLEST = 1024  # sending 4 KiB takes no longer than 4 bytes
 
 
 @dataclass
 class FlatMax:
-    """Tensors to be replaced by their maxima over process groups: one flat collective per group.
+    """Replaces tensors by their maxima over process groups, with one flat collective per group.
 
-    Values are float32 and not negative. They are compared as the integers that their bits spell: the order is the
-    same, and NaN, which a floating-point MAX may lose, stands above infinity and survives.
+    Values are nonnegative float32 and are compared as the integers with the same bits. The order is the same, and NaN,
+    which a floating-point MAX can lose, compares above infinity and survives.
 
-    `padded`: each collective is filled up to a power of two. Ranks that are out of step then mostly meet in one of the
-    same size, and a digest that goes with the values tells them (`rank_digest`).
+    Args:
+        padded: pad each collective to a power of two. Ranks that are out of step then mostly meet in a collective of
+            the same size, and a digest that is reduced with the values detects them (`rank_digest`).
     """
 
     padded: bool = False
     _pending: list[tuple[Tensor, tuple[dist.ProcessGroup, ...]]] = field(default_factory=list)
 
     def add(self, tensor: Tensor, group: Groups) -> None:
-        """Register a float32 tensor; it is written in place by `reduce`. Without a group it stays as it is."""
+        """Register a float32 tensor; `reduce` writes it in place. Without a group, the tensor stays unchanged."""
         assert tensor.dtype is torch.float32, f"FlatMax compares the bits of float32, not of {tensor.dtype}"
         if spanned(group):
             self._pending.append((tensor, spanned(group)))
 
     def reduce(self) -> None:
-        """Run the collectives. Every rank of a group must have registered the same shapes in the same order, empty
-        tensors too: the groups are taken in the order of registration, and ranks that take them in another one wait
-        for each other."""
+        """Run the collectives.
+
+        Every rank of a group must have registered the same shapes in the same order, empty tensors too. Groups are
+        reduced in the order of registration, so ranks with another order would deadlock.
+        """
         pending, self._pending = self._pending, []
         for group in dict.fromkeys(group for _, groups in pending for group in groups):
             self._reduce_over(group, [tensor for tensor, groups in pending if group in groups])
@@ -49,28 +52,30 @@ class FlatMax:
         numel = sum(tensor.numel() for tensor in tensors)
         if numel == 0:
             return
-        device = collective_device(group)  # parameters that FSDP2 offloaded are on the CPU
+        device = collective_device(group)  # tensors of parameters that FSDP2 offloads are on the CPU
         parts = [tensor.reshape(-1).to(device) for tensor in tensors]
         if self.padded:
             parts.append(parts[0].new_zeros(max(_SMALLEST, 2 ** math.ceil(math.log2(numel))) - numel))
-        # abs: torch's vectorized amax gives NaN with a sign bit, which would be below all numbers
+        # abs: torch's vectorized amax can return a NaN with a sign bit, which would compare below all numbers.
         flat = torch.cat(parts).abs().view(torch.int32)
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
         reduced = flat.view(torch.float32)[:numel].split([tensor.numel() for tensor in tensors])
         views = [part.view(tensor.shape) for tensor, part in zip(tensors, reduced, strict=True)]
-        # Now, and not after the last group: a tensor of two groups goes on from the first one's maxima. A few launches
-        # copy all of them. By overload: a packet prints the tensors of its arguments, and so waits for the device.
+        # Copy before the next group: a tensor of two groups continues with the maxima of the first. Call the overload
+        # directly: an overload packet formats its tensor arguments, which waits for the device.
         torch.ops.aten._foreach_copy_.default(tensors, views)
 
 
-_DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests travel among amaxes
+_DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests are reduced together with amaxes
 
 
 def rank_digest(identity: object, device: torch.device) -> Tensor:
-    """Float32 [2], for `FlatMax`: a digest of what must be equal on all ranks, by its `repr`, and its complement."""
-    found = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
-    digest = torch.full((2,), found, dtype=torch.float32, device=device)  # numbers of a launch: no copy is waited for
-    digest[1].fill_(_DIGEST - found)
+    """Return a digest of `repr(identity)`, which must be equal on all ranks, and its complement: float32 [2], for
+    `FlatMax`."""
+    checksum = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
+    # Filling on the device avoids a copy that the host would wait for.
+    digest = torch.full((2,), checksum, dtype=torch.float32, device=device)
+    digest[1].fill_(_DIGEST - checksum)
     return digest
 
 
@@ -78,8 +83,8 @@ _Number = TypeVar("_Number", float, Tensor)
 
 
 def was_alike(highest: _Number, complement: _Number) -> _Number:
-    """Whether all ranks gave the same `rank_digest`, from what MAX made of it: if two ranks differ, one has the larger
-    digest and the other the larger complement, and the maxima add up to more."""
+    """True if all ranks had the same `rank_digest`, given the maxima of both parts. If two ranks differ, one has the
+    larger digest and the other the larger complement, so the maxima add up to more."""
     return highest + complement == _DIGEST
 
 
@@ -87,19 +92,20 @@ SEED_ALIKE = "seed torch alike on all ranks (torch.manual_seed(seed)) before the
 
 
 def check_equal_on_ranks(named: dict[str, Tensor], group: Groups, what: str, remedy: str = SEED_ALIKE) -> None:
-    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`. One collective for
-    each of its process groups.
+    """Raise the same error on every rank if int64 tensors [1] differ between the ranks of `group`.
+
+    Makes one collective per process group.
 
     Raises:
-        RankMismatchError: naming the first that differs.
+        RankMismatchError: a tensor differs. The message names the first one.
     """
     if not spanned(group) or not named:
         return
     values = torch.cat([v.reshape(1) for v in named.values()])
-    extremes = torch.stack([values, ~values])  # ~ reverses the order, as minus would but for the smallest int64
-    for each in spanned(group):
-        extremes = extremes.to(collective_device(each))
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=each)
+    extremes = torch.stack([values, ~values])  # ~ reverses the order, also for the smallest int64
+    for member in spanned(group):
+        extremes = extremes.to(collective_device(member))
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=member)
     highest, lowest = extremes[0].cpu(), ~extremes[1].cpu()
     for name, high, low in zip(named, highest.tolist(), lowest.tolist(), strict=True):
         if high != low:

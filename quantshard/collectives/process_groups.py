@@ -1,4 +1,4 @@
-"""Process groups: which ranks share, or step together, what lies on a mesh."""
+"""Process groups: the ranks that share the contents of a mesh or must step together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quantshard import private_torch
 
 Group = dist.ProcessGroup | None
 Groups = Group | tuple[dist.ProcessGroup, ...]
-"""The ranks to reduce over: those of a process group; those that several groups span together, one for each mesh axis;
-or this rank alone (None or an empty tuple)."""
+"""The ranks to reduce over: one process group, several groups that together span the ranks (one per mesh axis), or only
+this rank (None or an empty tuple)."""
 
 _OTHERS = "_quantshard_others"
 _AVAILABLE = dist.is_available()
 
 
 class _SpreadGroup:
-    """The ranks that hold other parameters in the place of the one whose attribute this is; not pickled with it."""
+    """The ranks that hold other parameters in place of the one with this attribute. Pickling drops the group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -32,9 +32,9 @@ class _SpreadGroup:
 
 
 def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks over which a parameter is sharded, as the process groups of its sharding axes.
+    """Return the process groups of a parameter's sharding axes.
 
-    Replicating axes are left out, since replicas compute the same values.
+    Replicating axes are left out, because replicas compute the same values.
     """
     if not isinstance(tensor, DTensor):
         return ()
@@ -43,45 +43,46 @@ def sharding_group(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def spread_over(param: Tensor, group: dist.ProcessGroup) -> None:
-    """Note that other ranks of a group hold other parameters in the place of this one, as they do other experts.
+    """Mark a parameter as expert-parallel: other ranks of the group hold other parameters in its place.
 
-    Whoever puts another tensor in a parameter's place notes it again.
+    Call it again after replacing the parameter by another tensor.
     """
     setattr(param, _OTHERS, _SpreadGroup(group))
 
 
 def is_expert_parallel(param: Tensor) -> bool:
-    """Whether other ranks hold other parameters in its place."""
+    """True if other ranks hold other parameters in place of this one."""
     return _others(param) is not None
 
 
 def expert_axis(module: nn.Module) -> DeviceMesh | None:
-    """The axis whose ranks hold other parameters of a module in the place of these; None of most modules.
+    """Return the mesh axis over which a module's parameters are expert-parallel, or None.
 
-    The module says so itself: `fully_shard` puts other tensors in its parameters' place, and a note on those is lost.
+    The axis is stored on the module, because `fully_shard` replaces the parameters and their attributes are lost.
     """
     axis: DeviceMesh | None = getattr(module, "_spread_axis", None)
     return axis
 
 
 def stepping_group(param: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks that must take or skip a step of a parameter together: those of its mesh, and those that hold others in
-    its place, since what all of them hold alike must stay so."""
+    """Return the ranks that must take or skip a step together: the ranks of the parameter's mesh, and the ranks that
+    hold other experts in its place, because the parameters that all of them share must stay equal."""
     return united([private_torch.mesh_group(param), _others(param)])
 
 
 def _others(param: Tensor) -> dist.ProcessGroup | None:
-    found: _SpreadGroup | None = vars(param).get(_OTHERS)  # getattr costs more where there is none, which is the rule
-    return None if found is None else found.group
+    # vars: getattr is slower for a missing attribute, which is the common case.
+    mark: _SpreadGroup | None = vars(param).get(_OTHERS)
+    return None if mark is None else mark.group
 
 
 def united(groups: Iterable[Groups]) -> tuple[dist.ProcessGroup, ...]:
-    """The ranks that several groups span together."""
+    """Return the groups that together span the ranks of several groups."""
     return tuple(dict.fromkeys(member for group in groups for member in spanned(group)))
 
 
 def including(groups: Groups, group: Group) -> Groups:
-    """The ranks that `groups` span, and those of one more; it comes last, so that its ranks agree in any case."""
+    """Add the ranks of one more group. It comes last, so that its ranks agree in any case."""
     if group is None:
         return groups
     ranks = set(dist.get_process_group_ranks(group))
@@ -97,14 +98,14 @@ def spanned(group: Groups) -> tuple[dist.ProcessGroup, ...]:
 
 
 def world() -> dist.ProcessGroup | None:
-    """The group of all processes, or None where there are no process groups."""
+    """Return the group of all processes, or None if there are no process groups."""
     return dist.group.WORLD if _AVAILABLE else None
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a tensor must lie for a collective of the group."""
-    # not get_backend: after init_process_group() without arguments it says "undefined"
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    if backends.get("cuda", "gloo") not in ("gloo", "mpi") and torch.cuda.is_available():  # theirs are of the CPU
+    """Return the device of tensors in collectives of this group."""
+    # get_backend would return "undefined" after init_process_group() without arguments.
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    if backends.get("cuda", "gloo") not in ("gloo", "mpi") and torch.cuda.is_available():  # these two use the CPU
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
