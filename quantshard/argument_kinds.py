@@ -41,7 +41,7 @@ class ArgumentKind(NamedTuple):
 
     @property
     def or_none(self) -> ArgumentKind:
-        """The same kind, also accepting None."""
+        """This kind, also accepting None."""
         return ArgumentKind(f"{self.wanted}, or None", (*self.types, type(None)))
 
 

@@ -1,8 +1,8 @@
-"""Files that anybody may have written: the one place that opens them, and the texts and objects that they hold.
+"""Reading untrusted files: the one place that opens them and parses their text.
 
-What is opened is a regular file: not a pipe or a device, which would be waited for or never end, and no link, which
-could lead anywhere (but for those of Hugging Face's cache, which lead to its own `blobs`). Whoever reads a whole file
-says how long it may be; that is looked at before anything is read, so that memory is bounded by it.
+Only regular files are opened. Pipes and devices could block or never end, and links could lead anywhere. Links in the
+Hugging Face cache that lead to its own `blobs` are the only exception. Every caller that reads a whole file passes a
+maximum length, which is checked before reading, so that memory is bounded.
 """
 
 from __future__ import annotations
@@ -43,31 +43,32 @@ __all__ = [
 Path_ = str | os.PathLike[str]
 
 _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
-"""Where a link in Hugging Face's cache leads: from snapshots/REVISION/FILE to blobs/HASH."""
+"""Target of a link in the Hugging Face cache: from snapshots/REVISION/FILE to blobs/HASH."""
 
 _JSON_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _KEY: Final = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY: Final = re.compile(rf"(?<![\w-]){_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{64}}")
-"""A dotted key of more parts than any of ours; `tomllib` takes quadratic time for such."""
+"""A dotted key with more than 64 parts, more than any of our files has. `tomllib` takes quadratic time for such
+keys."""
 
 
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading; anything else is refused before it is opened, and never waited for.
+    """Open a regular file for reading. Anything else is rejected before it is opened, without blocking.
 
     Args:
-        limit: bytes that it may have.
-        follow: whether a link is followed, as for a path that the user has named. What lies in a folder that came from
-            somebody else is not followed.
+        limit: maximum bytes.
+        follow: follow links, as for a path that the user named. Paths inside an untrusted folder are not followed.
 
     Raises:
-        OSError: it is missing, cannot be opened, is no regular file or too long; `strerror` says so.
+        OSError: the file is missing, cannot be opened, is not a regular file or is too long; `strerror` gives the
+            reason.
     """
-    place, _ = _found(path, limit, follow)
+    real_path, _ = _found(path, limit, follow)
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    handle = os.open(place, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    handle = os.open(real_path, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
     try:
-        _check(os.fstat(handle), path, limit)  # it may be another one by now
+        _check(os.fstat(handle), path, limit)  # again: the file could have been replaced
         return io.BufferedReader(io.FileIO(handle))
     except BaseException:
         os.close(handle)
@@ -75,39 +76,39 @@ def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False)
 
 
 def regular_size(path: Path_, *, follow: bool = False) -> int:
-    """The length of a regular file; see `open_regular`.
+    """Return the length of a regular file; see `open_regular`.
 
     Raises:
-        OSError: it is missing, or no regular file.
+        OSError: the file is missing or is not a regular file.
     """
     return _found(path, None, follow)[1]
 
 
 def _found(path: Path_, limit: int | None, follow: bool) -> tuple[str, int]:
-    """Where a regular file is to be opened, and its length."""
-    place = os.fspath(path)
+    """Return the path at which to open a regular file, and its length."""
+    real_path = os.fspath(path)
     try:
         if not follow:
-            place = _blob(place) or place
-        found = os.stat(place, follow_symlinks=follow)
+            real_path = _blob(real_path) or real_path
+        status = os.stat(real_path, follow_symlinks=follow)
     except ValueError:  # a null byte, a surrogate
         raise OSError(errno.EINVAL, "that is no name of a file", path) from None
-    _check(found, path, limit)
-    return place, found.st_size
+    _check(status, path, limit)
+    return real_path, status.st_size
 
 
 def _blob(place: str) -> str | None:
-    """The file in the cache of Hugging Face's hub that a link there stands for; None for all other paths."""
+    """Return the file that a link in the Hugging Face hub cache stands for, or None for all other paths."""
     try:
-        found = _BLOB.fullmatch(os.readlink(place).replace(os.sep, "/"))
+        match = _BLOB.fullmatch(os.readlink(place).replace(os.sep, "/"))
     except OSError:
         return None
     folder = os.path.dirname(os.path.abspath(place))
     snapshots = os.path.dirname(folder)
-    if found is None or os.path.basename(snapshots) != "snapshots":
+    if match is None or os.path.basename(snapshots) != "snapshots":
         return None
     blobs = os.path.join(os.path.dirname(snapshots), "blobs")
-    return None if os.path.islink(blobs) else os.path.join(blobs, found[1])
+    return None if os.path.islink(blobs) else os.path.join(blobs, match[1])
 
 
 def _check(found: os.stat_result, path: Path_, limit: int | None) -> None:
@@ -122,10 +123,10 @@ def _check(found: os.stat_result, path: Path_, limit: int | None) -> None:
 
 
 def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
-    """The content of a regular file; see `open_regular`.
+    """Read a regular file; see `open_regular`.
 
     Raises:
-        OSError: it cannot be read; `strerror` says why.
+        OSError: the file cannot be read; `strerror` gives the reason.
     """
     with open_regular(path, limit=limit, follow=follow) as file:
         length = os.fstat(file.fileno()).st_size
@@ -138,14 +139,14 @@ def regular_content(path: Path_, limit: int, *, follow: bool = False) -> bytes:
 def read_regular(
     path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
 ) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+    """Read a regular file of at most `limit` bytes.
 
     Args:
-        raising: the error that says what is wrong.
-        follow: whether a link is followed, as for a path that the user has named.
+        raising: class of the error to raise.
+        follow: follow links, as for a path that the user named.
 
     Raises:
-        QuantshardError: of the kind `raising`; it is missing, no regular file, too long, or cannot be read.
+        QuantshardError: of class `raising`: the file is missing, not a regular file, too long, or cannot be read.
     """
     try:
         return regular_content(path, limit, follow=follow)
@@ -161,10 +162,10 @@ def read_json(
     follow: bool = False,
     wide: bool = False,
 ) -> dict[str, Any]:
-    """The object in a JSON file; see `read_regular` and `json_object`.
+    """Read a JSON file that contains an object; see `read_regular` and `json_object`.
 
     Raises:
-        QuantshardError: of the kind `raising`; it cannot be read, or is no JSON object.
+        QuantshardError: of class `raising`: the file cannot be read, or is not a JSON object.
     """
     return json_object(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising, wide)
 
@@ -172,28 +173,31 @@ def read_json(
 def json_object(
     content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError, wide: bool = False
 ) -> dict[str, Any]:
-    """The object that is the content of a JSON file; a name that stands in one object twice is refused.
+    """Parse the content of a JSON file that contains an object. Duplicate names in an object are rejected.
 
-    `wide`: integers beyond 64 bits are read as floats, and not refused. transformers writes int(1e30) for no limit.
+    Args:
+        where: source of the content, for error messages.
+        wide: read integers beyond 64 bits as floats instead of rejecting them. transformers writes int(1e30) for no
+            limit.
 
     Raises:
-        QuantshardError: of the kind `raising`; it is not one. `where` it is from is said.
+        QuantshardError: of class `raising`: the content is not a JSON object.
     """
     try:
         check_json_values(content)
-        found = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_wide if wide else _integer)
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_wide if wide else _integer)
     except (ValueError, RecursionError) as error:
         raise raising(f"{where} is not JSON: {_line(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise raising(f"{where} is not a JSON object")
-    return found
+    return value
 
 
 def check_json_values(content: bytes) -> None:
-    """Bound the memory that a JSON text takes once it is parsed, which may be many times its bytes.
+    """Bound the memory of a parsed JSON text, which can be many times its length.
 
     Raises:
-        ValueError: it has more than `JSON_VALUES` values.
+        ValueError: the text has more than `JSON_VALUES` values.
     """
     if _delimiters(content) > JSON_VALUES and _delimiters(_JSON_TEXT.sub(b"", content)) > JSON_VALUES:
         raise ValueError(f"it has more than {JSON_VALUES} values")
@@ -204,38 +208,39 @@ def _delimiters(content: bytes) -> int:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20 or not -(1 << 63) <= (found := int(text)) < 1 << 64:
+    if len(text) > 20 or not -(1 << 63) <= (number := int(text)) < 1 << 64:
         raise ValueError(f"the number {text:.20} has more than 64 bits")
-    return found
+    return number
 
 
 def _wide(text: str) -> int | float:
-    if len(text) <= 20 and -(1 << 63) <= (found := int(text)) < 1 << 64:
-        return found
+    if len(text) <= 20 and -(1 << 63) <= (integer := int(text)) < 1 << 64:
+        return integer
     if not math.isfinite(number := float(text)):
         raise ValueError(f"the number {text:.20} has {len(text)} digits")
     return number
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"an object has two entries {twice!r:.80}")
-    return found
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names: set[str] = set()
+        duplicate = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"an object has two entries {duplicate!r:.80}")
+    return fields
 
 
 class FieldReader:
-    """The fields of a mapping from a file, each read as what it has to be; one that is missing or null is None.
+    """Typed access to the fields of a mapping from a file. A missing or null field is None.
 
     Args:
         content: the mapping.
-        where: the file, for the errors.
-        raising: their class.
+        where: the file, for error messages.
+        raising: class of the errors.
 
     Raises:
-        QuantshardError: of the kind `raising`, by every method: a field is something else. It and its value are named.
+        QuantshardError: of class `raising`, by every method: a field has another type or value. The message names the
+            field and its value.
     """
 
     def __init__(
@@ -244,47 +249,47 @@ class FieldReader:
         self.content, self.where, self.raising = content, where, raising
 
     def integer(self, name: str, least: int, most: int) -> int | None:
-        """A whole number of a range."""
+        """Return an integer in a range."""
         value = self.content.get(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise self.wrong(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, least: float, most: float) -> float | None:
-        """A number of a range, whole or not."""
+        """Return an integer or float in a range."""
         value = self.content.get(name)
         if value is not None and (type(value) not in (int, float) or not least <= value <= most):
             raise self.wrong(name, f"a number from {least:g} to {most:g}")
         return None if value is None else float(value)
 
     def flag(self, name: str) -> bool:
-        """True or false; false where it is missing."""
+        """Return a boolean; False if it is missing."""
         value = self.content.get(name)
         if value is not None and type(value) is not bool:
             raise self.wrong(name, "true or false")
         return bool(value)
 
     def text(self, name: str) -> str | None:
-        """A text."""
+        """Return a string."""
         value = self.content.get(name)
         if value is not None and type(value) is not str:
             raise self.wrong(name, "a text")
         return value
 
     def table(self, name: str) -> dict[str, Any] | None:
-        """A mapping."""
+        """Return a mapping."""
         value = self.content.get(name)
         if value is not None and type(value) is not dict:
             raise self.wrong(name, "an object")
         return value
 
     def wrong(self, name: str, wanted: str) -> QuantshardError:
-        """The error that says what a field is and what it must be."""
+        """Return the error for a field: its value and what it must be."""
         return self.raising(f"{self.where}: {name} is {shown(self.content.get(name))}, and must be {wanted}")
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value from a file for a message, cut if it is long."""
+    """Format a value from a file for a message, shortened if it is long."""
     text = repr(value)
     return printable(text if len(text) <= most else text[: most - 3] + "...")
 
@@ -292,19 +297,19 @@ def shown(value: object, most: int = 80) -> str:
 def read_toml(
     path: Path_, limit: int, *, raising: type[QuantshardError] = ConfigurationError, follow: bool = False
 ) -> dict[str, Any]:
-    """What a TOML file says; see `read_regular`.
+    """Read a TOML file; see `read_regular`.
 
     Raises:
-        QuantshardError: of the kind `raising`; it cannot be read, or is not TOML.
+        QuantshardError: of class `raising`: the file cannot be read, or is not TOML.
     """
     return toml_table(read_regular(path, limit, raising=raising, follow=follow), os.fspath(path), raising)
 
 
 def toml_table(content: bytes, where: str, raising: type[QuantshardError] = ConfigurationError) -> dict[str, Any]:
-    """What the content of a TOML file says; `where` it is from is said.
+    """Parse the content of a TOML file. `where`: source of the content, for error messages.
 
     Raises:
-        QuantshardError: of the kind `raising`; it is not TOML.
+        QuantshardError: of class `raising`: the content is not TOML.
     """
     try:
         text = content.decode("utf-8")
@@ -312,15 +317,15 @@ def toml_table(content: bytes, where: str, raising: type[QuantshardError] = Conf
             raise ValueError(f"it has more than {TOML_MARKS} keys, values and lines")
         if _LONG_KEY.search(text):
             raise ValueError("a dotted key has more than 64 parts")
-        found = tomllib.loads(text)
-        _check_integers(found)
-        return found
+        table = tomllib.loads(text)
+        _check_integers(table)
+        return table
     except (ValueError, RecursionError) as error:
         raise raising(f"{where} is not TOML: {_line(error)}") from None
 
 
 def _check_integers(found: dict[str, Any]) -> None:
-    """Refuse integers beyond 64 bits, as TOML does: `tomllib` reads longer ones, which cannot even be printed."""
+    """Reject integers beyond 64 bits, as TOML requires. `tomllib` accepts longer ones, which cannot even be printed."""
     waiting: list[Any] = [found]
     for value in waiting:
         if isinstance(value, dict | list):
@@ -342,9 +347,9 @@ _OFFLINE: Final = (
 
 @contextmanager
 def hub_offline() -> Iterator[None]:
-    """Keep transformers and datasets from sending requests, and from offering to run code of a folder.
+    """Prevent transformers and datasets from sending requests and from offering to run code of a folder.
 
-    `local_files_only=True` and `trust_remote_code=False` do not reach models and configurations that others contain.
+    `local_files_only=True` and `trust_remote_code=False` do not reach nested models and configurations.
     """
     switches = []
     for name, switch, value in _OFFLINE:
@@ -355,5 +360,5 @@ def hub_offline() -> Iterator[None]:
     try:
         yield
     finally:
-        for module, switch, before in switches:
-            setattr(module, switch, before)
+        for module, switch, previous in switches:
+            setattr(module, switch, previous)

@@ -1,1 +1,1 @@
-"""Parameters and activations over ranks: tensor parallelism, experts, replicas."""
+"""Parameters and activations over ranks: tensor parallelism, expert parallelism, replicas."""

@@ -1,8 +1,8 @@
-"""Parameters as pieces on one axis of a mesh, before `fully_shard`: what tensor parallelism is built on.
+"""Parameters sharded over one mesh axis before `fully_shard`: the basis of tensor parallelism.
 
-A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, whose local tensor is this rank's piece: a quantized
-one knows its place in the global tensor, so new values, states and checkpoints have the bits of the whole.
-`fully_shard` on other axes of the same mesh then cuts the pieces once more.
+A parameter becomes a DTensor on a 1-D mesh, usually `mesh["tp"]`, with this rank's shard as its local tensor. A
+quantized shard knows its place in the global tensor, so new values, states and checkpoints have the bits of the whole
+tensor. `fully_shard` on other axes of the same mesh then cuts the shards again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
-    """A whole parameter, equal on all ranks, as a DTensor parameter of which this rank keeps its piece. No collective.
+    """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard. No
+    collective.
 
-    A piece has memory of its own; only the random key, draws and amax history are still those of `param`, so that a
-    tied weight that is cut twice is noticed. Replicated, the parameter's memory is kept.
+    A shard has its own memory; only the random key, draws and amax history are shared with `param`, so that cutting a
+    tied weight twice is detected. A replicated parameter shares its memory with `param`.
 
     Args:
-        param: quantized or not, of any number of dims, on any device, meta too.
-        mesh: a 1-D (sub)mesh. An axis of one rank is cut too: placements do not depend on its size.
-        dim: the dim to cut, 0 or 1 for quantized parameters; None replicates.
+        param: quantized or not, with any number of dims, on any device including meta.
+        mesh: a 1-D (sub)mesh. An axis of one rank is cut too, so that placements do not depend on its size.
+        dim: the dim to cut, 0 or 1 for quantized parameters. None replicates.
 
     Raises:
-        ConfigurationError: the axis does not divide the dim, or a cut would divide a byte of packed codes; or the
-            parameter is sharded already.
+        ConfigurationError: the axis does not divide the dim, a cut would divide a byte of packed codes, or the
+            parameter is already sharded.
     """
     subject = f"a parameter {tuple(param.shape)}"
     if isinstance(param, DTensor):
@@ -67,20 +68,20 @@ def empty_parameter(
     cell: QuantSpec | None = None,
     state: dict[str, Tensor] | None = None,
 ) -> nn.Parameter:
-    """What `shard_parameter` makes of a parameter of this global shape, without its values and without the whole.
+    """Create the result of `shard_parameter` for this global shape, uninitialized, without allocating the whole.
 
-    Fill a quantized one with `quantshard.requantize_([(parameter, local_values)])`, on every rank.
+    Fill a quantized parameter with `quantshard.requantize_([(parameter, local_values)])`, on every rank.
 
     Args:
-        shape: of the whole.
-        mesh, dim: as for `shard_parameter`.
-        dtype: of the parameter; nominal for a quantized one.
-        device: of the piece; "meta" describes it only.
-        cell: the format row and scaling of a quantized parameter, e.g. `recipe.weight`; None: not quantized.
-        state: its key, draws and amax history (default: new ones; torch must then be seeded alike on all ranks).
+        shape: global shape.
+        mesh, dim: as in `shard_parameter`.
+        dtype: dtype of the parameter; nominal for a quantized one.
+        device: device of the shard. "meta" allocates nothing.
+        cell: format and scaling of a quantized parameter, e.g. `recipe.weight`. None: not quantized.
+        state: random key, draws and amax history. Default: new ones, which requires the same torch seed on all ranks.
 
     Raises:
-        ConfigurationError: as for `shard_parameter`.
+        ConfigurationError: as in `shard_parameter`.
     """
     shape = torch.Size(shape)
     start, chunk = _place(tuple(shape), mesh, dim, f"a parameter {tuple(shape)}")
@@ -98,7 +99,7 @@ def empty_parameter(
 
 
 def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
-    """A parameter of a 1-D mesh as one of another mesh of the same ranks. Its memory is kept."""
+    """Move a parameter from a 1-D mesh to another mesh of the same ranks, sharing its memory."""
     local = private_torch.local_tensor(param).detach()
     quantized = components.quantized_local(param)
     if quantized is not None and quantized.quantized_storage.mesh is not None:
@@ -108,7 +109,7 @@ def on_mesh(param: DTensor, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def _place(shape: tuple[int, ...], mesh: DeviceMesh, dim: int | None, subject: str) -> tuple[int, int]:
-    """Where this rank's piece begins along `dim`, and how long it is."""
+    """Return the start and length of this rank's shard along `dim`."""
     if mesh.ndim != 1:
         raise ConfigurationError(f'{subject}: give one axis of the mesh, e.g. mesh["tp"], not all of {_named(mesh)}')
     if dim is None:
@@ -144,12 +145,12 @@ def _check_codes(cell: QuantSpec, shape: tuple[int, ...], mesh: DeviceMesh, dim:
 
 
 def _alone(piece: QuantizedStorage, mesh: DeviceMesh) -> QuantizedStorage:
-    """A piece with memory of its own, which the whole does not keep alive."""
-    alone = piece.map(lambda part: part.clone(memory_format=torch.contiguous_format))
-    if alone.high_precision is not None:
-        alone.high_precision = alone.high_precision.clone(memory_format=torch.contiguous_format)
-    alone.mesh = mesh
-    return alone
+    """Copy a shard to its own memory, so that it does not keep the whole alive."""
+    copy = piece.map(lambda part: part.clone(memory_format=torch.contiguous_format))
+    if copy.high_precision is not None:
+        copy.high_precision = copy.high_precision.clone(memory_format=torch.contiguous_format)
+    copy.mesh = mesh
+    return copy
 
 
 def _parameter(

@@ -1,14 +1,14 @@
-"""Expert parallelism: tokens go to the ranks that hold the experts which a router chose, and come back.
+"""Expert parallelism: send tokens to the ranks that hold the experts chosen by a router, and return the outputs.
 
-Experts are spread over an axis of a mesh, in order: rank r of R holds experts r * n / R to (r + 1) * n / R - 1. Two
-all-to-alls move tokens, `dispatch_tokens` and `Dispatch.combine`, each the other's backward; a small one before tells
-each rank how many come. Where one rank has all experts nothing is exchanged, and on a GPU nobody waits for these
-numbers.
+Experts are spread over a mesh axis, in order: rank r of R holds experts r * n / R to (r + 1) * n / R - 1. Two
+all-to-alls move tokens, `dispatch_tokens` and `Dispatch.combine`, each the backward of the other. A small one before
+them exchanges the numbers of tokens. If one rank has all experts, nothing is exchanged, and on a GPU the host does not
+wait for these numbers.
 
-An expert's tokens are in the order of the ranks that they came from, and of one rank in its own order: that of one
-process that has the tokens of all ranks, one rank after the other. Its gradients are those of the mean over the ranks
-of their losses, as FSDP2 and DistributedDataParallel give those of all other parameters. So the experts of an axis
-compute what they do in one process that has all of its tokens.
+The tokens of an expert are ordered by the rank that sent them, then by their order on that rank, as in one process that
+has the tokens of all ranks in rank order. Experts get the gradients of the mean of the ranks' losses, like all other
+parameters under FSDP2 and DistributedDataParallel. So the experts of an axis compute the same as in one process that
+has all tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from quantshard.errors import ConfigurationError
 
 
 def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> range:
-    """Which experts this rank holds of `num_experts` that are spread over a 1-D mesh; all without one.
+    """Return the experts of this rank, of `num_experts` that are spread over a 1-D mesh. Without a mesh: all.
 
     Raises:
-        ConfigurationError: on every rank: the mesh has several axes, or does not divide the experts; or there are none.
+        ConfigurationError: on every rank: the mesh has several axes or does not divide the experts, or there are no
+            experts.
     """
     check_arguments(owner, MESH.or_none, ep_mesh=ep_mesh)
     if num_experts < 1:
@@ -48,18 +49,19 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
             f"{owner}: {num_experts} experts cannot be spread equally over the {ranks} ranks of ep_mesh; choose a "
             f"multiple of {ranks}"
         )
-    here = num_experts // ranks
-    first = ep_mesh.get_local_rank() * here
-    return range(first, first + here)
+    per_rank = num_experts // ranks
+    first = ep_mesh.get_local_rank() * per_rank
+    return range(first, first + per_rank)
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRoute:
-    """The way of each row of one dispatch, a row being one token for one of its experts.
+    """The routing of one dispatch. A row is one token for one of its experts.
 
-    `order`: of the rows that this rank sends, sorted by expert, the place in [tokens, choices], flattened. `sent`,
-    `received`: rows to and from each rank. `sorting`: of the received rows, sorted by expert, the place as received;
-    None if they came so. `choices`: experts of a token.
+    order: for the rows that this rank sends, sorted by expert, the index into [tokens, choices], flattened.
+    sent, received: number of rows to and from each rank.
+    sorting: for the received rows, sorted by expert, the index as received. None if they are already sorted.
+    choices: experts per token.
     """
 
     order: Tensor
@@ -71,17 +73,17 @@ class TokenRoute:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the experts are spread over."""
+        """Number of ranks that the experts are spread over."""
         return len(self.sent)
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """What `dispatch_tokens` returns.
+    """The result of `dispatch_tokens`, with `tokens` and `m_splits` as `GroupedLinear` takes them.
 
-    `tokens`: [rows, hidden], the tokens of this rank's first expert, then those of the second, ... `m_splits`: how many
-    each has; on a GPU, where one rank has all experts, an int64 tensor [experts] there, which nobody has waited for.
-    Both are for `GroupedLinear`.
+    tokens: [rows, hidden]: the tokens of this rank's first expert, then of the second, ...
+    m_splits: number of tokens per expert. If one rank has all experts on a GPU, an int64 tensor [experts] on the
+        GPU, so that the host does not wait for it.
     """
 
     tokens: Tensor
@@ -89,17 +91,17 @@ class Dispatch:
     route: TokenRoute
 
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """Send what the experts made of their tokens back, and sum it for each token. A collective call.
+        """Send the experts' outputs back and sum them per token. A collective call.
 
         Args:
-            outputs: [rows, features], row by row from `tokens`.
-            weights: [tokens, choices] or [tokens], any floating dtype: the router's weight of each expert chosen.
+            outputs: [rows, features], one row per row of `tokens`.
+            weights: [tokens, choices] or [tokens], any floating dtype: the router's weight of each chosen expert.
 
         Returns:
-            [tokens, features] of the dtype of `outputs`, summed in float32.
+            [tokens, features] in the dtype of `outputs`, summed in float32.
 
         Raises:
-            ConfigurationError: the shapes are not those that were dispatched.
+            ConfigurationError: the shapes do not match the dispatched ones.
         """
         rows, choices = self.tokens.shape[0], self.route.choices
         weights = weights.reshape(-1, choices)
@@ -113,23 +115,24 @@ class Dispatch:
         if sorting is not None:
             outputs = _TakeRows.apply(outputs, _inverse(sorting), sorting, 1)
         returned = _AllToAllRows.apply(outputs, self.route, False)
-        chosen = _TakeRows.apply(returned, _inverse(self.route.order), self.route.order, 1)
-        parts = chosen.float().view(len(weights), choices, chosen.shape[1]) * weights.float().unsqueeze(-1)
+        by_choice = _TakeRows.apply(returned, _inverse(self.route.order), self.route.order, 1)
+        parts = by_choice.float().view(len(weights), choices, by_choice.shape[1]) * weights.float().unsqueeze(-1)
         return parts.sum(1).to(outputs.dtype)
 
 
 def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: DeviceMesh | None = None) -> Dispatch:
-    """Send each token to the ranks that hold its experts. A collective call of the mesh; differentiable.
+    """Send each token to the ranks that hold its experts. A collective call over the mesh; differentiable.
 
     Args:
-        tokens: [tokens, hidden] of this rank, any number of them, 0 too.
-        experts: int64 [tokens, choices] or [tokens], on the same device: which experts each token goes to.
-        num_experts: of all ranks.
-        ep_mesh: the axis that experts are spread over, the one that `GroupedLinear` got; None: this rank has all.
+        tokens: [tokens, hidden] of this rank. The number of tokens can be 0.
+        experts: int64 [tokens, choices] or [tokens], on the same device: the experts of each token.
+        num_experts: number of experts on all ranks.
+        ep_mesh: the axis that experts are spread over, also passed to `GroupedLinear`. None: this rank has all experts.
 
     Raises:
-        ConfigurationError: on every rank, if an expert of one is out of range; or shapes or dtypes do not fit. Of one
-            rank's experts on a GPU the device tells of the former, as a RuntimeError where it is next waited for.
+        ConfigurationError: on every rank, an expert index of a rank is out of range, or shapes or dtypes do not match.
+            If one rank has all experts on a GPU, an index out of range raises a RuntimeError at the next
+            synchronization instead.
     """
     check_arguments("dispatch_tokens", TENSOR, tokens=tokens, experts=experts)
     check_arguments("dispatch_tokens", WHOLE_NUMBER, num_experts=num_experts)
@@ -142,15 +145,15 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
         raise ConfigurationError(
             f"dispatch_tokens: experts are {experts.dtype}; give their numbers as int64, not weights"
         )
-    here = len(local_experts("dispatch_tokens", num_experts, ep_mesh))
+    num_local = len(local_experts("dispatch_tokens", num_experts, ep_mesh))
     group = None if ep_mesh is None else ep_mesh.get_group()
     choices = 1 if experts.ndim == 1 else experts.shape[1]
-    chosen = experts.reshape(-1)
+    indices = experts.reshape(-1)
     m_splits: list[int] | Tensor
-    if here == num_experts and kernel_dispatch.has_kernels(chosen):
-        m_splits, route = _stays(chosen, num_experts, choices, group)
+    if num_local == num_experts and kernel_dispatch.has_kernels(indices):
+        m_splits, route = _stays(indices, num_experts, choices, group)
     else:
-        m_splits, route = _goes(chosen, num_experts, here, choices, group)
+        m_splits, route = _goes(indices, num_experts, num_local, choices, group)
     order = route.order
     rows = _TakeRows.apply(tokens, order // choices, _inverse(order), choices)
     rows = _AllToAllRows.apply(rows, route, True)
@@ -160,7 +163,7 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
 
 
 def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup | None) -> tuple[Tensor, TokenRoute]:
-    """How many rows each expert gets, and their route, where one rank has all experts; nothing is waited for."""
+    """Return the rows per expert and their route if one rank has all experts. Does not wait for the device."""
     ordered, order = chosen.sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=chosen.device, dtype=chosen.dtype))
     if rows := len(chosen):
@@ -172,7 +175,7 @@ def _stays(chosen: Tensor, experts: int, choices: int, group: dist.ProcessGroup 
 def _goes(
     chosen: Tensor, num_experts: int, here: int, choices: int, group: dist.ProcessGroup | None
 ) -> tuple[list[int], TokenRoute]:
-    """How many rows each expert of this rank gets, and their route from and to all ranks."""
+    """Return the rows per expert of this rank, and their route from and to all ranks."""
     sent, received = _exchange_counts(chosen, num_experts, here, group)
     order, sorting = chosen.argsort(stable=True), _sorting(received, chosen)
     route = TokenRoute(order, sent.sum(1).tolist(), received.sum(1).tolist(), sorting, choices, group)
@@ -182,10 +185,10 @@ def _goes(
 def _exchange_counts(
     chosen: Tensor, num_experts: int, here: int, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """Rows for each expert [ranks, experts of a rank], those sent and those received, int64 on the CPU."""
+    """Return the numbers of sent and received rows per expert [ranks, experts of a rank], int64 on the CPU."""
     outside = ((chosen < 0) | (chosen >= num_experts)).sum().view(1, 1)
     sent = torch.bincount(chosen.clamp(0, num_experts - 1), minlength=num_experts).view(-1, here)
-    # the last column tells all ranks of a wrong index, so that none waits for tokens
+    # The last column reports a wrong index to all ranks, so that no rank waits for tokens.
     sent = received = torch.cat([sent, outside.expand(len(sent), 1)], 1)
     if group is not None and len(sent) > 1:
         received = torch.empty_like(sent)
@@ -200,11 +203,12 @@ def _exchange_counts(
 
 
 def _sorting(received: Tensor, like: Tensor) -> Tensor | None:
-    """Rows come from rank after rank, and of each by expert; the order by expert, then rank. None if it is that."""
-    ranks, here = received.shape
-    if ranks == 1 or here == 1:
+    """Return the order by expert, then rank, of rows that arrive by rank, then expert. None if both orders are
+    equal."""
+    ranks, num_local = received.shape
+    if ranks == 1 or num_local == 1:
         return None
-    expert = torch.arange(here, device="cpu").repeat(ranks).repeat_interleave(received.flatten())
+    expert = torch.arange(num_local, device="cpu").repeat(ranks).repeat_interleave(received.flatten())
     return expert.argsort(stable=True).to(like.device)
 
 
@@ -215,7 +219,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 class _TakeRows(torch.autograd.Function):
-    """x [rows, ...] -> x[index], where each row is taken `times` times; summed in a fixed order in backward."""
+    """x [rows, ...] -> x[index], where each row appears `times` times. Backward sums in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, times: int) -> Tensor:
@@ -233,7 +237,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _AllToAllRows(torch.autograd.Function):
-    """Rows to the ranks of a route, or back. What stands between is given gradients of the mean over the ranks."""
+    """Send rows to the ranks of a route, or back. Operations in between get gradients of the mean over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: TokenRoute, there: bool) -> Tensor:

@@ -1,7 +1,7 @@
-"""How a module's parameters lie on a tensor-parallel mesh: cut along one dim, or whole on every rank.
+"""Parameters of a module on a tensor-parallel mesh: cut along one dim, or replicated.
 
-They are DTensors on that mesh, so that `fully_shard` shards on, optimizers and checkpoints know what is whose, and a
-checkpoint can be loaded on any other mesh.
+They are DTensors on that mesh. `fully_shard` can therefore shard them further, optimizers and checkpoints know their
+placement, and a checkpoint can be loaded on any other mesh.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError
 
 AXIS = "tp"
-"""Name of the mesh axis that is made from a process group."""
+"""Name of a mesh axis that is created from a process group."""
 
 
 @dataclass(frozen=True)
 class TensorParallelConfig:
-    """What a module was asked to do about tensor parallelism; the arguments have TransformerEngine's meaning.
+    """Tensor-parallel arguments of a module, with TransformerEngine's meaning.
 
-    `tp_mesh`: the tensor-parallel axis of a device mesh, or `tp_group`: its process group. `tp_size`: what the size of
-    either must be; without them, what `set_device_mesh` or `set_tensor_parallel_group` will give. `sequence_parallel`:
-    outside of the GEMMs activations are cut along dim 0. `weight_mesh`: all axes that weights are sharded over,
-    flattened; it is checked, and not needed.
+    tp_mesh: tensor-parallel axis of a device mesh.
+    tp_group: its process group, as an alternative.
+    tp_size: required size of either. If both are None, the size that `set_device_mesh` or
+        `set_tensor_parallel_group` will provide.
+    sequence_parallel: outside of the GEMMs, activations are cut along dim 0.
+    weight_mesh: all axes that weights are sharded over, flattened. Only checked.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -45,7 +47,7 @@ class TensorParallelConfig:
     weight_mesh: DeviceMesh | None = None
 
     def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
-        """The mesh that is known at construction, of more than one rank.
+        """Return the mesh that is known at construction, or None.
 
         Raises:
             ConfigurationError: the arguments contradict each other.
@@ -64,7 +66,7 @@ class TensorParallelConfig:
 
 
 def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """A mesh of one axis around a process group."""
+    """Create a 1-D mesh from a process group."""
     kind = device.type
     if kind == "meta":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,10 +74,10 @@ def mesh_of_group(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None, tp_size: int) -> None:
-    """Raise unless these can be a module's meshes.
+    """Check that these can be the meshes of a module.
 
     Raises:
-        ConfigurationError: `tp_mesh` has more than one axis or another size than `tp_size` (where that is not 1), or
+        ConfigurationError: `tp_mesh` has several axes, or a size other than `tp_size` (unless that is 1), or
             `weight_mesh` lacks some of its ranks.
     """
     if tp_mesh.ndim != 1:
@@ -98,7 +100,8 @@ def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None
 
 
 class TensorParallelModule(nn.Module):
-    """A module whose own parameters are cut over a tensor-parallel mesh as `_cuts` says, by name: a dim, or None."""
+    """A module that cuts its own parameters over a tensor-parallel mesh. `_cuts`: the dim by parameter name, or
+    None."""
 
     def __init__(self, asked: TensorParallelConfig, device: torch.device) -> None:
         super().__init__()
@@ -110,29 +113,29 @@ class TensorParallelModule(nn.Module):
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share the parameters of one copy of this module."""
+        """Number of ranks that share the parameters of one copy of this module."""
         return self._asked.tp_size if self.tp_mesh is None else self.tp_mesh.size()
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
-        """Cut the parameters over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        """Cut the parameters over a process group. For a module under FSDP2, use `set_device_mesh`."""
         if tp_group is not None:
             device = next((param.device for param in self.parameters(recurse=False)), torch.device("cpu"))
             self.set_device_mesh(mesh_of_group(tp_group, device))
             self._from_group = True
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Make the parameters DTensors on the tensor-parallel axis of a mesh, each rank keeping its piece.
+        """Convert the parameters to DTensors on the tensor-parallel axis of a mesh; each rank keeps its shard.
 
-        Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before the optimizer
-        is built.
+        Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before building the
+        optimizer.
 
         Args:
             tp_mesh: the axis, e.g. `mesh["tp"]`.
-            weight_mesh: all axes that weights are sharded over, flattened; it is checked, and not needed.
+            weight_mesh: all axes that weights are sharded over, flattened. Only checked.
 
         Raises:
-            ConfigurationError: on every rank: a mesh of the wrong size, sizes that it does not divide, or parameters
-                that lie on a mesh already.
+            ConfigurationError: on every rank: a mesh has the wrong size or does not divide a dim, or parameters are
+                already on a mesh.
         """
         if tp_mesh is None:
             return
@@ -159,7 +162,7 @@ class TensorParallelModule(nn.Module):
         return isinstance(param, DTensor) and param.device_mesh == mesh
 
     def tensor_parallel_of(self, mode: str | None) -> TensorParallel:
-        """The part of a layer that is cut so."""
+        """Return this module's tensor-parallel part for a layer cut by `mode`."""
         if self.tp_mesh is None:
             if self._asked.tp_size > 1 and mode is not None:
                 raise ConfigurationError(
@@ -170,11 +173,13 @@ class TensorParallelModule(nn.Module):
         return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Under sequence parallelism the rows (dim 0) of all ranks; its gradient is whole on each."""
+        """Under sequence parallelism, gather the rows (dim 0) of all ranks. Each rank then has the whole gradient of
+        the result."""
         return parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
 
     def whole_on_rows(self, *names: str) -> list[Any]:
-        """Parameters that every rank has whole and applies to its rows, or None: a norm's, row-parallel biases."""
+        """Return replicated parameters that each rank applies to its own rows (norms, row-parallel biases), or None for
+        missing ones."""
         params = self._locals(names)
         if not self.sequence_parallel or self.tp_mesh is None:
             return params
@@ -182,20 +187,21 @@ class TensorParallelModule(nn.Module):
         return [None if param is None else parallel.all_reduce_gradient(param, tp) for param in params]
 
     def _local(self, name: str) -> Any:
-        """That of `_locals`, of one parameter."""
+        """Return the local part of one parameter; see `_locals`."""
         return self._locals((name,))[0]
 
     def _locals(self, names: Sequence[str]) -> list[Any]:
-        """This rank's parts of parameters, or None where the module has none of a name.
+        """Return this rank's parts of parameters, or None for names that the module lacks.
 
         Raises:
-            ConfigurationError: one is sharded by FSDP still, or, shared with another module, cut otherwise than here.
+            ConfigurationError: a parameter is still sharded by FSDP, or is shared with a module that cuts it in another
+                way.
         """
-        found = private_torch.parameters_or_values(self, names)
-        for place, param in enumerate(found):
+        params = private_torch.parameters_or_values(self, names)
+        for index, param in enumerate(params):
             if self.tp_mesh is not None or isinstance(param, DTensor):
-                found[place] = self._local_part(names[place], param)
-        return found
+                params[index] = self._local_part(names[index], param)
+        return params
 
     def _local_part(self, name: str, param: Any) -> Any:
         if param is None:
@@ -205,11 +211,11 @@ class TensorParallelModule(nn.Module):
             if cut is not None and self.tp_size > 1:
                 raise ConfigurationError(self._cut_otherwise(name, "whole on every rank"))
             return param
-        here = self.tp_mesh is not None and param.device_mesh == self.tp_mesh
+        on_tp_mesh = self.tp_mesh is not None and param.device_mesh == self.tp_mesh
         whole = all(placement.is_replicate() for placement in param.placements)
-        if here and param.placements != (Replicate() if cut is None else Shard(cut),) and self.tp_size > 1:
+        if on_tp_mesh and param.placements != (Replicate() if cut is None else Shard(cut),) and self.tp_size > 1:
             raise ConfigurationError(self._cut_otherwise(name, f"{param.placements} on tp_mesh"))
-        if whole or (here and cut is not None and param.placements == (Shard(cut),)):
+        if whole or (on_tp_mesh and cut is not None and param.placements == (Shard(cut),)):
             return param.to_local()
         raise ConfigurationError(
             f"{type(self).__name__}.{name} is still sharded ({param.placements} of {param.device_mesh}); call the "
@@ -218,9 +224,9 @@ class TensorParallelModule(nn.Module):
 
     def _cut_otherwise(self, name: str, found: str) -> str:
         cut = self._cuts.get(name)
-        wanted = "has it whole" if cut is None else f"cuts its dim {cut}"
+        action = "has it whole" if cut is None else f"cuts its dim {cut}"
         return (
-            f"{type(self).__name__}.{name} is {found}, but tensor parallelism over {self.tp_size} ranks {wanted} here; "
+            f"{type(self).__name__}.{name} is {found}, but tensor parallelism over {self.tp_size} ranks {action} here; "
             "a weight that is shared with another module must be cut likewise there, as parallelize_module does, "
             "before it is assigned here"
         )

@@ -1,6 +1,6 @@
-"""Replicas: ranks that hold the whole model, as under DistributedDataParallel, must start from the same bits
+"""Replicas: ranks that hold the whole model, as under DistributedDataParallel, and must start from the same bits.
 
-DistributedDataParallel would copy weights as plain tensors, so it is told not to (`init_sync=False`), after one of the
+DistributedDataParallel would broadcast weights as plain tensors. Pass `init_sync=False`, after calling one of the
 functions here.
 """
 
@@ -24,7 +24,7 @@ from quantshard.tensor import components
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks hold the same bits: parameters, components, scales, random keys and buffers.
 
-    A collective call: every rank must make it. It reads the whole model once, and communicates 16 bytes per tensor.
+    A collective call, which every rank must make. Reads the whole model once and communicates 16 bytes per tensor.
 
     Args:
         model: a whole model, not sharded.
@@ -40,8 +40,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     live = _live_tensors(model)
     _check_same_model(model, live, group)
     digests = {name: _digest([_bytes(tensor)]) for name, tensor in live.items()}
-    for name, kept in _initial_values(model).items():  # of none too: they may be kept on some ranks only
-        digests[f"{name} as initialized"] = _digest([] if kept is None else [_bytes(kept)])
+    for name, initial in _initial_values(model).items():  # None too: only some ranks might keep them
+        digests[f"{name} as initialized"] = _digest([] if initial is None else [_bytes(initial)])
     flat_max.check_equal_on_ranks(
         digests, group, "the hash", f"{flat_max.SEED_ALIKE}, or call quantshard.broadcast_(model)"
     )
@@ -50,15 +50,15 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 @suggests_names
 @torch.no_grad()
 def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
-    """Give all ranks the bits of rank `src`: parameters, components, scales, random keys and buffers.
+    """Copy the bits of rank `src` to all ranks: parameters, components, scales, random keys and buffers.
 
-    A collective call: every rank must make it, before the optimizer is built. Initial values that were kept for masters
-    are sent too, where each rank has them; those that some ranks alone have are dropped.
+    A collective call, which every rank must make before building the optimizer. Initial values that were kept for
+    masters are sent too if every rank has them; otherwise they are dropped.
 
     Args:
         model: a whole model, not sharded.
-        src: the rank, among all processes, whose bits are sent.
-        process_group: the ranks that take part (default: all).
+        src: the sending rank, numbered among all processes.
+        process_group: the participating ranks (default: all).
 
     Raises:
         RankMismatchError: on every rank, if ranks built different models.
@@ -71,8 +71,8 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
     _check_same_model(model, live, group)
     if group is None:
         return
-    kept = _initial_values_of_all(model, group)
-    for tensor in [*live.values(), *kept.values()]:
+    initial_values = _initial_values_of_all(model, group)
+    for tensor in [*live.values(), *initial_values.values()]:
         sent = tensor.detach().to(process_groups.collective_device(group)).contiguous()
         dist.broadcast(sent.reshape(-1).view(torch.uint8), src, group=group)
         tensor.copy_(sent)
@@ -80,11 +80,11 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         quantized = components.quantized_local(param)
         if quantized is not None:
             quantized.quantized_storage.mark_written()
-            quantized.quantized_storage.keep_initial_values(kept.get(name))
+            quantized.quantized_storage.keep_initial_values(initial_values.get(name))
 
 
 def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What ranks must agree on, by name, beside `_initial_values`: what a state dict holds."""
+    """Return the tensors that ranks must agree on, by name, except `_initial_values`: buffers and the state dict."""
     live: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         if isinstance(param, DTensor) or param.is_meta:
@@ -99,21 +99,23 @@ def _live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _initial_values(model: nn.Module) -> dict[str, Tensor | None]:
-    """What masters are seeded from, of each quantized weight, if it is kept."""
+    """Return the kept initial values of each quantized weight, which seed masters, or None."""
     weights = ((name, components.quantized_local(param)) for name, param in model.named_parameters())
     return {name: weight.get_high_precision_init_val() for name, weight in weights if weight is not None}
 
 
 def _initial_values_of_all(model: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Those that all ranks have."""
-    kept = _initial_values(model)
-    if not kept:
+    """Return the initial values that every rank has kept."""
+    initial_values = _initial_values(model)
+    if not initial_values:
         return {}
     device = process_groups.collective_device(group)
-    everywhere = torch.tensor([int(values is not None) for values in kept.values()], dtype=torch.int32, device=device)
+    everywhere = torch.tensor(
+        [int(values is not None) for values in initial_values.values()], dtype=torch.int32, device=device
+    )
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-    return {name: values for (name, values), have in zip(kept.items(), everywhere.tolist(), strict=True)
-            if have and values is not None}  # fmt: skip
+    return {name: values for (name, values), is_kept in zip(initial_values.items(), everywhere.tolist(), strict=True)
+            if is_kept and values is not None}  # fmt: skip
 
 
 def _check_same_model(model: nn.Module, live: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
@@ -132,8 +134,8 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _digest(parts: Iterable[bytes]) -> Tensor:
-    """int64 [1]"""
-    found = hashlib.blake2b(digest_size=8)
+    """Hash bytes to int64 [1]."""
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        found.update(part)
-    return torch.tensor([int.from_bytes(found.digest(), "little", signed=True)], dtype=torch.int64, device="cpu")
+        digest.update(part)
+    return torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)], dtype=torch.int64, device="cpu")

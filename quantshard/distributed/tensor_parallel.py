@@ -1,7 +1,7 @@
-"""Tensor and sequence parallelism: what goes over the ranks of a tensor-parallel group around the GEMMs of its layers.
+"""Tensor and sequence parallelism: collectives of a tensor-parallel group around the GEMMs of its layers.
 
-Each function is the identity on a group of one rank, without a collective and without an autograd node. They come in
-pairs that are one another's backward (Megatron-LM's, Shoeybi et al., 2019, and Korthikanti et al., 2022):
+On a group of one rank each function is the identity, without a collective or an autograd node. The functions come in
+pairs that are each other's backward (Megatron-LM: Shoeybi et al., 2019, and Korthikanti et al., 2022):
 
     copy         forward the identity             backward sums over the ranks
     reduce       forward sums over the ranks      backward the identity
@@ -10,13 +10,13 @@ pairs that are one another's backward (Megatron-LM's, Shoeybi et al., 2019, and 
     split_rows   forward keeps this rank's rows   backward joins the ranks' rows
     join_rows    forward joins the ranks' rows    backward keeps this rank's rows
 
-What follows `copy_to_group` and `gather_rows` differs between ranks, which cut its weights; what follows
-`reduce_from_group` and `join_rows` is the same on every rank.
+Operations after `copy_to_group` and `gather_rows` differ between ranks, because their weights are cut. Operations after
+`reduce_from_group` and `join_rows` are the same on every rank.
 
-Rows are those of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank holds
-sequence / ranks consecutive rows, in the order of the group. A sum is taken in the dtype of its tensor, as users of
-NCCL expect, and its order is that of the communication backend: it is the same for all ranks, but not for another
-number of ranks. Gradients of parameters that all ranks have, which are small, are summed in float32.
+Rows are the entries of dim 0: an activation is [sequence, batch, hidden], and under sequence parallelism each rank
+holds sequence / ranks consecutive rows, in the order of the group. A sum is computed in the dtype of its tensor, as
+NCCL users expect. The communication backend decides its order: the result is equal on all ranks, but changes with their
+number. Gradients of replicated parameters, which are small, are summed in float32.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ MODES = (None, "column", "row")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A layer's part in a tensor-parallel group, from `TensorParallel.of`.
+    """A layer's part in a tensor-parallel group, created by `TensorParallel.of`.
 
-    `size`, `rank`: of `group`; 1 and 0 where there is none. `mode`: one of `MODES`. `sequence_parallel`: activations
-    outside of the layer's GEMMs are split along dim 0.
+    size, rank: of `group`; 1 and 0 without a group.
+    mode: one of `MODES`.
+    sequence_parallel: activations outside of the layer's GEMMs are split along dim 0.
     """
 
     group: Group = None
@@ -59,7 +60,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, group: Group, mode: str | None = None, sequence_parallel: bool = False) -> TensorParallel:
-        """The part of this rank in `group`, of which it must be a member.
+        """Return the part of this rank in `group`, which must include this rank.
 
         Raises:
             ConfigurationError: the mode is not one of `MODES`, or this rank is not in the group.
@@ -75,19 +76,19 @@ class TensorParallel:
         return cls(group, dist.get_world_size(group), rank, mode, sequence_parallel)
 
     def split(self, dim: int) -> OperandSplit:
-        """A matrix that is cut along `dim` over this group, for `operands.quantize_operand` and `operands.gather`."""
+        """Describe a matrix cut along `dim` over this group, for `operands.quantize_operand` and `operands.gather`."""
         return OperandSplit(dim, self.group)
 
 
 NONE = TensorParallel()
-"""A layer that is not cut."""
+"""The part of a layer that is not cut."""
 
 
 def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
-    """Raise unless a linear layer can be cut so.
+    """Check that a linear layer can be cut in this mode.
 
     Raises:
-        ConfigurationError: the mode is not one of `MODES`, or there is none although activations are split.
+        ConfigurationError: the mode is not one of `MODES`, or activations are split but the mode is None.
     """
     if mode not in MODES:
         raise ConfigurationError(f"{owner}(parallel_mode={mode!r}): use one of: {', '.join(map(repr, MODES))}")
@@ -99,67 +100,71 @@ def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
 
 
 def stream_base(group: Groups) -> int:
-    """Which data a tensor-parallel group works on: a number equal on its ranks, by which random streams are told apart.
+    """Return a number for the data that a tensor-parallel group works on, equal on its ranks, to separate random
+    streams.
 
-    `group`: it, or the groups of several axes of a mesh, which work on one batch together. Where they are those of the
-    same axes on all ranks it is the index among them, so the data-parallel rank, and the streams are those of a run
-    without these axes. Of other groups two may have one number, which costs no more than that their gradients are
-    rounded with the same words. Without a group it is the rank itself.
+    If the groups form the same mesh axes on all ranks, the number is the index among them, which is the data-parallel
+    rank. Random streams are then equal to those in a run without these axes. Two other groups can get the same number;
+    their gradients are then rounded with the same random words. Without a group, the number is the rank itself.
+
+    Args:
+        group: the group, or the groups of several mesh axes that process one batch together.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return 0
-    here = dist.get_rank()
-    ranks = [here]
+    this_rank = dist.get_rank()
+    ranks = [this_rank]
     for axis in () if group is None else group if isinstance(group, tuple) else (group,):
-        ranks = sorted(rank + other - here for rank in ranks for other in dist.get_process_group_ranks(axis))
+        ranks = sorted(rank + member - this_rank for rank in ranks for member in dist.get_process_group_ranks(axis))
     first, stride = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
     period = stride * len(ranks)
     if ranks != list(range(first, first + period, stride)) or first % period >= stride:
-        return dist.get_world_size() + first  # no axis of a mesh: beyond the numbers of those
+        return dist.get_world_size() + first  # not a mesh axis: above the numbers of mesh axes
     return first // period * stride + first % period
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
-    """x, the same on every rank. Its gradient, of which each rank has a part, is summed over the ranks."""
+    """Return x, which is equal on every rank. Backward sums the ranks' partial gradients."""
     return x if tp.size == 1 else _CopyToGroup.apply(x, tp)
 
 
 def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
-    """A parameter that every rank has whole and applies to its own rows; its gradient is summed over the ranks.
+    """Return a replicated parameter that each rank applies to its own rows; backward sums its gradient over the ranks.
 
-    For the weights of norms and the biases of row-parallel layers under sequence parallelism. One collective for each
-    parameter, so for small ones. It is given in float32 if it is of 16 bits: so its gradient is rounded once, behind
-    the sum.
+    For the weights of norms and the biases of row-parallel layers under sequence parallelism. Uses one collective per
+    parameter, so pass only small ones. A 16-bit parameter is returned in float32, so that its gradient is rounded only
+    once, after the sum.
     """
     return copy_to_group(param.float() if tp.size > 1 and param.dtype.itemsize < 4 else param, tp)
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y [..., features] plus a bias [features] that is rounded to y's dtype, whose gradient is summed in its own."""
+    """Add a bias [features], rounded to y's dtype, to y [..., features]. The bias gradient is summed in the bias's
+    dtype."""
     return _AddBias.apply(y, bias)
 
 
 def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum of x over the ranks, on every rank."""
+    """Sum x over the ranks; every rank gets the sum."""
     return x if tp.size == 1 else _ReduceFromGroup.apply(x, tp)
 
 
 def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """[rows, ...] of each rank -> [rows * ranks, ...], in the order of the ranks; `rows` must be alike on all.
+    """Gather [rows, ...] of each rank to [rows * ranks, ...], in rank order. `rows` must be equal on all ranks.
 
-    Each rank has a part of the result's gradient, as where a column-parallel weight follows: they are summed.
+    Backward sums the ranks' partial gradients, as needed before a column-parallel weight.
     """
     return x if tp.size == 1 else _GatherRows.apply(x, tp)
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather rows as `gather_rows` does. In backward every rank has the result's whole gradient already, and takes its
-    own rows of it."""
+    """Gather rows like `gather_rows`. Every rank has the result's whole gradient, so backward only selects this rank's
+    rows."""
     return x if tp.size == 1 else _JoinRows.apply(x, tp)
 
 
 def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """This rank's rows of the sum of x [rows, ...] over the ranks: [rows / ranks, ...].
+    """Sum x [rows, ...] over the ranks and return this rank's rows: [rows / ranks, ...].
 
     Raises:
         ConfigurationError: on every rank, if the rows cannot be divided equally.
@@ -169,7 +174,7 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """This rank's rows of x [rows, ...], which is the same on every rank: [rows / ranks, ...], a copy.
+    """Return a copy of this rank's rows of x [rows, ...], which is equal on every rank: [rows / ranks, ...].
 
     Raises:
         ConfigurationError: on every rank, if the rows cannot be divided equally.
@@ -179,7 +184,7 @@ def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
-    """How many rows (dim 0) of an activation of `shape` each rank holds under sequence parallelism.
+    """Return the number of rows (dim 0) of an activation of `shape` per rank under sequence parallelism.
 
     Raises:
         ConfigurationError: on every rank, if the rows cannot be divided equally.
@@ -196,13 +201,13 @@ def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
 
 
 def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
-    """x [rows, ..., features] with elements dropped at probability p, and the others divided by 1 - p.
+    """Drop elements of x [rows, ..., features] with probability p, and divide the others by 1 - p.
 
-    Over several ranks the mask belongs to the whole activation: it is of the counter generator, by global index, under
-    a key that is drawn from torch's CPU generator. So ranks that have the same rows drop the same elements.
+    Over several ranks, the mask is generated for the whole activation by global index, with a counter generator and a
+    key drawn from torch's CPU generator. Ranks that have the same rows therefore drop the same elements.
 
     Raises:
-        RankMismatchError: on every rank, if those of the group draw different keys.
+        RankMismatchError: on every rank, if ranks of the group draw different keys.
     """
     if tp.size == 1:
         return torch.nn.functional.dropout(x, p)
@@ -214,8 +219,8 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     if tp.sequence_parallel:
         whole, origin = (shape[0] * tp.size, shape[1]), (shape[0] * tp.rank, 0)
     words = numerics.random_words(int(key), 0, 0, whole, origin, shape, device=x.device)
-    kept = x * (words.view(x.shape) >= p * 2.0**32)
-    return kept / (1 - p) if p < 1 else kept
+    dropped = x * (words.view(x.shape) >= p * 2.0**32)
+    return dropped / (1 - p) if p < 1 else dropped
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -284,7 +289,7 @@ class _SplitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        return x.chunk(tp.size)[tp.rank].clone()  # not a view, which would keep all rows alive
+        return x.chunk(tp.size)[tp.rank].clone()  # a copy: a view would keep all rows alive
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -1,19 +1,20 @@
-"""The oracle: what every operation on numbers means, in plain PyTorch, on any device.
+"""The oracle: the definition of every operation on numbers, in plain PyTorch, on any device.
 
-A Triton kernel of the same name must reproduce it bit for bit, and CPU users run it, so only operations that IEEE 754
-defines exactly are used (+, -, *, /, comparisons, integers): no torch.log, cos or sqrt, whose last bit differs between
-devices (see `sqrt`), and no `scalar / tensor` or `tensor / scalar`, which may become a product with a reciprocal.
+A Triton kernel of the same name must reproduce the oracle bit for bit, and CPU users run it. Only operations that IEEE
+754 defines exactly are therefore used (+, -, *, /, comparisons, integers). torch.log, cos and sqrt are not used,
+because their last bit differs between devices (see `sqrt`), and neither is `scalar / tensor` or `tensor / scalar`,
+which PyTorch can replace by a product with a reciprocal.
 
-Everything works on a *rectangle* of the global tensor: `x` [R, C] whose top-left element is global element `origin`.
-The block grid and the random words belong to the global tensor; a rectangle holds the grid entries that it touches.
-Quantizing goes
+Every operation works on a *rectangle* of the global tensor: `x` [R, C] with its top-left element at the global index
+`origin`. The block grid and the random words belong to the global tensor, and a rectangle holds the grid entries that
+it touches. Quantization has three steps:
 
-    amaxes   x -> one amax per block                    (reduce with MAX over the ranks that share a block)
-    scales / encode_scales   amaxes -> what is stored / what x is multiplied by
+    amaxes                   x -> one amax per block    (reduce with MAX over the ranks that share a block)
+    scales / encode_scales   amaxes -> the stored scales / the multipliers of x
     quantize_codes           x, encode_scales -> codes
 
-`encode_scales` is its own step because TransformerEngine multiplies by the forward scale and stores its reciprocal; the
-forward scale cannot be recovered from the reciprocal bit for bit.
+`encode_scales` is a separate step because TransformerEngine multiplies by the forward scale and stores its reciprocal:
+the forward scale cannot be recovered from the reciprocal bit for bit.
 
 Sources: OCP 8-bit Floating Point Specification, OCP Microscaling Formats v1.0, TransformerEngine's kernels (the rules
 for scales), Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011; Philox).
@@ -37,28 +38,30 @@ from quantshard.numerics.random_bits import philox as philox
 from quantshard.numerics.random_bits import random_words as random_words
 from quantshard.numerics.random_bits import swap_halves as swap_halves
 
-Grids = Mapping[str, Tensor]  # by the names of scale and amax components
+Grids = Mapping[str, Tensor]  # keys: names of scale and amax components
 
 _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Square root of float32, correctly rounded, which torch.sqrt is not on CPUs with MKL (off by an ulp in 1 of 5).
+    """Return the correctly rounded square root of a float32 tensor. torch.sqrt is off by an ulp in 1 of 5 on CPUs with
+    MKL.
 
-    The root of a float32 is at least 4 float64 ulps away from any tie between float32s (unless it is a float32), so
-    that a float64 root with an error of an ulp or two rounds to the right one.
+    The root of a float32 is itself a float32 or at least 4 float64 ulps away from any tie between float32s. A float64
+    root with an error of an ulp or two therefore rounds to the right float32.
     """
     return torch.sqrt(x.double()).float()
 
 
 def exceeds(x: Tensor, largest: float) -> Tensor:
-    """How far any element is beyond `largest`, rounded to x's dtype, in magnitude: float32 scalar.
+    """Return whether any element exceeds `largest`, rounded to x's dtype, in magnitude: float32 scalar.
 
-    0: none is. 1: some are, all of them finite. 2: one is infinite or NaN.
+    0: no element does. 1: some do, and all are finite. 2: an element is infinite or NaN.
     """
     finite = torch.finfo(x.dtype).max
     top = x.abs().amax() if x.numel() else x.new_zeros(())
-    beyond = ~(top <= min(largest, finite))  # ~<=: NaN is beyond; min: a limit must not round to infinity
+    # ~(<=), so that NaN exceeds the limit; min, so that the limit does not round to infinity.
+    beyond = ~(top <= min(largest, finite))
     return beyond.float() + (~(top <= finite)).float()
 
 
@@ -66,12 +69,12 @@ def exceeds(x: Tensor, largest: float) -> Tensor:
 
 
 def encode(x: Tensor, encoding: Encoding) -> Tensor:
-    """Encode `x` (any float dtype, any shape) as uint8, one code per byte; FP16 as float16; return FP32 as float32.
+    """Encode `x` (any float dtype, any shape) as uint8, one code per byte; FP16 as float16, FP32 as float32.
 
-    Rounds the float32 value to nearest, ties to even; saturates at +-max, infinities too. NaN becomes the positive NaN
-    code, since devices make NaNs of either sign; E2M1 has none, and NaN becomes +max as CUDA's `__nv_cvt_float_to_fp4`
-    does. Equal to PyTorch's cast after a clamp but for the sign of NaN. E8M0 rounds up: see `encode_e8m0_round_up`. Of
-    an encoding without a sign negative values become 0.
+    The float32 value is rounded to nearest, ties to even, and saturates at +-max, also if infinite. NaN becomes the
+    positive NaN code, because devices produce NaNs of either sign. E2M1 has no NaN: it becomes +max, as in CUDA's
+    `__nv_cvt_float_to_fp4`. The result equals PyTorch's cast after a clamp, except for the sign of NaN. E8M0 rounds up;
+    see `encode_e8m0_round_up`. Encodings without a sign map negative values to 0.
     """
     if encoding == FP32:
         return x.float()
@@ -84,21 +87,25 @@ def encode(x: Tensor, encoding: Encoding) -> Tensor:
 
 
 def encode_stochastic(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
-    """Encode as `encode` does, but round to the upper or lower neighbour in proportion to the distance.
+    """Encode like `encode`, but round to either neighbor with a probability proportional to the distance to the other.
 
-    `words`: int64 in [0, 2**32), of x's shape. The fraction of the way to the neighbour of larger magnitude has, of
-    float32's 23 bits, those that the encoding lacks: n = 23 - mantissa_bits. That neighbour is taken when the sum with
-    the highest n bits of the word, a fraction too, is 1 or more. So the expectation is exact; below the normal range,
-    where a float32 has more bits, the fraction is rounded to n of them first, off by at most 2**-(n + 1) of the gap.
-    Values that are representable never change, magnitudes above max saturate, and -x rounds as x does.
+    The float32 bits that the encoding lacks, n = 23 - mantissa_bits of them, are the fraction of the way to the
+    neighbor of larger magnitude. The highest n bits of the random word are another fraction, and that neighbor is
+    chosen if the sum of both is at least 1. The expectation is therefore exact. Below the normal range, where a float32
+    has more bits, the fraction is first rounded to n bits, with an error of at most 2**-(n + 1) of the gap.
+
+    Representable values never change, magnitudes above max saturate, and -x rounds like x.
+
+    Args:
+        words: int64 in [0, 2**32), of x's shape.
     """
     return in_chunks(lambda v, w: _round_stochastically(v, encoding, w), x, words)
 
 
 def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tensor:
-    """Add the word's bits to those bits of |x| which the encoding lacks, then drop these: a carry rounds up.
+    """Add the word to the bits of |x| that the encoding lacks, then drop these bits: a carry rounds up.
 
-    Below the normal range the lowest normal number is added first: then the encoding lacks the same bits of the sum.
+    Below the normal range the lowest normal number is added first, so that the encoding lacks the same bits of the sum.
     """
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
     lacking = 23 - mantissa
@@ -107,7 +114,7 @@ def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tenso
     subnormal = magnitude < 2.0**lowest
     bits = magnitude.add_(subnormal, alpha=2.0**lowest).view(torch.int32)
     bits.add_(words >> (32 - lacking))
-    # the lowest normal number has the exponent field 127 + lowest in a float32, and 1 in a code
+    # The lowest normal number has the exponent field 127 + lowest in a float32, and 1 in a code.
     code = (bits >> lacking).sub_((126 + lowest) << mantissa).sub_(subnormal.int(), alpha=1 << mantissa)
     return _coded(x, code, encoding)
 
@@ -115,8 +122,9 @@ def _round_stochastically(x: Tensor, encoding: Encoding, words: Tensor) -> Tenso
 def _round(x: Tensor, encoding: Encoding) -> Tensor:
     """Round to nearest even by arithmetic, for any encoding.
 
-    The gap between neighbours is 2**(k - mantissa_bits), k the exponent of |x| or, below the normal range, the lowest
-    normal exponent. |x| / gap is exact, being a product with a power of two; within a binade codes are linear in it.
+    The gap between neighbors is 2**(k - mantissa_bits), where k is the exponent of |x| or, below the normal range, the
+    lowest normal exponent. |x| / gap is exact because it is a product with a power of two. Within a binade, codes are
+    linear in it.
     """
     x = _encodable(x, encoding).clamp(-encoding.max, encoding.max)
     lowest, mantissa = 1 - encoding.bias, encoding.mantissa_bits
@@ -128,13 +136,13 @@ def _round(x: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _encodable(x: Tensor, encoding: Encoding) -> Tensor:
-    """x in float32, zero where it is negative and the encoding has no sign."""
+    """Convert x to float32, with negative values replaced by zero if the encoding has no sign."""
     return x.float() if encoding.is_signed else x.float().clamp(min=0.0)
 
 
 def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
-    """Codes of |x|, int32, with the sign of x, as they are stored; NaN becomes all ones but the sign, which is a NaN of
-    every encoding but E2M1, whose largest number it is."""
+    """Add the sign of x to the int32 codes of |x| and convert them to the storage dtype. NaN becomes all ones except
+    the sign, which is a NaN in every encoding but E2M1, where it is the largest number."""
     if encoding.is_signed:
         code |= (x.view(torch.int32) >> 31).bitwise_and_(encoding.magnitude + 1)
     bits = torch.uint8 if encoding.bits <= 8 else torch.int16
@@ -142,9 +150,9 @@ def _coded(x: Tensor, code: Tensor, encoding: Encoding) -> Tensor:
 
 
 def encode_e8m0_round_up(x: Tensor) -> Tensor:
-    """Smallest power of two that is >= x (float32, not negative), as uint8 E8M0; NaN -> 0xFF, inf -> 0xFE, 0 -> 0x00.
+    """Return the smallest power of two >= x (float32, nonnegative) as uint8 E8M0. NaN -> 0xFF, inf -> 0xFE, 0 -> 0x00.
 
-    What PTX's cvt.rp.satfinite.ue8m0 does (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
+    Equal to PTX's cvt.rp.satfinite.ue8m0 (TransformerEngine, common/util/ptx_arch_spec.cuh, float_to_e8m0).
     """
     bits = x.float().view(torch.int32)
     code = (bits + 0x7FFFFF).bitwise_right_shift_(23).clamp_(max=0xFE)  # a fraction carries into the exponent
@@ -153,7 +161,8 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Decode codes, uint8 (one per byte) or of 16 bits, to float32 of the same shape, exactly; FP32 stays as it is."""
+    """Decode codes, uint8 (one per byte) or 16-bit, to float32 of the same shape, exactly. FP32 is returned
+    unchanged."""
     if encoding.bits > 8:
         return codes.float() if encoding.native else _decode_by_definition(codes.to(torch.int32) & 0xFFFF, encoding)
     if encoding.native is not None:
@@ -163,8 +172,8 @@ def decode(codes: Tensor, encoding: Encoding) -> Tensor:
 
 
 def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
-    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m where e = 0, of an encoding without infinity; one without a
-    sign has one NaN, all ones, and others none."""
+    """(-1)**s * 2**(e - bias) * 1.m, or 2**(1 - bias) * 0.m if e = 0, for an encoding without infinity. Encodings
+    without a sign have one NaN, all ones; the others have none."""
     mantissa = encoding.mantissa_bits
     e = (code >> mantissa) & ((1 << encoding.exponent_bits) - 1)
     m = (code & ((1 << mantissa) - 1)) + (e > 0).int() * (1 << mantissa)
@@ -175,10 +184,10 @@ def _decode_by_definition(code: Tensor, encoding: Encoding) -> Tensor:
 
 
 def split_bfloat16(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 -> the nearest bfloat16 and the low 16 bits (int16), of which `join_bfloat16` makes the same float32.
+    """Split float32 into the nearest bfloat16 and the low 16 bits (int16). `join_bfloat16` restores the same float32.
 
-    A tie is rounded away from zero. To the even neighbour, as usual, an even bfloat16 would stand for 2**16 + 1
-    float32s, one more than 16 bits can tell apart. TransformerEngine's masters are split so. A NaN stays some NaN.
+    Ties are rounded away from zero, as in TransformerEngine's masters. With ties to even, an even bfloat16 would stand
+    for 2**16 + 1 float32s, one more than 16 bits can distinguish. A NaN stays a NaN.
     """
     bits = values.view(torch.int32)
     high = torch.where(values.isnan(), 0x7FC0, (bits >> 16) + (bits >> 15 & 1))
@@ -192,10 +201,11 @@ def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Codes uint8 [..., C], one per byte -> as stored: E2M1 [..., ceil(C / 2)], the even index in the low nibble.
+    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], the even index in the low
+    nibble.
 
-    An odd last element is paired with code zero. Other encodings are stored as they are. The pairs are counted from the
-    first column given, so a rectangle must start at an even global column to be a slice of the packed whole.
+    An odd last element is paired with code zero. Other encodings are stored unchanged. Pairs are counted from the first
+    column, so a rectangle must start at an even global column to be a slice of the packed tensor.
     """
     if encoding.bits >= 8:
         return codes
@@ -215,9 +225,9 @@ def unpack(stored: Tensor, encoding: Encoding, num_cols: int) -> Tensor:
 
 
 def _touched(origin: int, size: int, block_shape: int) -> tuple[int, int]:
-    """First grid entry of a dim and the number of them that [origin, origin + size) touches."""
+    """Return the first grid entry that [origin, origin + size) touches along a dim, and the number of entries."""
     if block_shape == ALL:
-        return 0, 1  # of an empty dim too: its rank takes part in the reduction of that entry
+        return 0, 1  # also for an empty dim: its rank joins the reduction of that entry
     first = origin // block_shape
     return first, -((origin + size) // -block_shape) - first if size else 0
 
@@ -228,29 +238,35 @@ def _amax_along(x: Tensor, dim: int, block_shape: int, origin: int) -> Tensor:
     if block_shape == 1:
         return x
     if size == 0:
-        return x.new_zeros([count if d == dim else n for d, n in enumerate(x.shape)])
+        return x.new_zeros([count if d == dim else length for d, length in enumerate(x.shape)])
     if count == 1:
         return x.amax(dim, keepdim=True)
     lead = -origin % block_shape
     whole = (size - lead) // block_shape
     end = lead + whole * block_shape
-    spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))  # start, length, blocks; ends are cut off
-    pieces = [x.narrow(dim, at, n).unflatten(dim, (blocks, -1)).amax(dim + 1) for at, n, blocks in spans if n]
+    # (start, length, number of blocks); the rectangle can cut off the first and the last block.
+    spans = ((0, lead, 1), (lead, end - lead, whole), (end, size - end, 1))
+    pieces = [
+        x.narrow(dim, start, length).unflatten(dim, (blocks, -1)).amax(dim + 1)
+        for start, length, blocks in spans
+        if length
+    ]
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
 
 def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """Largest |x| per block: float32, one entry for each block of `block_shape` elements that the rectangle touches.
+    """Return the largest |x| per block: float32, one entry per block of `block_shape` elements that the rectangle
+    touches.
 
-    x [R, C] floating. Grid dim d is range(origin // covers, ceil((origin + size) / covers)): one entry where covers is
-    ALL, even for an empty dim (then 0); none for an empty dim otherwise. NaN propagates.
+    x is a floating-point [R, C]. Along dim d the grid is range(origin // covers, ceil((origin + size) / covers)). If
+    covers is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none. NaN propagates.
     """
     along_cols = _amax_along(x.abs(), 1, block_shape[1], origin[1])
     return _amax_along(along_cols, 0, block_shape[0], origin[0]).float()
 
 
 def expand(grid: Tensor, block_shape: Pair, shape: Pair, origin: Pair) -> Tensor:
-    """Grid entries -> a tensor that broadcasts with the rectangle's elements [R, C]."""
+    """Repeat grid entries so that they broadcast with the elements of the rectangle [R, C]."""
     for dim in (0, 1):
         first, count = _touched(origin[dim], shape[dim], block_shape[dim])
         assert grid.shape[dim] == count, (tuple(grid.shape), block_shape, shape, origin)
@@ -261,15 +277,17 @@ def expand(grid: Tensor, block_shape: Pair, shape: Pair, origin: Pair) -> Tensor
 
 
 def amaxes(x: Tensor, fmt: Format, origin: Pair = (0, 0)) -> dict[str, Tensor]:
-    """`block_amax` over the grid of each SCALE and AMAX component of the format, by component name."""
+    """Compute `block_amax` over the grid of each SCALE and AMAX component of the format, by component name."""
     return {c.name: block_amax(x, c.block_shape, origin) for c in fmt.components if c.role is not Role.CODES}
 
 
 def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Amax grids -> the stored SCALE and AMAX components, in each component's storage dtype.
+    """Compute the stored SCALE and AMAX components from amax grids, in each component's storage dtype.
 
-    FP32 scales hold 1 / (encode scale); E8M0 and E4M3 scales are codes. `input_dtype` is that of the tensor to be
-    quantized: it bounds the scale of a tiny block (see `_fp32_encode_scale`).
+    FP32 scales are 1 / (encode scale); E8M0 and E4M3 scales are codes.
+
+    Args:
+        input_dtype: dtype of the tensor to quantize, which bounds the scale of a tiny block (see `_fp32_encode_scale`).
     """
     return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[0]
 
@@ -277,9 +295,9 @@ def scales(amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtyp
 def encode_scales(
     amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Amax grids -> the float32 grids that x is multiplied by before it is encoded, by name of the SCALE component.
+    """Compute the float32 multipliers of x from amax grids, by name of the SCALE component.
 
-    A delayed recipe that keeps its previous scale passes that scale to `quantize_codes` in place of this.
+    A delayed recipe that keeps its previous scale passes that scale to `quantize_codes` instead.
     """
     return scales_and_multipliers(amaxes, fmt, scaling, input_dtype)[1]
 
@@ -287,13 +305,13 @@ def encode_scales(
 def scales_and_multipliers(
     amaxes: Grids, fmt: Format, scaling: Scaling, input_dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `scales` and `encode_scales` return, made once."""
-    stored = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
+    """Compute the results of `scales` and `encode_scales` together."""
+    components = {c.name: amaxes[c.name] for c in fmt.components if c.role is Role.AMAX}
     multipliers = {}
     for copy in fmt.copies.values():
         name = copy.scale.name
-        stored[name], multipliers[name] = _scale_and_multiplier(copy, amaxes, scaling, input_dtype)
-    return stored, multipliers
+        components[name], multipliers[name] = _scale_and_multiplier(copy, amaxes, scaling, input_dtype)
+    return components, multipliers
 
 
 def _scale_and_multiplier(
@@ -303,21 +321,21 @@ def _scale_and_multiplier(
     if copy.scale.encoding == FP32:
         multiplier = _fp32_encode_scale(amax, copy, scaling, input_dtype)
         return _reciprocal(multiplier), multiplier
-    # TE multiplies by float32 constants in this order; dividing, or another order, gives other codes for some amaxes
+    # TE multiplies by float32 constants in this order. Division or another order gives other codes for some amaxes.
     if copy.scale.encoding == E8M0:  # TE, cast/mxfp8/quantize_mxfp8.cuh, for E4M3; here E2M1 too
-        stored = encode_e8m0_round_up(amax * (1.0 / element.max))
-        return stored, decode(254 - stored, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
-    of_tensor = _tensor_encode_scale(copy, amaxes)
-    stored = encode(amax * (of_tensor * (1.0 / element.max)), copy.scale.encoding)  # TE, cast/nvfp4/core_nvfp4.cuh
-    multiplier = _reciprocal(decode(stored, copy.scale.encoding) * _reciprocal(of_tensor))
-    return stored, torch.fmin(multiplier, torch.full_like(multiplier, _FLOAT32_MAX))  # 0 stored: 0 * inf would be NaN
+        scale = encode_e8m0_round_up(amax * (1.0 / element.max))
+        return scale, decode(254 - scale, E8M0)  # 2**-(e - 127); 254 - 0xFF wraps to 0xFF, NaN
+    tensor_scale = _tensor_encode_scale(copy, amaxes)
+    scale = encode(amax * (tensor_scale * (1.0 / element.max)), copy.scale.encoding)  # TE, cast/nvfp4/core_nvfp4.cuh
+    multiplier = _reciprocal(decode(scale, copy.scale.encoding) * _reciprocal(tensor_scale))
+    return scale, torch.fmin(multiplier, torch.full_like(multiplier, _FLOAT32_MAX))  # 0 stored: 0 * inf would be NaN
 
 
 def _fp32_encode_scale(amax: Tensor, copy: OrientedCodes, scaling: Scaling, input_dtype: torch.dtype) -> Tensor:
-    """max / amax by TransformerEngine's rules (common/recipe/recipe_common.cuh): 1 where amax is 0, inf or NaN.
+    """max / amax by TransformerEngine's rules (common/recipe/recipe_common.cuh), or 1 if amax is 0, inf or NaN.
 
-    A scale that overflows becomes the largest float32 (per-tensor rows) or the largest of the input's dtype (block
-    rows); power_of_two then rounds it down. The margin divides max, as common/recipe/delayed_scaling.cu does.
+    A scale that overflows becomes the largest float32 (per-tensor formats) or the largest value of the input's dtype
+    (block formats). `power_of_two` then rounds it down. The margin divides max, as in common/recipe/delayed_scaling.cu.
     """
     amax = amax.clamp(min=scaling.epsilon) if scaling.epsilon else amax
     scale = torch.full_like(amax, copy.codes.encoding.max * 2.0**-scaling.margin) / amax
@@ -329,16 +347,18 @@ def _fp32_encode_scale(amax: Tensor, copy: OrientedCodes, scaling: Scaling, inpu
 
 
 def _tensor_encode_scale(copy: OrientedCodes, amaxes: Grids) -> Tensor:
-    """NVFP4's S_enc: scale max * element max / amax, at most the largest float32; 1 where amax is 0 or inf."""
+    """NVFP4's S_enc: scale max * element max / amax, at most the largest float32. 1 if amax is 0 or inf."""
     assert copy.amax is not None
     amax = amaxes[copy.amax.name]
     scale = torch.full_like(amax, copy.scale.encoding.max * copy.codes.encoding.max) / amax
-    scale = torch.fmin(scale, torch.full_like(amax, _FLOAT32_MAX))  # drops NaN; the stored amax makes values NaN then
+    scale = torch.fmin(
+        scale, torch.full_like(amax, _FLOAT32_MAX)
+    )  # drops NaN: the stored amax already makes values NaN
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
 def are_powers_of_two(x: Tensor) -> Tensor:
-    """Bool scalar: is each of these float32 numbers a power of two, or 0?"""
+    """True (a bool scalar tensor) if each of these float32 numbers is a power of two or 0."""
     return ((torch.frexp(x).mantissa == 0.5) | (x == 0)).all()
 
 
@@ -352,10 +372,11 @@ def _reciprocal(x: Tensor) -> Tensor:
 def quantize_codes(
     x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> Tensor:
-    """x [R, C] floating -> the stored codes of one copy, uint8 [R, C] or packed [R, ceil(C / 2)].
+    """Quantize x [R, C], floating point, to the stored codes of one copy: uint8 [R, C] or packed [R, ceil(C / 2)].
 
-    `encode_scales`: the touched grids, as `encode_scales` returns them. With `words` (int64 [R, C], from
-    `random_words`) rounding is stochastic, otherwise to nearest even.
+    Args:
+        encode_scales: the touched grids, as returned by the function `encode_scales`.
+        words: int64 [R, C], from `random_words`, for stochastic rounding. None: round to nearest even.
     """
     encoding, grid = copy.codes.encoding, encode_scales[copy.scale.name]
     scaled = x.float() * expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
@@ -364,13 +385,13 @@ def quantize_codes(
 
 
 def dequantize(copy: OrientedCodes, parts: Mapping[str, Tensor], shape: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """The components of one copy -> float32 [R, C]: code * scale; NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
+    """Dequantize one copy to float32 [R, C]: code * scale; for NVFP4 code * (S_dec * amax * (1 / (6 * 448)))."""
     codes = decode(unpack(parts[copy.codes.name], copy.codes.encoding, shape[1]), copy.codes.encoding)
     return codes.mul_(expand(stored_scales(copy, parts), copy.block, shape, origin))
 
 
 def stored_scales(copy: OrientedCodes, parts: Mapping[str, Tensor]) -> Tensor:
-    """What the decoded codes of each block are multiplied by, float32, from the components of one copy."""
+    """Return the float32 factor of each block's decoded codes, from the components of one copy."""
     scale = decode(parts[copy.scale.name], copy.scale.encoding)
     if copy.amax is not None:  # TE, cast/nvfp4/dequantize_nvfp4.cuh
         scale = scale * parts[copy.amax.name] * (1.0 / (copy.codes.encoding.max * copy.scale.encoding.max))
@@ -384,27 +405,30 @@ def quantize(
     origin: Pair = (0, 0),
     words: Mapping[Orientation, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """x [R, C] floating -> every component of the format, from x's own amaxes.
+    """Quantize x [R, C], floating point, to every component of the format, with scales from x's own amaxes.
 
-    x is the whole tensor or a rectangle that no other rank shares a block with: else reduce `amaxes` first. `words`:
-    one tensor per copy, used if `scaling.stochastic_rounding`. With `scaling.random_hadamard`, for formats in blocks
-    along dim 1 only, it is `hadamard16(x)` that is quantized: C rounded up to a multiple of 16.
+    x is the whole tensor, or a rectangle that shares no block with other ranks (otherwise reduce `amaxes` first).
+
+    Args:
+        words: one tensor per copy, used if `scaling.stochastic_rounding`.
+        scaling: with `random_hadamard`, which requires blocks along dim 1 only, `hadamard16(x)` is quantized, and C is
+            rounded up to a multiple of 16.
     """
-    if scaling.random_hadamard:  # groups of 16 are those of the global row, wherever a rectangle begins
+    if scaling.random_hadamard:  # groups of 16 are counted in the global row, wherever a rectangle begins
         assert len(fmt.copies) == 1 and fmt.copies[Orientation.ROWWISE].block[0] == 1 and origin[1] % 16 == 0, fmt.name
         x = hadamard16(x)
     assert words is not None or not scaling.stochastic_rounding, "stochastic rounding needs words"
     grids = amaxes(x, fmt, origin)
     parts, multipliers = scales_and_multipliers(grids, fmt, scaling, x.dtype)
-    for which, copy in fmt.copies.items():
-        of_copy = words[which] if words is not None and scaling.stochastic_rounding else None
-        parts[copy.codes.name] = quantize_codes(x, copy, multipliers, origin, of_copy)
+    for orientation, copy in fmt.copies.items():
+        copy_words = words[orientation] if words is not None and scaling.stochastic_rounding else None
+        parts[copy.codes.name] = quantize_codes(x, copy, multipliers, origin, copy_words)
     return parts
 
 
 def transpose_parts(fmt: Format, parts: Mapping[str, Tensor], shape: Pair) -> dict[str, Tensor]:
-    """The components of the transposed tensor, [C, R] from [R, C], of a transposable format, by values that stay as
-    they are; of a rectangle the origin is swapped too."""
+    """Return the components of the transposed tensor, [C, R] from [R, C], of a transposable format. The values do not
+    change. For a rectangle, the caller must swap the origin too."""
     assert fmt.transposable, fmt.name
     codes = fmt.copies[Orientation.ROWWISE].codes
     transposed = {name: part.t().contiguous() for name, part in parts.items() if name != codes.name}

@@ -1,4 +1,4 @@
-"""The mathematics of Adam, once: a pure function of gradient, master, moments and step."""
+"""Adam's formula: a pure function of gradient, master, moments and step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT)
-"""What a step reads and writes of a parameter: running means of the gradient and of its square, and the weight."""
+"""The values of a parameter that a step reads and writes: means of the gradient and of its square, master and
+weight."""
 
 STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
-"""A zero under the square root would blow up the step of an element whose first moment survived."""
+"""The second moment is `nonnegative`, because a zero under the square root would blow up the step of an element with a
+nonzero first moment."""
 
 NONNEGATIVE = frozenset(spec.role for spec in STATES if spec.nonnegative)
-"""The roles of those that are."""
+"""Roles of the nonnegative states."""
 
 SMALL_EPS = 2.0**-60
-"""From here on, eps keeps updates of less than a learning rate where v vanishes, which it does for gradients below
+"""Smallest eps that keeps updates below a learning rate if v underflows to 0, which happens for gradients below
 1e-21."""
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers of one step. `step` counts from 1; `decoupled` chooses AdamW, else weight decay is added to the
-    gradient (L2); `ema_decay` is of the average of the weights, where one is kept (`numerics.averages`).
+    """The numbers of one step.
 
-    `step` (int64) and `lr` (float32) may be scalar tensors, and then no value is read back from their device.
+    step: counts from 1. An int64 scalar tensor is not read back from its device.
+    lr: learning rate. A float32 scalar tensor is not read back from its device.
+    decoupled: AdamW. If False, weight decay is added to the gradient (L2).
+    ema_decay: decay of the average of the weights, if there is one (`numerics.averages`).
     """
 
     step: int | Tensor
@@ -60,19 +64,20 @@ class Hyperparameters:
 
     @cached_property
     def largest_ratio(self) -> float:
-        """A bound of |m| / sqrt(v), whatever the gradients were: see the function of this name."""
+        """Upper bound of |m| / sqrt(v) for any gradients; see the function of this name."""
         return largest_ratio(self.beta1, self.beta2)
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
     """C = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), float32; `math.inf` if b1^2 >= b2 and b1 > 0.
 
-    By Cauchy and Schwarz's inequality, of m = (1 - b1) sum b1^i g_i and v = (1 - b2) sum b2^i g_i^2 over past steps i:
+    With m = (1 - b1) sum b1^i g_i and v = (1 - b2) sum b2^i g_i^2 over past steps i, the Cauchy-Schwarz inequality
+    gives
 
         m^2 <= (1 - b1)^2 (sum b1^2i / b2^i) (sum b2^i g_i^2) <= C^2 v
 
-    so that an update, m c1 / (sqrt(v c2) + eps), stays below C c1 / sqrt(c2). (Section 2.1 of Kingma and Ba, 2015, has
-    it for a gradient that is zero in all steps but one.)
+    An update, m c1 / (sqrt(v c2) + eps), therefore stays below C c1 / sqrt(c2). Section 2.1 of Kingma and Ba, 2015,
+    states this for a gradient that is zero in all steps but one.
     """
     beta1, beta2 = float32(beta1), float32(beta2)
     if beta1 == 0:
@@ -83,7 +88,7 @@ def largest_ratio(beta1: float, beta2: float) -> float:
 
 
 class AdamUpdate(NamedTuple):
-    """What one step makes of a parameter: float32, of its shape."""
+    """The results of one step for a parameter: float32, of its shape."""
 
     master: Tensor
     exp_avg: Tensor
@@ -93,24 +98,27 @@ class AdamUpdate(NamedTuple):
 def adam(
     grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, h: Hyperparameters, bounded: bool = False
 ) -> AdamUpdate:
-    """One Adam step in float32; the arguments are not changed.
+    """Compute one Adam step in float32, out of place.
 
         m = b1 m + (1 - b1) g            v = b2 v + (1 - b2) g^2
         w = w - lr (m c1 / (sqrt(v c2) + eps) + wd w),   c = 1 / (1 - b^step)
 
-    Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is
-    TransformerEngine's (common/multi_tensor/adam.cu), whose b are float32, in 1 - b and c too; but where it divides
-    each element by 1 - b^step, here it is multiplied by the inverse, from float64: two divisions fewer an element. Only
-    operations that IEEE 754 rounds correctly are used, so every device and every shard gets the same bits: not
-    `torch.sqrt`, which on CPUs is sometimes an ulp off, and no division by a Python number, which on GPUs multiplies by
-    its inverse.
+    Sources: Kingma and Ba, 2015; decoupled weight decay: Loshchilov and Hutter, 2019. The order of operations is that
+    in TransformerEngine (common/multi_tensor/adam.cu), with float32 b, also in 1 - b and c. TransformerEngine divides
+    each element by 1 - b^step; here each element is multiplied by the inverse, computed in float64, which saves two
+    divisions.
 
-    Where v is 0 and eps is below `SMALL_EPS`, there is no update but weight decay's: the gradients were zero, or so
-    small that their squares vanished, and the quotient would be NaN or mean nothing.
+    Only operations that IEEE 754 rounds correctly are used, so every device and every shard computes the same bits.
+    `torch.sqrt` is avoided because it is sometimes an ulp off on CPUs, and so is division by a Python number, which
+    multiplies by its inverse on GPUs.
 
-    `bounded`: m is first brought within C sqrt(v), where every true one is (`largest_ratio`). For moments of which the
-    first is stored so that small values beside large ones are rounded up to values that are far too large for them, and
-    the second is not: without it an update could be thousands of learning rates.
+    If v is 0 and eps is below `SMALL_EPS`, only weight decay is applied: the gradients were zero or their squares
+    underflowed, so the quotient would be NaN or meaningless.
+
+    Args:
+        bounded: first clamp m to C sqrt(v), the range of every exact m (`largest_ratio`). Set it if the storage format
+            of m rounds small values next to large ones up to far too large values, and the format of v does not.
+            Otherwise an update could be thousands of learning rates.
     """
     grad = grad.float()
     if not h.decoupled and h.weight_decay != 0:
@@ -132,9 +140,9 @@ def adam(
 
 
 def power(base: float, exponent: int | Tensor) -> float | Tensor:
-    """`base ** exponent` in float64 by squaring, for 0 <= exponent < 2**32; of an int64 tensor on its device.
+    """`base ** exponent` in float64 by squaring, for 0 <= exponent < 2**32. An int64 tensor is processed on its device.
 
-    A sequence of multiplications, whose bits are the same on every device, as those of `pow` are not.
+    The result is a sequence of multiplications, with the same bits on every device, unlike `pow`.
     """
     result: float | Tensor = 1.0
     if isinstance(exponent, Tensor):
@@ -149,6 +157,6 @@ def power(base: float, exponent: int | Tensor) -> float | Tensor:
 
 
 def float32(value: float) -> float:
-    """The nearest float32, as kernels have it of a Python number."""
+    """Round to the nearest float32, as kernels do with a Python number."""
     (rounded,) = struct.unpack("f", struct.pack("f", value))
     return float(rounded)

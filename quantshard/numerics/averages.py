@@ -1,12 +1,12 @@
-"""The mathematics of an exponential moving average of weights, once: what a step makes of it, and by which share.
+"""The formula of an exponential moving average (EMA) of weights: the update of one step.
 
     a = a + share (w - a),   share = (1 - decay) / (1 - decay^step)
 
-This is the average with Adam's correction of the bias, kept so that nothing remains to be divided when it is read:
-after n steps from the first on, w_i has the weight decay^(n - i) (1 - decay) / (1 - decay^n), and the values before the
-first step have none. One that begins after step n begins with the values of then, which have the weight of all n steps:
-(decay^k - decay^(n + k)) / (1 - decay^(n + k)) after k more. A weight that does not change any
-more has, once they are equal, the very same average.
+This is the average with Adam's bias correction already applied, so reading it needs no division. After n steps from the
+first on, w_i has the weight decay^(n - i) (1 - decay) / (1 - decay^n), and the values before the first step have none.
+An average that starts after step n starts with the values of that time, which count for all n steps: their weight after
+k more steps is (decay^k - decay^(n + k)) / (1 - decay^(n + k)). Once an average equals a weight that no longer changes,
+the average keeps its exact bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from quantshard.numerics.adam import power
 
 
 def share(decay: float, step: int | Tensor) -> float | Tensor:
-    """The share of the new values in the average of `step`, counted from 1: a number that is a float32, or a float32
-    scalar on the device of `step` (int64).
+    """Return the share of the new values in the average at `step`, counted from 1.
 
-    Computed in float64, by operations that have the same bits on every device.
+    The result is a float32 number, or a float32 scalar on the device of `step` if `step` is an int64 tensor. The share
+    is computed in float64, with operations that give the same bits on every device.
     """
     rest = 1.0 - power(decay, step)
     if isinstance(rest, Tensor):
@@ -33,9 +33,9 @@ def share(decay: float, step: int | Tensor) -> float | Tensor:
 
 
 def moved(average: Tensor, values: Tensor, share: float | Tensor) -> Tensor:
-    """The average after a step, in float32; the arguments are not changed.
+    """Return the average after a step, in float32, out of place.
 
-    Three operations that IEEE 754 rounds correctly, so that every device and every shard gets the same bits; none of
-    them fused, as `lerp` and `add(alpha=)` are on some devices.
+    Uses three operations that IEEE 754 rounds correctly, so every device and every shard computes the same bits. `lerp`
+    and `add(alpha=)` would fuse them on some devices.
     """
     return average + (values - average) * share

@@ -1,4 +1,4 @@
-"""Chains of elementwise operations on a CPU, chunk by chunk."""
+"""Chunked evaluation of elementwise operations on a CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set of an elementwise chain stays in cache
+_CPU_CHUNK: Final = 1 << 15  # elements per thread: the working set fits in the cache
 
 
 def in_chunks(chain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`chain(*inputs)`, elementwise over inputs of one shape; on CPU in chunks, several times faster than at once."""
+    """Return `chain(*inputs)`, elementwise over inputs of one shape. On a CPU, chunks are several times faster."""
     shape, size = inputs[0].shape, _CPU_CHUNK * torch.get_num_threads()
     if inputs[0].device.type != "cpu" or inputs[0].numel() <= size:
         return chain(*inputs)

@@ -1,4 +1,5 @@
-"""The cross-entropy of logits and its gradient, in float32, of some rows at a time: no float32 copy of all of them."""
+"""Cross-entropy of logits and its gradient in float32, computed in groups of rows to avoid a float32 copy of all
+logits."""
 
 from __future__ import annotations
 
@@ -9,12 +10,18 @@ import torch
 from torch import Tensor
 
 ELEMENTS_AT_ONCE: Final = 1 << 25
-"""Logits that are float32 at a time: 128 MiB, some times."""
+"""Number of logits that are converted to float32 at once: 128 MiB per temporary."""
 
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of the target of each row of logits [N, V], any floating dtype, targets int64 [N]; and log(Z) of its
-    softmax: float32 [N]. Both are NaN if a logit is +inf, or all are -inf (of which a kernel's log(Z) is -inf)."""
+    """Return -log p of each row's target and log(Z) of its softmax, both float32 [N].
+
+    Both are NaN if a logit is +inf or all logits are -inf (in the latter case a kernel returns log(Z) = -inf).
+
+    Args:
+        logits: [N, V], floating point.
+        targets: int64 [N].
+    """
     parts = [_of_rows(logits[rows], targets[rows]) for rows in _at_once(logits)]
     losses, log_z = zip(*parts, strict=True)
     return torch.cat(losses), torch.cat(log_z)
@@ -23,27 +30,28 @@ def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def logits_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """factors[n] * p[n, v] - of_entropy * (v == targets[n]), where p is the softmax, rounded to the logits' dtype once.
+    """factors[n] * p[n, v] - of_entropy * (v == targets[n]), where p is the softmax, rounded once to the logits' dtype.
 
     Args:
-        logits: [N, V], floating.
+        logits: [N, V], floating point.
         targets: int64 [N].
-        log_z: as `cross_entropies` gave them.
+        log_z: the second result of `cross_entropies`.
         factors: float32 [N].
         of_entropy: float32 scalar.
-        out: where it goes, contiguous; may be the logits themselves.
+        out: contiguous output; the logits themselves are allowed.
     """
-    found, chosen, columns = torch.empty_like(logits) if out is None else out, targets[:, None], log_z[:, None]
-    p = (logits.gather(1, chosen).float() - columns).exp_()
+    grad, target_columns, columns = torch.empty_like(logits) if out is None else out, targets[:, None], log_z[:, None]
+    p = (logits.gather(1, target_columns).float() - columns).exp_()
     for rows in _at_once(logits):
-        torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=found[rows])
-    return found.scatter_(1, chosen, (p * factors[:, None] - of_entropy).to(found.dtype))
+        torch.mul((logits[rows] - columns[rows]).exp_(), factors[rows, None], out=grad[rows])
+    return grad.scatter_(1, target_columns, (p * factors[:, None] - of_entropy).to(grad.dtype))
 
 
 def _of_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     top = logits.amax(-1, keepdim=True).float()
     log_sum = (logits - top).exp_().sum(-1).log()
-    below = (top - logits.gather(1, targets[:, None]))[:, 0]  # apart from log(Z), in which a large logit hides the sum
+    # Subtract before adding the logarithm: next to a large logit the sum would be lost to rounding.
+    below = (top - logits.gather(1, targets[:, None]))[:, 0]
     return below + log_sum, top[:, 0] + log_sum
 
 

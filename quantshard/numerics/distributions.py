@@ -1,7 +1,7 @@
-"""Uniform and normal numbers from random words (`numerics.random_words`), of the same bits on every device.
+"""Uniform and normal numbers from random words (`numerics.random_words`), with the same bits on every device.
 
-For initial weights, which belong to the global element like the words do. Source: Wichura's AS241 (Applied Statistics
-37, 1988; normal quantiles).
+Used for initial weights, which belong to the global element like the words do. Source: Wichura's AS241 (Applied
+Statistics 37, 1988; normal quantiles).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from quantshard.numerics import in_chunks
 
 
 def uniform(words: Tensor) -> Tensor:
-    """Words int64 in [0, 2**32) -> float64 in (0, 1), exactly (word + 0.5) / 2**32: never 0 or 1, mean 1/2."""
+    """Map words int64 in [0, 2**32) to float64 in (0, 1): exactly (word + 0.5) / 2**32, never 0 or 1, mean 1/2."""
     return (words.double() + 0.5) * 2.0**-32
 
 
-# Wichura's AS241, PPND16, numerators and denominators from the highest degree down. Its third region, |z| > 6.4, is out
-# of reach: 0.5 / 2**32 has z = -6.34.
+# Wichura's AS241, PPND16: numerators and denominators, highest degree first. Its third region, |z| > 6.4, cannot occur:
+# 0.5 / 2**32 has z = -6.34.
 _CENTRE_NUMERATOR: Final = (
     *(2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457),
     *(13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
@@ -39,21 +39,21 @@ _TAIL_DENOMINATOR: Final = (
     *(1.0507500716444168432e-9, 5.4759380849953449460e-4, 0.015198666563616457197, 0.14810397642748007459),
     *(0.68976733498510000455, 1.6763848301838038494, 2.0531916266377588219, 1.0),
 )
-_LN2_HIGH: Final = 0.693147180369123816490  # 33 bits, so that times an exponent it is exact (fdlibm)
+_LN2_HIGH: Final = 0.693147180369123816490  # 33 bits, so its product with an exponent is exact (fdlibm)
 _LN2_LOW: Final = 1.90821492927058770002e-10
 
 
 def normal(words: Tensor) -> Tensor:
-    """Words int64 in [0, 2**32) -> float32 standard normal: the quantile of `uniform(words)`, rounded.
+    """Map words int64 in [0, 2**32) to float32 standard normal numbers: the quantile of `uniform(words)`, rounded.
 
-    AS241 in float64 from single exact operations, so the same on every device. Two words that are complements of one
-    another give opposite numbers. |z| is at most 6.34.
+    AS241 in float64, from single exact operations, so the result is the same on every device. Complementary words give
+    opposite numbers. |z| is at most 6.34.
     """
     return in_chunks(lambda w: _normal_quantile(uniform(w)).float(), words)
 
 
 def _normal_quantile(p: Tensor) -> Tensor:
-    """Float64 in [2**-33, 1 - 2**-33] -> float64, correct to about 1e-15 of the result."""
+    """Return the normal quantile of float64 in [2**-33, 1 - 2**-33], correct to about 1e-15 of the result."""
     centred = p - 0.5
     r = 0.180625 - centred * centred
     z = centred * (_polynomial(r, _CENTRE_NUMERATOR) / _polynomial(r, _CENTRE_DENOMINATOR))
@@ -61,7 +61,7 @@ def _normal_quantile(p: Tensor) -> Tensor:
     q = centred[in_tail]
     minus_log = -_log(0.5 - q.abs())
     r = numerics.sqrt(minus_log.float()).double()
-    for _ in range(2):  # Heron's method: 24 bits to 48 to all
+    for _ in range(2):  # Heron's method: from 24 correct bits to 48 to all
         r = (r + minus_log / r) * 0.5
     tail = _polynomial(r - 1.6, _TAIL_NUMERATOR) / _polynomial(r - 1.6, _TAIL_DENOMINATOR)
     z[in_tail] = torch.where(q < 0, -tail, tail)
@@ -78,7 +78,7 @@ def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 def _log(x: Tensor) -> Tensor:
     """Natural logarithm of positive float64: x = 2**e * m, m in [1/sqrt 2, sqrt 2), log m = 2 atanh((m-1) / (m+1)).
 
-    The series of atanh to degree 23: what is left out is below 2e-20.
+    The series of atanh goes to degree 23; the omitted terms are below 2e-20.
     """
     m, e = torch.frexp(x)
     small = m < 0.5**0.5

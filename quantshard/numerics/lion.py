@@ -1,4 +1,4 @@
-"""The mathematics of Lion, once: a pure function of gradient, master and one moment."""
+"""Lion's formula: a pure function of gradient, master and one moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = (StateSpec(EXP_AVG),)
 
 @dataclass(frozen=True)
 class LionSettings:
-    """The numbers of one step. `lr` may be a float32 scalar tensor, and then no value is read back from its device."""
+    """The numbers of one step. `lr`: a float32 scalar tensor is not read back from its device."""
 
     lr: float | Tensor
     beta1: float
@@ -24,20 +24,20 @@ class LionSettings:
 
 
 class LionUpdate(NamedTuple):
-    """What one step makes of a parameter: float32, of its shape."""
+    """The results of one step for a parameter: float32, of its shape."""
 
     master: Tensor
     exp_avg: Tensor
 
 
 def lion(grad: Tensor, master: Tensor, exp_avg: Tensor, settings: LionSettings) -> LionUpdate:
-    """One step of Lion in float32; the arguments are not changed.
+    """Compute one Lion step in float32, out of place.
 
         w = w - lr (sign(b1 m + (1 - b1) g) + wd w)
         m = b2 m + (1 - b2) g
 
-    Algorithm 2 of Chen et al., 2023 (arXiv:2302.06675); weight decay is decoupled. The b are float32, in 1 - b too, as
-    in `adam`. The sign of 0 is 0. Each operation is rounded correctly by itself, so every device and every shard gets
+    Algorithm 2 of Chen et al., 2023 (arXiv:2302.06675), with decoupled weight decay. b is float32, also in 1 - b, as in
+    `adam`. The sign of 0 is 0. Each operation is correctly rounded on its own, so every device and every shard computes
     the same bits.
     """
     grad = grad.float()

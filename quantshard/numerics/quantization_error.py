@@ -1,7 +1,7 @@
-"""What quantizing a matrix did to its values: how many saturated or became zero, and how large the error is.
+"""Statistics of quantizing a matrix: how many values saturated or became zero, and the size of the error.
 
-It is added to a row of sums and a row of extremes, so that matrices seen one after the other count as one. Counts and
-squares are kept in float64, which has integers up to 2**53 exactly, and whose squares neither overflow nor vanish.
+Results accumulate in a row of sums and a row of extremes, so that several matrices count as one. Counts and squares are
+float64, which represents integers up to 2**53 exactly; squares neither overflow nor underflow.
 """
 
 from __future__ import annotations
@@ -17,26 +17,35 @@ from quantshard.formats import Encoding, OrientedCodes
 from quantshard.numerics import Pair, dequantize, expand, stored_scales
 
 SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "underflowed", "signal", "noise")
-"""Columns of the sums, float64: elements; those infinite or NaN; finite ones other than zero; then of the finite ones
-that were quantized: how many; those beyond the largest code by more than rounding; those not zero that became zero; the
-sum of their squares, and of the squares of their errors."""
+"""Columns of the sums, float64.
+
+    elements: all elements.
+    nonfinite: infinite or NaN elements.
+    nonzero: finite elements other than zero.
+    quantized: finite elements that were quantized to a finite value. The columns below count only these.
+    saturated: elements beyond the largest code by more than rounding.
+    underflowed: nonzero elements that became zero.
+    signal: sum of squares.
+    noise: sum of squared errors.
+"""
 
 EXTREMES: Final = ("amax", "scale", "smallest_scale")
-"""Columns of the extremes, float32: the largest finite magnitude, and the largest and the smallest of the scales that
-decoded codes are multiplied by."""
+"""Columns of the extremes, float32: the largest finite magnitude, and the largest and smallest scale that decoded codes
+are multiplied by."""
 
 EMPTY: Final = (0.0, 0.0, math.inf)
-"""The extremes of nothing."""
+"""Extremes before any matrix is added."""
 
 
 def beyond(encoding: Encoding) -> float:
-    """The magnitude in codes above which a value saturates: it would get a larger code, if there were one."""
+    """Return the magnitude, in units of codes, above which a value saturates: a larger code, if it existed, would be
+    closer."""
     exponent = math.floor(math.log2(encoding.max))
     return float(encoding.max + 2.0 ** (exponent - encoding.mantissa_bits - 1))
 
 
 def add_values_(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """Add a matrix that is not quantized: its elements, those not finite, those not zero, and its amax."""
+    """Add a matrix that is not quantized: its elements, nonfinite and nonzero elements, and its amax."""
     finite = x.isfinite()
     count = finite.sum()
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -54,11 +63,12 @@ def add_error_(
     parts: Mapping[str, Tensor],
     origin: Pair = (0, 0),
 ) -> None:
-    """Add a matrix x [R, C] and what it was quantized to, the touched components of one copy.
+    """Add a matrix x [R, C] and its quantized components of one copy.
 
     Args:
-        sums: float64 [len(SUMS)], in place.
-        extremes: float32 [len(EXTREMES)], in place.
+        sums: float64 [len(SUMS)], updated in place.
+        extremes: float32 [len(EXTREMES)], updated in place.
+        parts: the components that the rectangle touches.
     """
     add_values_(sums, extremes, x)
     if not x.numel():
@@ -70,13 +80,13 @@ def add_error_(
     extremes[1] = torch.maximum(extremes[1], torch.where(usable, grid, 0.0).amax())
     extremes[2] = torch.minimum(extremes[2], torch.where(usable, grid, math.inf).amin())
     values = x.float()
-    known = values.isfinite() & q.isfinite()
-    exact, error = torch.where(known, x, 0).double(), torch.where(known, x.double() - q.double(), 0.0)
+    is_finite = values.isfinite() & q.isfinite()
+    exact, error = torch.where(is_finite, x, 0).double(), torch.where(is_finite, x.double() - q.double(), 0.0)
     sums[3:] += torch.stack(
         [
-            known.sum().double(),
-            (known & (values.abs() > scales * beyond(copy.codes.encoding)) & (q != 0)).sum().double(),
-            (known & (x != 0) & (q == 0)).sum().double(),
+            is_finite.sum().double(),
+            (is_finite & (values.abs() > scales * beyond(copy.codes.encoding)) & (q != 0)).sum().double(),
+            (is_finite & (x != 0) & (q == 0)).sum().double(),
             exact.square().sum(),
             error.square().sum(),
         ]

@@ -1,6 +1,6 @@
-"""Numbers of 16 bits whose high byte, rounded, is an FP8 code: a weight, and what its master has beyond it.
+"""16-bit numbers with an FP8 code as their rounded high byte: a weight, and the rest of its master.
 
-x -> codes of 16 bits (`Encoding.extended`) -> the codes of the weight, and the low bytes beside them
+x -> 16-bit codes (`Encoding.extended`) -> the codes of the weight, and the low bytes
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from quantshard.numerics import Grids, Pair
 
 
 def split(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of an `Encoding.extended`, int16 -> the nearest codes of 8 bits and the low bytes, both uint8, of which
-    `join` makes the same.
+    """Split codes of an `Encoding.extended`, int16, into the nearest 8-bit codes and the low bytes, both uint8.
 
-    A tie is rounded away from zero, as by `split_bfloat16`. NaN, which is all ones, stays one.
+    `join` restores the same codes. Ties are rounded away from zero, as in `split_bfloat16`. NaN, which is all ones,
+    stays NaN.
     """
     bits = codes.to(torch.int32)
     magnitude = bits.bitwise_and(0x7FFF).clamp_(max=0x7F7F)
@@ -36,7 +36,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def decode(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
-    """Codes of `encoding` and the low bytes beside them, uint8 -> float32: what `join` of them stands for."""
+    """Decode codes of `encoding` and their low bytes, uint8, to float32."""
     values = numerics.decode(join(high, low), encoding.extended)
     return values.masked_fill_(high & 0x7F == 0x7F, math.nan)
 
@@ -44,7 +44,7 @@ def decode(high: Tensor, low: Tensor, encoding: Encoding) -> Tensor:
 def quantize(
     x: Tensor, copy: OrientedCodes, encode_scales: Grids, origin: Pair = (0, 0), words: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize_codes`, in 16 bits: the codes of one copy, and the low bytes beside them (`split`)."""
+    """`quantize_codes` in 16 bits: the codes of one copy, and their low bytes (`split`)."""
     encoding, grid = copy.codes.encoding.extended, encode_scales[copy.scale.name]
     scaled = x.float() * numerics.expand(grid, copy.block, (x.shape[0], x.shape[1]), origin)
     return split(
@@ -53,8 +53,10 @@ def quantize(
 
 
 def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origin: Pair = (0, 0)) -> Tensor:
-    """The low bytes beside the codes of one copy, uint8 [R, C], with which these stand for what is nearest to x [R, C]
-    of what they can: a code and its remainder reach half way to its neighbours."""
+    """Return the low bytes that bring the existing codes of one copy closest to x [R, C]: uint8 [R, C].
+
+    A code with its low byte reaches halfway to the neighboring codes.
+    """
     encoding, codes = copy.codes.encoding, parts[copy.codes.name].to(torch.int32)
     scaled = x.float() / numerics.expand(
         numerics.stored_scales(copy, parts), copy.block, (x.shape[0], x.shape[1]), origin
@@ -66,7 +68,7 @@ def low_bytes(x: Tensor, copy: OrientedCodes, parts: Mapping[str, Tensor], origi
 
 
 def dequantize(copy: OrientedCodes, parts: Mapping[str, Tensor], low: Tensor, origin: Pair = (0, 0)) -> Tensor:
-    """The components of one copy, and the low bytes beside its codes -> float32 [R, C]: `dequantize` of both."""
+    """Dequantize the components of one copy and the low bytes of its codes to float32 [R, C]."""
     values = decode(parts[copy.codes.name], low, copy.codes.encoding)
     return values.mul_(
         numerics.expand(numerics.stored_scales(copy, parts), copy.block, (low.shape[0], low.shape[1]), origin)

@@ -1,6 +1,6 @@
-"""The words for what a step of an optimizer reads and writes of a parameter: roles, and kinds in which it is stored.
+"""The vocabulary of optimizer steps: roles of a parameter's states, and the ways in which they are stored.
 
-Optimizers (`optimizers.state`), their kernels (`kernels.optimizer`) and checkpoints all take them from here.
+Shared by optimizers (`optimizers.state`), their kernels (`kernels.optimizer`) and checkpoints.
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
 MASTER: Final = "master_param"
-"""The role of the values that a step reads and updates where the parameter is coarser, and their key in state dicts."""
+"""Role and state-dict key of the values that a step reads and updates if the parameter has lower precision."""
 
 AVERAGE: Final = "ema_param"
-"""The role of the exponential moving average of the values that are trained, float32, and its key in state dicts."""
+"""Role and state-dict key of the exponential moving average of the trained values, float32."""
 
 EMA_DECAY: Final = "ema_decay"
-"""The entry of an optimizer's groups that says how slowly the average follows."""
+"""Entry of an optimizer's parameter groups with the decay of the average."""
 
 ROUNDING_SEED: Final = "rounding_seed"
-"""The entry of groups that an optimizer has which rounds states, masters or parameters stochastically."""
+"""Entry of the parameter groups of optimizers that round states, masters or parameters stochastically."""
 
 WEIGHT: Final = "param"
-"""The role of the parameter itself, which is no state."""
+"""Role of the parameter itself, which is not a state."""
 
 REMAINDER_SUFFIX: Final = "_low"
-"""What is appended to `MASTER` in state dicts for the low bytes of a master whose high bytes are the parameter."""
+"""Suffix of `MASTER` in state dicts for the low bytes of a master with the parameter as its high bytes."""
 
 
 def has_master(state: Iterable[Any]) -> bool:
-    """Whether a parameter's entries in an optimizer's state have a master, whichever way it is kept."""
+    """True if a parameter's entries in an optimizer's state include a master, in any storage."""
     return any(str(key).startswith(MASTER) for key in state)
 
 
 class StateSpec(NamedTuple):
-    """A state that an optimizer keeps of each parameter beside the master: its role, which is its key in state dicts.
+    """A state that an optimizer stores for each parameter in addition to the master.
 
-    `nonnegative`: it has no negative values, as a mean of squares, and a positive one never becomes zero when it is
-    rounded; a negative one would. `words_of`: role of a state whose words of stochastic rounding it takes, halves
-    exchanged, to save the time of drawing others.
+    role: its key in state dicts.
+    nonnegative: it has no negative values, like a mean of squares. Rounding never makes a positive value zero.
+    words_of: role of the state that shares its words of stochastic rounding, with swapped halves, which saves
+        drawing more.
     """
 
     role: str
@@ -50,12 +51,12 @@ class StateKind(IntEnum):
     """How a state, a master or a parameter is stored."""
 
     ABSENT = 0
-    """Not at all."""
+    """Not stored."""
     PLAIN = 1
     """One float32, bfloat16 or float16 tensor."""
     REMAINDER = 2
-    """The low half of a float32, the high half being the parameter (`numerics.join_bfloat16`)."""
+    """The low half of a float32; the parameter is the high half (`numerics.join_bfloat16`)."""
     SCALED = 3
-    """Components of a format row."""
+    """Components of a format."""
     SPLIT = 4
-    """The low byte of 16 bits, the high byte being the parameter's code (`numerics.split_codes.join`)."""
+    """The low byte of 16 bits; the parameter's code is the high byte (`numerics.split_codes.join`)."""

@@ -1,4 +1,4 @@
-"""The order in which tensor cores of compute capability 10 read the scales of blocks."""
+"""The memory layout of block scales for tensor cores of compute capability 10."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from quantshard.numerics import Pair
 
 
 def swizzled(grid: Tensor) -> Tensor:
-    """Bytes [R, C] -> tiles of 128 x 4, in each of which rows i, i + 32, i + 64 and i + 96 lie together, flat.
+    """Rearrange bytes [R, C] into flat tiles of 128 x 4, in which rows i, i + 32, i + 64 and i + 96 are adjacent.
 
-    The layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling factors
-    layout"). What fills up the last tiles is zero.
+    This is the layout of block scales that tensor cores of compute capability 10 read (cuBLAS, "1D block scaling
+    factors layout"). The last tiles are padded with zeros.
     """
     more = (0, -grid.shape[1] % 4, 0, -grid.shape[0] % 128)
-    padded = torch.nn.functional.pad(grid, more) if any(more) else grid  # of any strides
+    padded = torch.nn.functional.pad(grid, more) if any(more) else grid  # can have any strides
     tiles = padded.reshape(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
