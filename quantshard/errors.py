@@ -81,8 +81,7 @@ class CheckpointError(QuantshardError, RuntimeError):
 
 
 class LostRankError(CheckpointError):
-    """Another rank exited, was interrupted, or did not join a collective call. The message gives its reason, if
-    known."""
+    """Another rank exited, was interrupted, or did not join a collective. The message gives its reason, if known."""
 
 
 class RankMismatchError(QuantshardError, RuntimeError):

@@ -49,8 +49,7 @@ _JSON_TEXT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 _KEY: Final = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY: Final = re.compile(rf"(?<![\w-]){_KEY}(?:[ \t]*\.[ \t]*{_KEY}){{64}}")
-"""A dotted key with more than 64 parts, more than any of our files has. `tomllib` takes quadratic time for such
-keys."""
+"""A dotted key with more than 64 parts, which no file of ours has. `tomllib` takes quadratic time for such keys."""
 
 
 def open_regular(path: Path_, *, limit: int | None = None, follow: bool = False) -> BinaryIO:
@@ -326,10 +325,10 @@ def toml_table(content: bytes, where: str, raising: type[QuantshardError] = Conf
 
 def _check_integers(found: dict[str, Any]) -> None:
     """Reject integers beyond 64 bits, as TOML requires. `tomllib` accepts longer ones, which cannot even be printed."""
-    waiting: list[Any] = [found]
-    for value in waiting:
+    pending: list[Any] = [found]
+    for value in pending:
         if isinstance(value, dict | list):
-            waiting.extend(value.values() if isinstance(value, dict) else value)
+            pending.extend(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise ValueError("a number has more than 64 bits")
 

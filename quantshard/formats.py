@@ -180,8 +180,7 @@ class Format:
 
     @cached_property
     def serves_columns(self) -> bool:
-        """True if products that sum along columns can read the codes: blocks are square, or a columnwise copy
-        exists."""
+        """True if products that sum along columns can read the codes: square blocks, or a columnwise copy."""
         return self.transposable or Orientation.COLUMNWISE in self.copies
 
     @cached_property

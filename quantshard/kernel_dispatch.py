@@ -49,11 +49,11 @@ def kernels_on(device: torch.device) -> bool:
 def kernels_only_on(*types: str) -> Iterator[None]:
     """Within this context, run kernels only on devices of these types, to compare kernels with the oracle."""
     global KERNEL_DEVICES
-    before, KERNEL_DEVICES = KERNEL_DEVICES, set(types)
+    previous, KERNEL_DEVICES = KERNEL_DEVICES, set(types)
     try:
         yield
     finally:
-        KERNEL_DEVICES = before
+        KERNEL_DEVICES = previous
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -122,16 +122,14 @@ def _has_kernel(x: Tensor, copy: OrientedCodes) -> bool:
 
 
 def sees_blocks(x: Tensor, fmt: Format, words: RandomWords | None) -> bool:
-    """True if `quantize` can handle x: one kernel measures and quantizes it in one pass, with each block in one
-    tile."""
+    """True if `quantize` can handle x: one kernel measures and quantizes it, with each block in one tile."""
     if isinstance(words, Tensor):
         return False
     return all(_has_kernel(x, copy) and ALL not in copy.block for copy in fmt.copies.values())
 
 
 def quantize(x: Tensor, fmt: Format, scaling: Scaling, words: RandomBits | None = None) -> dict[str, Tensor]:
-    """Quantize a whole matrix [R, C] as `numerics.quantize` does, after any Hadamard transform. Requires
-    `sees_blocks`."""
+    """Quantize a whole matrix [R, C] like `numerics.quantize`, after any Hadamard transform. Requires `sees_blocks`."""
     parts = {c.name: block_amax(x, c.block_shape) for c in fmt.components if c.role is Role.AMAX}
     scaling = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon)
     for copy in fmt.copies.values():
@@ -151,8 +149,8 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     nan_flag: Tensor | None = None,
 ) -> Tensor:
-    """`numerics.dequantize`, rounded once to `dtype`. `nan_flag`: float32 scalar, 0 or NaN; NaN makes all values
-    NaN."""
+    """`numerics.dequantize`, rounded once to `dtype`. If `nan_flag` (float32 scalar, 0 or NaN) is NaN, so is the
+    result."""
     parts = as_stored(copy, parts, shape)
     codes = parts[copy.codes.name]
     if has_kernels(codes) and copy.codes.encoding.bits <= 8:
@@ -209,8 +207,7 @@ def add_quantization_error(
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """Call `quantization_error.add_values_` on `sums` and `extremes` [copies, columns]; see
-    `add_quantization_error`."""
+    """Call `quantization_error.add_values_` on `sums` and `extremes`; see `add_quantization_error`."""
     if has_float_kernels(x):
         error_kernel.add_values(sums, extremes, x)
     else:
@@ -271,8 +268,7 @@ SwizzledMatrix = tuple[Tensor | None, Tensor, Tensor | None]
 
 
 def swizzle(copy: OrientedCodes, matrices: Sequence[StoredMatrix], turned: bool) -> Sequence[SwizzledMatrix]:
-    """Convert matrices, or their transposes, to the layout that scaled products read: an 8-bit scale for every row,
-    `swizzled`."""
+    """Convert matrices, or their transposes, to the layout of scaled products: an 8-bit scale per row, `swizzled`."""
     if has_kernels(matrices[0][1]):
         return swizzle_kernel.SwizzleRequest(copy, matrices, turned).finish()
     return [_swizzle(copy, *matrix, turned) for matrix in matrices]

@@ -27,8 +27,8 @@ hand. The largest tokenizers have 256,000 tokens and 35 MB.
 """
 
 JSON_VALUES: Final = 1 << 20
-"""Maximum number of values in one JSON text. One byte of it can take 64 bytes of memory. The largest safetensors index
-has about 200,000 values."""
+"""Maximum number of values in one JSON text. One byte can take 64 of memory. The largest safetensors index has some
+200,000."""
 
 TOML_MARKS: Final = 1 << 19
 """Maximum number of dots, commas, brackets, equal signs, backslashes and lines in a TOML text. Python's parser reads
@@ -65,8 +65,7 @@ PICKLED_CONTAINERS: Final = 1 << 20
 of the file."""
 
 OBJECT_VALUES: Final = 1 << 21
-"""Maximum number of values created from such a pickle. Containers that repeat each other create more values than there
-are bytes."""
+"""Maximum number of values created from such a pickle. Repeated containers create more values than bytes."""
 
 RECORDS_BYTES: Final = 4 * _MIB
 """Maximum bytes of the record list of a `torch.save` archive: about 80 per tensor, for which Python allocates 800."""

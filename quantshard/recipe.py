@@ -116,8 +116,7 @@ _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 @suggests_fields
 @dataclass(frozen=True)
 class MixedRecipe(Recipe):
-    """A recipe that takes inputs and gradients of some GEMMs from other recipes: `MixedRecipe("nvfp4",
-    wgrad="current")`.
+    """A recipe that takes inputs and gradients of some GEMMs from others: `MixedRecipe("nvfp4", wgrad="current")`.
 
     The name of this example is "nvfp4/wgrad:current". Weights always follow the first recipe. "bf16" keeps the operands
     of a GEMM in high precision: torchao's "rowwise_with_gw_hp" is "rowwise/wgrad:bf16".
@@ -128,7 +127,7 @@ class MixedRecipe(Recipe):
 
     Raises:
         ConfigurationError: a recipe is unknown, the first one stores no quantized weights, or the two operands of one
-            role do not share one kind of amax history, as in "delayed/wgrad:current".
+            role would need different amax histories, as in "delayed/wgrad:current".
     """
 
     recipe: str | Recipe

@@ -55,8 +55,7 @@ _FIXED: Final[dict[str, tuple[Any, str]]] = {
 
 
 def fixed(name: str, default: Any = None) -> Any:
-    """Return a keyword-only field of a recipe that supports one value: the value in `_FIXED`, or `default` in another
-    type."""
+    """Return a keyword-only recipe field that supports one value: that in `_FIXED`, or `default` in another type."""
     value, reason = _FIXED[name]
     return field(default=value if default is None else default, kw_only=True, repr=False, metadata={_REASON: reason})
 

@@ -65,8 +65,7 @@ class QuantSpec:
 
 
 class CellPair(tuple[QuantSpec | None, QuantSpec | None]):
-    """The table entries for the two GEMMs of an input or gradient. Hashed by identity, because every call looks the
-    pair up in caches."""
+    """The table entries for both GEMMs of an input or gradient. Hashed by identity, for fast cache lookups."""
 
     __hash__ = object.__hash__
 
@@ -154,7 +153,7 @@ class Recipe(RecipePredicates):
 @suggests_fields
 @dataclass(frozen=True)
 class TableRecipe(Recipe):
-    """A recipe given directly as its table. `fast`: GEMMs that may accumulate as in `MMParams`."""
+    """A recipe given directly as its table. `fast`: GEMMs that may accumulate in lower precision; see `MMParams`."""
 
     label: str
     cells: Table = field(hash=False)

@@ -31,8 +31,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def grid_extent(extent: Extent, cover: int) -> Extent:
-    """Return the range of grid entries along one dim that the elements of `extent` touch, at `cover` elements per
-    entry.
+    """Return the grid entries along one dim that the elements of `extent` touch, at `cover` elements per entry.
 
     An entry that covers the whole dim (ALL) exists on every rank, even if the extent is empty.
     """
@@ -137,8 +136,7 @@ class Shard:
         return touched - inside
 
     def gathers(self, component: Component) -> bool:
-        """True if undoing the last cut needs the component from other ranks. If False, every rank already has all of
-        it."""
+        """True if undoing the last cut needs the component from other ranks. If False, every rank has all of it."""
         assert self.cut is not None
         return not self.replicates(component, self.cut.dim)
 
@@ -162,8 +160,7 @@ def _resident(shard: Shard, component: Component) -> tuple[Extent, Extent]:
 
 
 def chunk_of(extent: Extent, index: int, count: int) -> Extent:
-    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`. The last pieces can be shorter or
-    empty."""
+    """Return piece `index` of `count` pieces of an extent, cut like `torch.chunk`: the last can be shorter or empty."""
     start, stop = extent
     chunk = ceil_div(stop - start, count)
     return (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))

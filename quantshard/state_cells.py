@@ -18,8 +18,7 @@ of two, so that an unchanged value keeps its bits when the scale changes.
 """
 
 FP16_STATE = QuantSpec(FP16_1X128, Scaling(power_of_two=True))
-"""FP16 format of a state, also with one power-of-two scale per 128 elements: squares of small gradients are below
-FP16's range."""
+"""FP16 format of a state, with the same scales, because squares of small gradients are below FP16's range."""
 
 FP8_NONNEGATIVE_STATE = QuantSpec(UE5M3_1X128)
 """8-bit format of a second moment, which is a mean of squares: 5 exponent bits instead of a sign and 4.
@@ -37,8 +36,7 @@ _NONNEGATIVE_CELLS: Final = {**STATE_CELLS, torch.uint8: FP8_NONNEGATIVE_STATE}
 
 
 def state_cell(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
-    """Return the format of a state of this dtype, or None if it is stored as plain numbers. `nonnegative`: see
-    `StateSpec`."""
+    """Return the format of a state of this dtype, or None for plain numbers. `nonnegative`: see `StateSpec`."""
     return (_NONNEGATIVE_CELLS if nonnegative else STATE_CELLS)[dtype]
 
 
@@ -49,8 +47,7 @@ STATE_SCALE_SUFFIXES = tuple({cell.format.copies[Orientation.ROWWISE].scale.key_
 
 
 def stored_state_cell(key: str, dtype: torch.dtype, keys: Container[str]) -> QuantSpec | None:
-    """Return the format of the state under `key` of a state dict with these keys, or None if it is stored as plain
-    numbers."""
+    """Return the format of the state under `key` of a state dict with these keys, or None for plain numbers."""
     for cell in _SCALED_STATES:
         copy = cell.format.copies[Orientation.ROWWISE]
         if copy.codes.encoding.storage is dtype and key + copy.scale.key_suffix in keys:

@@ -25,8 +25,7 @@ def history_amax(history: Tensor, most_recent: bool) -> Tensor:
 
 
 def history_amaxes(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor:
-    """`history_amax` of n histories on one device, float32 [n]. A kernel reads all of them in one launch and writes the
-    results `stride` apart."""
+    """`history_amax` of n histories on one device, float32 [n]. With kernels: one launch, results `stride` apart."""
     amaxes = kernel_dispatch.past_amaxes(histories, most_recent, stride)
     if amaxes is not None:
         return amaxes
@@ -39,8 +38,7 @@ def record_amax_(history: Tensor, amax: Tensor) -> None:
 
 
 def record_amaxes_(histories: Sequence[Tensor], amaxes: Tensor) -> None:
-    """Append amaxes [n], float32, to n different histories: in one kernel launch, or grouped by length without
-    kernels."""
+    """Append amaxes [n], float32, to n different histories: by one kernel, or grouped by length without kernels."""
     if kernel_dispatch.record_amaxes(histories, amaxes):
         return
     is_valid = torch.isfinite(amaxes) & (amaxes > 0)
@@ -181,8 +179,7 @@ class PendingAmaxes:
             private_torch.keep_with(history, slot)
 
     def note(self, key: Tensor, number: int, history: Tensor, amax: Tensor, group: Groups) -> None:
-        """Record an amax (float32 scalar) for a history. A second amax before `flush` is merged with the first by
-        MAX."""
+        """Record an amax (float32 scalar) for a history. Several amaxes before `flush` are merged by MAX."""
         slot = self.slot([key], number, [history], group, kernel_dispatch.launch_queue(amax.device))
         with torch.no_grad():
             torch.maximum(slot, amax, out=slot)
@@ -221,8 +218,8 @@ class PendingAmaxes:
         return list(self._noted.values())
 
     def take_joint(self) -> list[FlatHistory]:
-        """Remove and return the histories that have amaxes from `note_all` only, with their largest amaxes. `histories`
-        returns the others."""
+        """Remove and return the histories that have amaxes from `note_all` only, merged by MAX. `histories` has the
+        rest."""
         ids = [*self._noted, *chain.from_iterable(self._joint)]
         if len(set(ids)) < len(ids):
             return []

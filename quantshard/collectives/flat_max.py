@@ -70,8 +70,7 @@ _DIGEST = 0xFFFFFF  # 24 bits, which a float32 holds exactly: digests are reduce
 
 
 def rank_digest(identity: object, device: torch.device) -> Tensor:
-    """Return a digest of `repr(identity)`, which must be equal on all ranks, and its complement: float32 [2], for
-    `FlatMax`."""
+    """Return a digest of `repr(identity)`, which all ranks compare, and its complement: float32 [2], for `FlatMax`."""
     checksum = zlib.crc32(repr(identity).encode()) & _DIGEST  # not `hash`, which differs between processes
     # Filling on the device avoids a copy that the host would wait for.
     digest = torch.full((2,), checksum, dtype=torch.float32, device=device)

@@ -25,11 +25,10 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 def shard_parameter(param: Tensor, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
-    """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard. No
-    collective.
+    """Convert a whole parameter, equal on all ranks, to a DTensor parameter that keeps this rank's shard.
 
-    A shard has its own memory; only the random key, draws and amax history are shared with `param`, so that cutting a
-    tied weight twice is detected. A replicated parameter shares its memory with `param`.
+    There is no collective. A shard has its own memory; only the random key, draws and amax history are shared with
+    `param`, so that cutting a tied weight twice is detected. A replicated parameter shares its memory with `param`.
 
     Args:
         param: quantized or not, with any number of dims, on any device including meta.

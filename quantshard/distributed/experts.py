@@ -203,8 +203,7 @@ def _exchange_counts(
 
 
 def _sorting(received: Tensor, like: Tensor) -> Tensor | None:
-    """Return the order by expert, then rank, of rows that arrive by rank, then expert. None if both orders are
-    equal."""
+    """Return the order by expert, then rank, of rows that arrive by rank, then expert. None: already sorted."""
     ranks, num_local = received.shape
     if ranks == 1 or num_local == 1:
         return None

@@ -100,8 +100,7 @@ def check_meshes(owner: str, tp_mesh: DeviceMesh, weight_mesh: DeviceMesh | None
 
 
 class TensorParallelModule(nn.Module):
-    """A module that cuts its own parameters over a tensor-parallel mesh. `_cuts`: the dim by parameter name, or
-    None."""
+    """A module whose own parameters are cut over a tensor-parallel mesh, by name: `_cuts` has the dim, or None."""
 
     def __init__(self, asked: TensorParallelConfig, device: torch.device) -> None:
         super().__init__()
@@ -173,13 +172,12 @@ class TensorParallelModule(nn.Module):
         return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """Under sequence parallelism, gather the rows (dim 0) of all ranks. Each rank then has the whole gradient of
-        the result."""
+        """Under sequence parallelism, gather the rows (dim 0) of all ranks; the gradient is whole on each rank."""
         return parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
 
     def whole_on_rows(self, *names: str) -> list[Any]:
-        """Return replicated parameters that each rank applies to its own rows (norms, row-parallel biases), or None for
-        missing ones."""
+        """Return replicated parameters that each rank applies to its rows: norms, row-parallel biases. None if
+        missing."""
         params = self._locals(names)
         if not self.sequence_parallel or self.tp_mesh is None:
             return params

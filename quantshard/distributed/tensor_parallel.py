@@ -100,8 +100,7 @@ def check_mode(owner: str, mode: str | None, sequence_parallel: bool) -> None:
 
 
 def stream_base(group: Groups) -> int:
-    """Return a number for the data that a tensor-parallel group works on, equal on its ranks, to separate random
-    streams.
+    """Return a number for the data of a tensor-parallel group, equal on its ranks, to separate random streams.
 
     If the groups form the same mesh axes on all ranks, the number is the index among them, which is the data-parallel
     rank. Random streams are then equal to those in a run without these axes. Two other groups can get the same number;
@@ -139,8 +138,7 @@ def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def add_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """Add a bias [features], rounded to y's dtype, to y [..., features]. The bias gradient is summed in the bias's
-    dtype."""
+    """Add a bias [features], rounded to y's dtype, to y [..., features]. Its gradient is summed in its own dtype."""
     return _AddBias.apply(y, bias)
 
 
@@ -158,8 +156,7 @@ def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather rows like `gather_rows`. Every rank has the result's whole gradient, so backward only selects this rank's
-    rows."""
+    """Gather rows like `gather_rows`. Every rank has the whole gradient, so backward only selects this rank's rows."""
     return x if tp.size == 1 else _JoinRows.apply(x, tp)
 
 

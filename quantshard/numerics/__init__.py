@@ -44,11 +44,11 @@ _FLOAT32_MAX: Final = torch.finfo(torch.float32).max
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root of a float32 tensor. torch.sqrt is off by an ulp in 1 of 5 on CPUs with
-    MKL.
+    """Return the correctly rounded square root of a float32 tensor.
 
-    The root of a float32 is itself a float32 or at least 4 float64 ulps away from any tie between float32s. A float64
-    root with an error of an ulp or two therefore rounds to the right float32.
+    torch.sqrt is off by an ulp in 1 of 5 values on CPUs with MKL. The root of a float32 is itself a float32 or at least
+    4 float64 ulps away from any tie between float32s. A float64 root with an error of an ulp or two therefore rounds to
+    the right float32.
     """
     return torch.sqrt(x.double()).float()
 
@@ -161,7 +161,7 @@ def encode_e8m0_round_up(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Decode codes, uint8 (one per byte) or 16-bit, to float32 of the same shape, exactly. FP32 is returned
+    """Decode codes, uint8 (one per byte) or 16-bit, exactly to float32 of the same shape. FP32 is returned
     unchanged."""
     if encoding.bits > 8:
         return codes.float() if encoding.native else _decode_by_definition(codes.to(torch.int32) & 0xFFFF, encoding)
@@ -201,8 +201,7 @@ def join_bfloat16(high: Tensor, low: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, encoding: Encoding) -> Tensor:
-    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], the even index in the low
-    nibble.
+    """Convert codes uint8 [..., C], one per byte, to storage: E2M1 [..., ceil(C / 2)], even index in the low nibble.
 
     An odd last element is paired with code zero. Other encodings are stored unchanged. Pairs are counted from the first
     column, so a rectangle must start at an even global column to be a slice of the packed tensor.
@@ -255,11 +254,11 @@ def _amax_along(x: Tensor, dim: int, block_shape: int, origin: int) -> Tensor:
 
 
 def block_amax(x: Tensor, block_shape: Pair, origin: Pair = (0, 0)) -> Tensor:
-    """Return the largest |x| per block: float32, one entry per block of `block_shape` elements that the rectangle
-    touches.
+    """Return the largest |x| of each block of `block_shape` elements that the rectangle touches: float32.
 
-    x is a floating-point [R, C]. Along dim d the grid is range(origin // covers, ceil((origin + size) / covers)). If
-    covers is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none. NaN propagates.
+    x is a floating-point [R, C]. Along dim d the grid is range(origin // covers, ceil((origin + size) / covers)), where
+    covers is block_shape[d]. If covers is ALL there is one entry, 0 for an empty dim; otherwise an empty dim has none.
+    NaN propagates.
     """
     along_cols = _amax_along(x.abs(), 1, block_shape[1], origin[1])
     return _amax_along(along_cols, 0, block_shape[0], origin[0]).float()

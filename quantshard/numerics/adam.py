@@ -16,19 +16,16 @@ from quantshard.numerics.states import MASTER, WEIGHT, StateSpec
 
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER, WEIGHT)
-"""The values of a parameter that a step reads and writes: means of the gradient and of its square, master and
-weight."""
+"""Values of a parameter that a step reads and writes: means of the gradient and its square, master and weight."""
 
 STATES = (StateSpec(EXP_AVG), StateSpec(EXP_AVG_SQ, nonnegative=True, words_of=EXP_AVG))
-"""The second moment is `nonnegative`, because a zero under the square root would blow up the step of an element with a
-nonzero first moment."""
+"""The second moment must not round to zero: that would blow up the step if the first moment is nonzero."""
 
 NONNEGATIVE = frozenset(spec.role for spec in STATES if spec.nonnegative)
 """Roles of the nonnegative states."""
 
 SMALL_EPS = 2.0**-60
-"""Smallest eps that keeps updates below a learning rate if v underflows to 0, which happens for gradients below
-1e-21."""
+"""Smallest eps that keeps updates below a learning rate if v underflows, as for gradients below 1e-21."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Cross-entropy of logits and its gradient in float32, computed in groups of rows to avoid a float32 copy of all
-logits."""
+"""Cross-entropy of logits and its gradient in float32, in groups of rows to avoid a float32 copy of all logits."""
 
 from __future__ import annotations
 

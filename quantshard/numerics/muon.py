@@ -37,8 +37,7 @@ RATE_FACTORS = {
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """The numbers of one step, named as in `torch.optim.Muon`. `lr`: a float64 scalar tensor is not read back from its
-    device."""
+    """The numbers of one step, named as in `torch.optim.Muon`. A float64 scalar tensor `lr` stays on its device."""
 
     lr: float | Tensor
     momentum: float

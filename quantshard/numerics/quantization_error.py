@@ -30,16 +30,14 @@ SUMS: Final = ("elements", "nonfinite", "nonzero", "quantized", "saturated", "un
 """
 
 EXTREMES: Final = ("amax", "scale", "smallest_scale")
-"""Columns of the extremes, float32: the largest finite magnitude, and the largest and smallest scale that decoded codes
-are multiplied by."""
+"""Columns of the extremes, float32: largest finite magnitude, largest and smallest scale of decoded codes."""
 
 EMPTY: Final = (0.0, 0.0, math.inf)
 """Extremes before any matrix is added."""
 
 
 def beyond(encoding: Encoding) -> float:
-    """Return the magnitude, in units of codes, above which a value saturates: a larger code, if it existed, would be
-    closer."""
+    """Return the magnitude, in units of codes, above which a value would round to a code larger than the largest."""
     exponent = math.floor(math.log2(encoding.max))
     return float(encoding.max + 2.0 ** (exponent - encoding.mantissa_bits - 1))
 
