@@ -1,1 +1,1 @@
-"""Kernels that quantize, measure, dequantize and transpose one matrix."""
+"""Kernels that quantize, measure, dequantize and transpose a matrix."""

@@ -2,7 +2,7 @@
 
     amax[block] = max |x|
 
-For what `quantize` cannot see within one tile: the whole tensor, a whole row, and blocks that ranks share.
+Needed where one tile does not hold a whole block: one scale for the tensor or for a row, and blocks shared by ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def amax_kernel(
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             row, col, i, j, valued = tile_of(where, T if H is None else H, H is None)
-            at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
-            values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
+            offsets = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+            values = tl.load(x_ptrs[part] + offsets, mask=valued, other=0.0)
             x = ql.widen(values)
             if nan_flags[part] is not None:
                 infinite = ql.largest_bits(x) >= 0x7F800000
@@ -59,8 +59,8 @@ def measure(
     x, row, col, where, grid_ptr, shape, other_where, other_ptr, other_shape, dtype: tl.constexpr, H: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of the blocks of a float32 tile of values of dtype, as H says, and of its transpose, as T does; either may
-    be None. Grids have these shapes."""
+    """Write the amaxes of the blocks of a float32 tile of values of `dtype`, and of its transpose, into grids of the
+    given shapes. H: config of the tile; T: of its transpose. H or T can be None."""
     if H is not None:
         _measure(transformed(x, dtype, H), row, col, where, grid_ptr, shape, H)
     if T is not None:
@@ -69,28 +69,28 @@ def measure(
 
 @triton.jit
 def _measure(x, row, col, where, grid_ptr, shape, H: tl.constexpr):
-    """Amaxes of the blocks of a tile as held, at a row and column of the matrix that H is of."""
+    """Write the amaxes of the blocks of a tile at a row and column of the matrix that H describes."""
     if H.transposed:
-        found = ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
+        amaxes = ql.block_amax(x, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
-        found = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
+        amaxes = ql.block_amax(x, H.rows, H.cols, H.block_rows, H.block_cols, H.together)
     entries, inside = grid_of_tile(row, col, where, shape[1], 1, shape[0], shape[1], H)
     if H.row_all or H.col_all:  # several tiles share an entry
-        tl.atomic_max(ql.as_bits(grid_ptr + entries), found.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+        tl.atomic_max(ql.as_bits(grid_ptr + entries), amaxes.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
     else:
-        tl.store(grid_ptr + entries, found, mask=inside)
+        tl.store(grid_ptr + entries, amaxes, mask=inside)
 
 
 def block_amax(
     x: Tensor, block_shape: tuple[int, int], origin: tuple[int, int] = (0, 0), *, hadamard: bool = False
 ) -> Tensor:
-    """Largest |x| per block: float32, one entry for each block of `block_shape` elements that x [R, C] touches.
+    """Return the largest |x| of each block: float32, one entry for each block of `block_shape` that x [R, C] touches.
 
-    x: any strides; float32, bfloat16 or float16. `hadamard`: of its rows after `numerics.hadamard16`.
+    x: float32, bfloat16 or float16, any strides. `hadamard`: measure the rows after `numerics.hadamard16`.
     """
-    ((found, _),) = block_amaxes([x], BlockAmaxes(block_shape, hadamard), origin=origin)
-    assert found is not None
-    return found
+    ((amax, _),) = block_amaxes([x], BlockAmaxes(block_shape, hadamard), origin=origin)
+    assert amax is not None
+    return amax
 
 
 def block_amaxes(
@@ -100,29 +100,31 @@ def block_amaxes(
     nan_flags: Sequence[Tensor | None] | None = None,
     origin: Pair = (0, 0),
 ) -> list[tuple[Tensor | None, Tensor | None]]:
-    """The same of several matrices of one shape, strides, dtype and device, as `one` says, and of their transposes, as
-    `two` does, by one kernel.
+    """Measure several matrices of one shape, strides, dtype and device (`one`) and their transposes (`two`) with one
+    kernel.
 
-    Amaxes of more than one grid may be flat. `nan_flags`: for each perhaps a float32 scalar, not negative, made NaN if
-    not all values are finite, else left as it is.
+    Grids with more than one entry can be flat. `nan_flags`: for each matrix None or a float32 scalar, not negative,
+    which becomes NaN if any value is not finite.
     """
     x = xs[0]
     plan = plan_amaxes(x.shape, one, two, origin)
-    found = plan.grids(x, len(xs))
-    grids, others = zip(*found, strict=True)
+    targets = plan.grids(x, len(xs))
+    grids, transposed_grids = zip(*targets, strict=True)
     if x.numel() > 0:
         launch_kernel(
             amax_kernel, (*plan.programs, len(xs)), x.device,
-            tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, others, plan.other_spans,
+            tuple(xs), *x.stride(), plan.where, grids, plan.spans, plan.other, transposed_grids, plan.other_spans,
             (None,) * len(xs) if nan_flags is None else tuple(nan_flags),
             PARTS=len(xs), **plan.kinds, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return found
+    return targets
 
 
 class AmaxPlan(NamedTuple):
-    """What a launch needs besides tensors: rectangles and grids of the matrix, and of its transpose. `kinds`: constants
-    that say how both are measured."""
+    """Launch parameters without the tensors: regions and grid shapes of the matrix and of its transpose.
+
+    `zeroed`: grids must start at zero. `kinds`: configs of both directions, as constants of the kernel.
+    """
 
     where: Region
     spans: Pair | None
@@ -134,7 +136,7 @@ class AmaxPlan(NamedTuple):
     kinds: dict[str, Any]
 
     def grids(self, x: Tensor, parts: int) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Memory for the amaxes of several; more than one grid are flat pieces of one allocation."""
+        """Allocate the grids of `parts` matrices; larger grids are flat pieces of one allocation."""
         if self.spans == (1, 1) and self.other_spans is None:
             return [(workspace.zero(x.device), None) for _ in range(parts)]
         # zeros: several programs share an entry, or none runs
@@ -144,31 +146,31 @@ class AmaxPlan(NamedTuple):
         if len(large) * parts == 1:
             pieces = [new(large[0], dtype=torch.float32, device=x.device)]
         elif large:
-            sizes = [-(rows * cols // -4) * 4 for rows, cols in large] * parts  # each begins at a multiple of 16 bytes
+            sizes = [-(rows * cols // -4) * 4 for rows, cols in large] * parts  # each starts at a multiple of 16 bytes
             pieces = new(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
-        left = iter(pieces)
+        remaining = iter(pieces)
 
         def grid(spans: Pair | None) -> Tensor | None:
             if spans is None:
                 return None
-            return workspace.zero(x.device) if spans == (1, 1) else next(left)
+            return workspace.zero(x.device) if spans == (1, 1) else next(remaining)
 
         return [(grid(self.spans), grid(self.other_spans)) for _ in range(parts)]
 
 
 @lru_cache(MOST_PLANS)
 def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, origin: Pair = (0, 0)) -> AmaxPlan:
-    """For matrices of `shape` at an `origin`, and their transposes."""
+    """Plan the launch for matrices of `shape` at `origin`, and their transposes."""
     tile = _tile(one, two)
-    where, spans, first = _measured(shape, one, origin, tile, False)
-    other, other_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
-    programs = tiles(where, first) if first is not None else (1, 1)
-    if second is not None and other is not None:
-        down, across = tiles(other, second)
+    region, spans, first = _measured(shape, one, origin, tile, False)
+    transposed_region, transposed_spans, second = _measured(shape[::-1], two, origin[::-1], tile, True)
+    programs = tiles(region, first) if first is not None else (1, 1)
+    if second is not None and transposed_region is not None:
+        down, across = tiles(transposed_region, second)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
-    shared = [how.row_all or how.col_all for how in (first, second) if how is not None]
+    shared = [config.row_all or config.col_all for config in (first, second) if config is not None]
     kinds = {"H": first, "T": second}
-    return AmaxPlan(where, spans, other, other_spans, programs, tile, any(shared), kinds)
+    return AmaxPlan(region, spans, transposed_region, transposed_spans, programs, tile, any(shared), kinds)
 
 
 def _measured(
@@ -178,16 +180,16 @@ def _measured(
         return Region(*shape, shape[1], *origin), None, None
     rows, cols = shape[0], shape[1] + (-shape[1] % 16 if blocks.hadamard else 0)
     down, across = (
-        touched(at, size, cover) for at, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
+        touched(start, size, cover) for start, size, cover in zip(origin, (rows, cols), blocks.block_shape, strict=True)
     )
-    how = tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
-    how = how._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
-    return Region(rows, cols, shape[1], *origin), (down, across), how
+    config = tiling(blocks.block_shape, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), NO_RULE)
+    config = config._replace(together=tile.together, transposed=transposed, hadamard=blocks.hadamard)
+    return Region(rows, cols, shape[1], *origin), (down, across), config
 
 
 def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
-    """Whole blocks; rows that are transformed across lie as `transformed` has them."""
-    (high, wide), (across, down) = ((1, 1) if each is None else each.finite for each in (one, two))
+    """A tile of whole blocks; rows are in the order that `transformed` needs."""
+    (high, wide), (across, down) = ((1, 1) if blocks is None else blocks.finite for blocks in (one, two))
     if two is None:
         return TileShape(max(32, high), max(256 if high <= 32 else 128, wide))
     return TileShape(max(128, high, down), max(128, wide, across), 16 if two.hadamard else 1)
@@ -195,4 +197,4 @@ def _tile(one: BlockAmaxes | None, two: BlockAmaxes | None) -> TileShape:
 
 _NOTHING = ql.KernelEncoding(0.0, 0, 0, 0, 0, True, 0)
 NO_RULE = sr.ScaleRule(0, _NOTHING, _NOTHING, 0.0, 0.0, False, 0.0)
-"""The rule of tiles that are not quantized."""
+"""Placeholder rule for tiles that are only measured."""

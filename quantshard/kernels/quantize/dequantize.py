@@ -1,8 +1,8 @@
-"""From codes and scales to values: `numerics.dequantize`.
+"""Dequantization of codes and scales: `numerics.dequantize`.
 
-    x[i, j] = code[i, j] * (scale of its block + poison)      with a second scale: scale * amax * (1 / largest) + poison
+    x[i, j] = code[i, j] * (scale of its block + flag)      with a second scale: scale * amax * (1 / largest) + flag
 
-where largest is the largest code times the largest scale, and poison 0 or NaN.
+`largest` is the product of the largest code and the largest scale; `flag` is 0 or NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, til
 from quantshard.numerics import Pair
 
 StoredParts = tuple[Mapping[str, Tensor], Pair, Pair]
-"""The touched components of a copy, and shape and origin of the values."""
+"""The touched components of a copy, and the shape and origin of the values."""
 
 
 @triton.jit
@@ -37,12 +37,12 @@ def dequantize_kernel(matrices, PARTS: tl.constexpr, H: tl.constexpr):
 def _dequantize(matrix, H: tl.constexpr):
     codes, scales, out_ptr, out_stride, where = matrix
     codes_ptr, codes_stride, codes_cols = codes
-    scale_ptr, amax_ptr, poison_ptr, grid_row, grid_col, grid_rows, grid_cols = scales
+    scale_ptr, amax_ptr, nan_flag_ptr, grid_row, grid_col, grid_rows, grid_cols = scales
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
     row, col, i, j, inside = tile_of(where, H)
     if element.bits == 4:
-        # as many as a thread has values: what it reads is what it decodes
+        # contiguous by 4, so that a thread decodes the codes that it loads
         half = tl.max_contiguous((col - where.col_origin) // 2 + tl.arange(0, H.cols // 2), 4)
         valid = ((i >= 0) & (i < where.rows))[:, None] & ((half >= 0) & (half < codes_cols))[None, :]
         packed = tl.load(codes_ptr + i.to(tl.int64)[:, None] * codes_stride + half[None, :], mask=valid, other=0)
@@ -53,11 +53,11 @@ def _dequantize(matrix, H: tl.constexpr):
     scale = tl.load(scale_ptr + entries, mask=in_grid, other=0)
     second = tl.load(amax_ptr) if amax_ptr is not None else 0.0
     scale = decode_scale(scale, second, rule)
-    if poison_ptr is not None:
-        scale += tl.load(poison_ptr)
+    if nan_flag_ptr is not None:
+        scale += tl.load(nan_flag_ptr)
     x = ql.decode(codes, element) * ql.expand(scale, H.rows, H.cols, H.block_rows, H.block_cols)
-    at = i.to(tl.int64)[:, None] * out_stride + j[None, :]
-    tl.store(out_ptr + at, ql.narrow(x, out_ptr.dtype.element_ty), mask=inside)
+    offsets = i.to(tl.int64)[:, None] * out_stride + j[None, :]
+    tl.store(out_ptr + offsets, ql.narrow(x, out_ptr.dtype.element_ty), mask=inside)
 
 
 def dequantize(
@@ -68,10 +68,10 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     nan_flag: Tensor | None = None,
 ) -> Tensor:
-    """The touched components of one copy -> [R, C] of `dtype`, rounded once: exactly what they stand for, in float32.
+    """Dequantize the touched components of one copy to [R, C] of `dtype`: exactly in float32, then rounded once.
 
-    Arguments are those of `numerics.dequantize`. `nan_flag`: float32 scalar, 0 or NaN, which makes all of it NaN. With
-    a packed encoding, `origin` has an even column.
+    Arguments: as for `numerics.dequantize`. `nan_flag`: float32 scalar, 0 or NaN; NaN makes every value NaN. For a
+    packed encoding the column of `origin` must be even.
     """
     return dequantize_matrices(copy, [(parts, shape, origin)], dtype, nan_flag)[0]
 
@@ -79,7 +79,7 @@ def dequantize(
 def dequantize_matrices(
     copy: OrientedCodes, stored: Sequence[StoredParts], dtype: torch.dtype, nan_flag: Tensor | None = None
 ) -> list[Tensor]:
-    """The same of several on one device, by one kernel."""
+    """Dequantize several matrices on one device with one kernel."""
     device = stored[0][0][copy.codes.name].device
     how, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
     for parts, shape, origin in stored:
@@ -102,7 +102,7 @@ def dequantize_matrices(
 
 
 def tiles_of(copy: OrientedCodes, device: torch.device) -> KernelConfig:
-    """Tiles of whole blocks of this copy."""
+    """Return the config of tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = (max(32, rows), max(256 if rows <= 32 else 128, cols))
     return tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))

@@ -1,16 +1,16 @@
-"""The error of a quantization, in one read of the values and their codes: `numerics.quantization_error.add_error_`; and
-of values that were not quantized `add_values_`.
+"""The error of a quantization, from one read of the values and their codes: `numerics.quantization_error.add_error_`,
+and `add_values_` for values that were not quantized.
 
-Counts and extremes are the oracle's. Squares are summed in float32 within a program, of values that are divided by a
-power of two near the largest scale of its tiles first, so that none overflows or vanishes that is less than 2**63 from
-it, and in float64 over programs: of n values a sum is off by a relative (log2(n) + 4) * 2**-23 at most,
-beside the roundings of q and of x - q itself, 2**-24 of the larger of both. A block of zeros has scale 1: beside one,
-squares of values below 1e-19 vanish.
+Counts and extremes equal the oracle's. A program sums squares in float32, after dividing values by a power of two near
+the largest scale of its tiles. So the square of a value within a factor of 2**63 of that scale neither overflows nor
+vanishes. Sums over programs are in float64. A sum of n values has a relative error of at most (log2(n) + 4) * 2**-23,
+plus the roundings of q and of x - q, each 2**-24 of the larger of both. A block of zeros has scale 1: in the same
+program, squares of values below 1e-19 vanish.
 
-Where all is finite, and no scale so small that a product with it might be 0, products and sums are one operation. Of
-tiles that are not so a program then counts and sums what is finite.
+If all values and scales are finite, and no scale is so small that a product with it could be 0, each product and sum is
+one operation. Otherwise the program computes again, and counts and sums only finite values.
 
-Programs add to rows by atomic operations, each to one of several copies of the row, for else all would wait for one.
+Programs add to rows by atomic operations. Each uses one of several copies of the row, so that they rarely wait.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, Region, regis
 from quantshard.numerics.quantization_error import beyond
 
 TILE: Final = (32, 256)
-"""Values that a program of `values_kernel` reads."""
+"""Rows and columns that a program of `values_kernel` reads."""
 STEPS: Final = 6
-"""Tiles, one below the other, that a program of `error_kernel` adds up."""
+"""Number of tiles, one below the other, that a program of `error_kernel` sums."""
 EVERY: Final = 4
 LARGE: Final = 1 << 22
-"""Of a matrix of `LARGE` elements or more `partial` measures one in `EVERY` columns of tiles."""
+"""From `LARGE` elements on, `partial` measures one in `EVERY` columns of tiles."""
 ELEMENTS: Final = 8
-"""Of a tile that a thread has, so that registers leave room for two programs of 16 warps beside each other."""
+"""Elements of a tile per thread. This leaves registers for two programs of 16 warps on one multiprocessor."""
 SMALLEST = tl.constexpr(2.0**-100)
-"""Of a scale that is not 0: with any code that is not 0 a larger one makes a value that is not 0."""
+"""Nonzero scales above this bound give a nonzero product with every nonzero code."""
 
 
 @triton.jit
@@ -59,28 +59,30 @@ def error_kernel(
     signal, noise, amax, nonzeros, saturated, zeros, highest, smallest, is_tiny = _sums_where_finite(
         first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
     )
-    unknown = tl.zeros((), tl.float64)
-    nonfinite = unknown
+    excluded = tl.zeros((), tl.float64)
+    nonfinite = excluded
     if is_tiny | ~(signal + noise < float("inf")):
-        signal, noise, unknown, saturated, zeros = _sums_of_finite(
+        signal, noise, excluded, saturated, zeros = _sums_of_finite(
             first, col, values, codes, scales, where, steps, per_unit, BEYOND, TURNED, H
         )
         amax, nonfinite, nonzeros = _values_of_program(first, col, values, where, steps, TURNED, H)
     copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
-    to = sums_ptr + copy * sums_stride
+    sums_row = sums_ptr + copy * sums_stride
     square = unit.to(tl.float64) * unit.to(tl.float64)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        elements = tl.full((), 1.0, tl.float64) * measured  # a number that is 1 is a constant
-        tl.atomic_add(to, elements, sem="relaxed")
-        tl.atomic_add(to + 3, elements, sem="relaxed")
-    tl.atomic_add(to + 1, nonfinite, sem="relaxed")
-    tl.atomic_add(to + 2, nonzeros, sem="relaxed")
-    tl.atomic_add(to + 3, -unknown, sem="relaxed")
-    tl.atomic_add(to + 4, saturated, sem="relaxed")
-    tl.atomic_add(to + 5, zeros, sem="relaxed")
-    tl.atomic_add(to + 6, signal.to(tl.float64) * square, sem="relaxed")
-    tl.atomic_add(to + 7, noise.to(tl.float64) * square, sem="relaxed")
-    bits = ql.as_bits(extremes_ptr + copy * extremes_stride)  # of positive numbers they are in the order of values
+        elements = tl.full((), 1.0, tl.float64) * measured  # Triton makes an argument of 1 a constant
+        tl.atomic_add(sums_row, elements, sem="relaxed")
+        tl.atomic_add(sums_row + 3, elements, sem="relaxed")
+    tl.atomic_add(sums_row + 1, nonfinite, sem="relaxed")
+    tl.atomic_add(sums_row + 2, nonzeros, sem="relaxed")
+    tl.atomic_add(sums_row + 3, -excluded, sem="relaxed")
+    tl.atomic_add(sums_row + 4, saturated, sem="relaxed")
+    tl.atomic_add(sums_row + 5, zeros, sem="relaxed")
+    tl.atomic_add(sums_row + 6, signal.to(tl.float64) * square, sem="relaxed")
+    tl.atomic_add(sums_row + 7, noise.to(tl.float64) * square, sem="relaxed")
+    bits = ql.as_bits(
+        extremes_ptr + copy * extremes_stride
+    )  # bits of positive numbers are in the order of their values
     tl.atomic_max(bits, amax, sem="relaxed")
     tl.atomic_max(bits + 1, highest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_min(bits + 2, smallest.to(tl.int32, bitcast=True), sem="relaxed")
@@ -88,10 +90,10 @@ def error_kernel(
 
 @triton.jit
 def _bound_of_scales(first, col, scales, where, steps, H: tl.constexpr):
-    """What the scales of a program's tiles come near, and do not exceed."""
+    """An upper bound near the scales of a program's tiles."""
     rule: tl.constexpr = H.rule
     if rule.kind == 2:
-        return tl.load(scales[1]) * (1.0 / rule.element.max)  # that of a block with the tensor's amax
+        return tl.load(scales[1]) * (1.0 / rule.element.max)  # scale of a block that has the tensor's amax
     largest = tl.zeros((H.rows // H.block_rows, H.cols // H.block_cols), tl.float32)
     for step in range(steps):
         grid, usable = _scales_of_tile((first + step) * H.rows, col, scales, where, H)
@@ -104,10 +106,12 @@ def _sums_where_finite(
     first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Of a program's tiles, where all values and scales are finite and no scale is tiny: the squares of values and of
-    errors, divided by the unit; bits of the amax; how many values are not zero, saturate, and became zero. If something
-    is not finite a sum of squares is not. Then the largest and the smallest scale, and whether one is tiny: so small,
-    and not 0, that a product with a code that is not 0 might be 0."""
+    """Statistics of a program's tiles if all values and scales are finite and no scale is tiny.
+
+    Returns: sums of squared values and of squared errors, divided by the unit squared; bits of the amax; counts of
+    values that are not zero, saturate, and became zero; largest and smallest scale; whether a scale is tiny, so that
+    its product with a nonzero code could be 0. If any value is not finite, so is a sum of squares.
+    """
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows
     HALF: tl.constexpr = H.cols // 2
@@ -124,16 +128,16 @@ def _sums_where_finite(
         bounded = tl.where(usable, grid, float("inf"))
         largest = tl.maximum(largest, tl.where(usable, grid, 0.0))
         smallest = tl.minimum(smallest, bounded)
-        if rule.kind == 2:  # an FP8 scale may be 0
+        if rule.kind == 2:  # an FP8 scale can be 0
             least = tl.minimum(least, tl.where(grid == 0.0, float("inf"), bounded))
         code, other_code = _halves_of_codes(i, j, col, codes, where, H)
         x, other_x = _halves(x, H)
         unit, other_unit = _halves(_expanded(grid * per_unit, H), H)
         limit, other_limit = _halves(_expanded(grid * BEYOND, H), H)
-        part, other_part = x * per_unit, other_x * per_unit
-        off, other_off = tl.fma(code, -unit, part), tl.fma(other_code, -other_unit, other_part)
-        signal = tl.fma(other_part, other_part, tl.fma(part, part, signal))
-        noise = tl.fma(other_off, other_off, tl.fma(off, off, noise))
+        scaled, other_scaled = x * per_unit, other_x * per_unit
+        scaled_error, other_scaled_error = tl.fma(code, -unit, scaled), tl.fma(other_code, -other_unit, other_scaled)
+        signal = tl.fma(other_scaled, other_scaled, tl.fma(scaled, scaled, signal))
+        noise = tl.fma(other_scaled_error, other_scaled_error, tl.fma(scaled_error, scaled_error, noise))
         top = tl.maximum(top, tl.maximum(tl.abs(x), tl.abs(other_x)))
         nonzero, other_nonzero = code != 0.0, other_code != 0.0
         if rule.kind == 2:
@@ -152,32 +156,32 @@ def _sums_of_finite(
     first, col, values, codes, scales, where, steps, per_unit, BEYOND: tl.constexpr, TURNED: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
-    """The same of values that are finite, as what they became: squares of values and errors; how many values are not
-    so, saturate, and became zero."""
-    signal, unknown = tl.zeros((), tl.float32), tl.zeros((), tl.float64)
-    noise, saturated, zeros = signal, unknown, unknown
+    """Sums over values that are finite before and after quantization: squares of values and errors; counts of the other
+    values, and of values that saturate and became zero."""
+    signal, excluded = tl.zeros((), tl.float32), tl.zeros((), tl.float64)
+    noise, saturated, zeros = signal, excluded, excluded
     for step in range(steps):
         row = (first + step) * H.rows
         i, j, x = _values_of_tile(row, col, values, where, TURNED, H)
         scale = _expanded(_scales_of_tile(row, col, scales, where, H)[0], H)
         q = _codes_of_tile(i, j, col, codes, where, H) * scale
         error = x - q
-        known = tl.abs(error) < float("inf")  # if both are finite: they have one sign
-        x, error = tl.where(known, x, 0.0), tl.where(known, error, 0.0)
-        part, off = x * per_unit, error * per_unit
-        signal += tl.sum(tl.sum(part * part, 1), 0)
-        noise += tl.sum(tl.sum(off * off, 1), 0)
-        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]  # else x is 0
-        kinds = _kinds(x, q != 0.0, scale * BEYOND) + tl.where(inside & ~known, 1, 0)
-        unknown += _count(kinds)
+        both_finite = tl.abs(error) < float("inf")  # True only if both are finite, since x and q have one sign
+        x, error = tl.where(both_finite, x, 0.0), tl.where(both_finite, error, 0.0)
+        scaled, scaled_error = x * per_unit, error * per_unit
+        signal += tl.sum(tl.sum(scaled * scaled, 1), 0)
+        noise += tl.sum(tl.sum(scaled_error * scaled_error, 1), 0)
+        inside = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.cols))[None, :]  # elsewhere x is 0
+        kinds = _kinds(x, q != 0.0, scale * BEYOND) + tl.where(inside & ~both_finite, 1, 0)
+        excluded += _count(kinds)
         saturated += _count(kinds >> 12)
         zeros += _count(kinds >> 18)
-    return signal, noise, unknown, saturated, zeros
+    return signal, noise, excluded, saturated, zeros
 
 
 @triton.jit
 def _kinds(x, nonzero, limit):
-    """One in a field of 6 bits for each of these: x is not zero, and saturates, or became zero."""
+    """Three counters in fields of 6 bits from bit 6 on: x is not zero, x saturates, x became zero."""
     return tl.where(
         x != 0.0, tl.where(nonzero, tl.where(tl.abs(x) > limit, 1 << 6 | 1 << 12, 1 << 6), 1 << 6 | 1 << 18), 0
     )
@@ -185,22 +189,25 @@ def _kinds(x, nonzero, limit):
 
 @triton.jit
 def _values_of_tile(row, col, values, where, TURNED: tl.constexpr, H: tl.constexpr):
-    """Local rows and columns of a tile, and its values, float32. TURNED: columns lie beside each other in memory."""
+    """Local rows and columns of a tile, and its float32 values. TURNED: elements of a column are adjacent in memory."""
     x_ptr, x_row, x_col = values
     i = row - where.row_origin + tl.arange(0, H.rows)
     j = col - where.col_origin + tl.arange(0, H.cols)
-    below, beside = (i >= 0) & (i < where.rows), (j >= 0) & (j < where.value_cols)
+    row_mask, col_mask = (i >= 0) & (i < where.rows), (j >= 0) & (j < where.value_cols)
     down, across = i.to(tl.int64) * x_row, j.to(tl.int64) * x_col
     if TURNED:
-        x = tl.trans(tl.load(x_ptr + across[:, None] + down[None, :], mask=beside[:, None] & below[None, :], other=0.0))
+        x = tl.trans(
+            tl.load(x_ptr + across[:, None] + down[None, :], mask=col_mask[:, None] & row_mask[None, :], other=0.0)
+        )
     else:
-        x = tl.load(x_ptr + down[:, None] + across[None, :], mask=below[:, None] & beside[None, :], other=0.0)
+        x = tl.load(x_ptr + down[:, None] + across[None, :], mask=row_mask[:, None] & col_mask[None, :], other=0.0)
     return i, j, transformed(x, x_ptr.dtype.element_ty, H)
 
 
 @triton.jit
 def _values_of_program(first, col, values, where, steps, TURNED: tl.constexpr, H: tl.constexpr):
-    """Of a program's tiles: bits of the largest finite magnitude, and how many values are not finite, and not zero."""
+    """Bits of the largest finite magnitude in a program's tiles, and counts of nonfinite and of finite nonzero
+    values."""
     top, nonfinite = tl.zeros((), tl.int32), tl.zeros((), tl.float64)
     nonzeros = nonfinite
     for step in range(steps):
@@ -221,13 +228,13 @@ def _expanded(grid, H: tl.constexpr):
 
 @triton.jit
 def _halves(x, H: tl.constexpr):
-    """[H.rows, H.cols] -> columns 0, 2, ... and 1, 3, ..."""
+    """Split [H.rows, H.cols] into its even and its odd columns."""
     return tl.split(tl.reshape(x, (H.rows, H.cols // 2, 2)))
 
 
 @triton.jit
 def _scales_of_tile(row, col, scales, where, H: tl.constexpr):
-    """The scales of a tile's blocks, and which of them there are and are finite."""
+    """The scales of a tile's blocks, and the mask of those that exist and are finite."""
     rule: tl.constexpr = H.rule
     scale_ptr, amax_ptr, row_stride, col_stride, rows, cols = scales
     entries, inside = grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H)
@@ -245,7 +252,7 @@ def _codes_of_tile(i, j, col, codes, where, H: tl.constexpr):
 
 @triton.jit
 def _halves_of_codes(i, j, col, codes, where, H: tl.constexpr):
-    """The same, as `_halves` gives them."""
+    """The decoded codes of a tile, split as by `_halves`."""
     codes_ptr, stride, cols = codes
     rule: tl.constexpr = H.rule
     element: tl.constexpr = rule.element
@@ -270,24 +277,24 @@ def values_kernel(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = (i < rows)[:, None] & (j < cols)[None, :]
-    at = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
-    x = ql.widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    offsets = i.to(tl.int64)[:, None] * x_row + j.to(tl.int64)[None, :] * x_col
+    x = ql.widen(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     finite = tl.abs(x) < float("inf")
     copy = ((tl.program_id(0) + tl.program_id(1)) % copies).to(tl.int64)
-    to = sums_ptr + copy * sums_stride
+    sums_row = sums_ptr + copy * sums_stride
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.atomic_add(to, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
+        tl.atomic_add(sums_row, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
     counts = tl.where(finite, tl.where(x != 0.0, 1 << 16, 0), 1)
-    found = tl.sum(tl.sum(counts, 1), 0)
-    tl.atomic_add(to + 1, (found & 0xFFFF).to(tl.float64), sem="relaxed")
-    tl.atomic_add(to + 2, (found >> 16).to(tl.float64), sem="relaxed")
+    totals = tl.sum(tl.sum(counts, 1), 0)
+    tl.atomic_add(sums_row + 1, (totals & 0xFFFF).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums_row + 2, (totals >> 16).to(tl.float64), sem="relaxed")
     top = ql.largest_bits(tl.where(finite, x, 0.0))
     tl.atomic_max(ql.as_bits(extremes_ptr + copy * extremes_stride), top, sem="relaxed")
 
 
 @triton.jit
 def _power_near(x):
-    """A power of two near a float32 x, not negative and finite, within 2**-122 and 2**126; and what 1 by it is."""
+    """A power of two near a finite float32 x >= 0, within [2**-122, 2**126], and its reciprocal."""
     bits = tl.minimum(tl.maximum(x.to(tl.int32, bitcast=True), 0x02800000), 0x7E800000) & 0x7F800000
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
 
@@ -298,8 +305,11 @@ def _count(counts):
 
 
 def add_values(sums: Tensor, extremes: Tensor, x: Tensor) -> None:
-    """`numerics.quantization_error.add_values_` of x [R, C], float32, bfloat16 or float16 with any strides, added to
-    one of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]."""
+    """Add `numerics.quantization_error.add_values_` of x [R, C] to one row of `sums` and `extremes`.
+
+    x: float32, bfloat16 or float16, any strides. `sums`: float64 [copies, columns]. `extremes`: float32 [copies,
+    columns].
+    """
     if x.numel() == 0:
         return
     grid = triton.cdiv(x.shape[0], TILE[0]), triton.cdiv(x.shape[1], TILE[1])
@@ -320,9 +330,12 @@ def add_error(
     hadamard: bool = False,
     partial: bool = False,
 ) -> None:
-    """`numerics.quantization_error.add_error_` of x [R, C], float32, bfloat16 or float16 with any strides, added to one
-    of the rows of `sums`, float64 [copies, columns], and of `extremes`, float32 [copies, columns]. `hadamard`: of
-    `numerics.hadamard16` of x. `partial`: of a large matrix a part is measured, and counts alone."""
+    """Add `numerics.quantization_error.add_error_` of x [R, C] to one row of `sums` and `extremes`.
+
+    x: float32, bfloat16 or float16, any strides. `sums`: float64 [copies, columns]. `extremes`: float32 [copies,
+    columns]. `hadamard`: measure `numerics.hadamard16` of x. `partial`: measure and count only a part of a large
+    matrix.
+    """
     if x.numel() == 0:
         return
     codes, scale = parts[copy.codes.name], parts[copy.scale.name]
@@ -347,21 +360,23 @@ def _plan(
     turned: bool,
     every: int,
 ) -> tuple[Region, tuple[int, int], tuple[int, int], dict[str, Any]]:
-    """What is the same in each launch of a shape: the rectangle, its rows of tiles and how many elements are measured,
-    the programs, and the kernel's constants. `turned`: the matrix's columns lie in memory as rows do, whose cache lines
-    a high tile reads whole. `every`: one in so many columns of tiles."""
+    """Launch parameters for a shape: region, (rows of tiles, measured elements), programs, and constants of the kernel.
+
+    `turned`: elements of a column are adjacent in memory, so a high tile reads whole cache lines. `every`: measure one
+    in so many columns of tiles.
+    """
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
-    how = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
+    config = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
     where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
-    touched_rows, touched_cols = tiles(where, how)
+    touched_rows, touched_cols = tiles(where, config)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))
-    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "EVERY": every, "TURNED": turned, "H": how}
+    constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "EVERY": every, "TURNED": turned, "H": config}
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     if tile[0] * tile[1] == 32 * ELEMENTS * warps:
         options["maxnreg"] = registers(warps, 32 // warps)
     programs = -(touched_rows // -STEPS), -(touched_cols // -every)
     first = origin[1] // tile[1] * tile[1]
-    begins = range(first, first + touched_cols * tile[1], every * tile[1])
-    cols = sum(min(at + tile[1], origin[1] + where.cols) - max(at, origin[1]) for at in begins)
+    starts = range(first, first + touched_cols * tile[1], every * tile[1])
+    cols = sum(min(start + tile[1], origin[1] + where.cols) - max(start, origin[1]) for start in starts)
     return where, (touched_rows, where.rows * cols), programs, {**constants, **options}

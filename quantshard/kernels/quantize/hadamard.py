@@ -10,7 +10,7 @@ from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
 @triton.jit
 def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
-    """Float32 [ROWS, COLS], times SIGNS -> each 16 elements, so far apart, transformed: `numerics.hadamard16`."""
+    """Transform groups of 16 elements, STEP apart, of float32 [ROWS, COLS] times SIGNS: `numerics.hadamard16`."""
     x = x * SIGNS
     x = _butterflies(x, STEP, ROWS, COLS)
     x = _butterflies(x, 2 * STEP, ROWS, COLS)
@@ -25,12 +25,12 @@ def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
 
 
-# bits, since a kernel cannot index a tuple by a tile
+# a bit mask, because a kernel cannot index a tuple by a tile
 SIGN_MASK = tl.constexpr(HADAMARD_NEGATIVE)
 
 
 @triton.jit
 def hadamard_signs(columns):
-    """+1 or -1 for each of these global columns."""
+    """Return +1 or -1 for each of these global columns."""
     mask = tl.zeros_like(columns) + SIGN_MASK
     return 1.0 - 2.0 * ((mask >> (columns % 16)) & 1).to(tl.float32)

@@ -1,15 +1,15 @@
-"""Quantization, and that of the transpose too, from one read of the values.
+"""Quantization of a matrix, and of its transpose, from one read of the values.
 
-    scale      = a rule of the amax of a block (`numerics.scales`)
+    scale      = rule of the amax of a block (`numerics.scales`)
     code[i, j] = round(x[i, j] * multiplier of its block)
 
-A program takes a tile of whole blocks, by the global block grid: amaxes of such blocks are taken in the same pass. Of
-blocks that reach beyond a tile (a scale for the whole tensor or a whole row) or beyond this rank's rectangle, amaxes or
-multipliers are given, which were taken and reduced before.
+A program works on a tile of whole blocks of the global block grid, and takes the amaxes of these blocks in the same
+pass. If blocks exceed a tile (one scale for the tensor or for a row) or cross the edge of this rank's rectangle, the
+caller passes their amaxes or multipliers, which were measured and reduced before.
 
-What is multiplied with stored weights may be quantized by the launch that lays these out (`swizzle.swizzle_tile`).
+One launch can quantize the operands of stored weights and also lay these weights out (`swizzle.swizzle_tile`).
 
-Kernels that compute the values themselves (`norm`, `activation`) hand their tiles to the same `emit`.
+Kernels that compute the values themselves (`fused.norm`, `fused.activation`) pass their tiles to the same `emit`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from quantshard.kernels.quantize.targets import (
 )
 
 NAN = tl.constexpr(0x7FC00000)
-"""The bits of a NaN that is more than all numbers, as integers are compared."""
+"""The bits of a NaN. As an integer they exceed the bits of every number."""
 
 
 @triton.jit
 def tile_of(where, H: tl.constexpr, TURNED: tl.constexpr = False):
-    """Row and column of this program's tile in the global matrix, its local indices, and which have a value.
+    """Locate this program's tile: its global row and column, its local indices, and the mask of elements with a value.
 
-    TURNED: H is of the transpose.
+    TURNED: H describes the transpose.
     """
     ROWS: tl.constexpr = H.cols if TURNED else H.rows
     COLS: tl.constexpr = H.rows if TURNED else H.cols
@@ -50,7 +50,7 @@ def tile_of(where, H: tl.constexpr, TURNED: tl.constexpr = False):
     col = (where.col_origin // COLS + tl.program_id(1)) * COLS
     i = row - where.row_origin + ql.row_order(ROWS, H.together)
     j = col - where.col_origin + tl.arange(0, COLS)
-    if H.together == 16:  # a thread then has 16 rows of 4 columns, not 8 of 8
+    if H.together == 16:  # a thread then has 16 rows of 4 columns instead of 8 rows of 8
         j = tl.max_contiguous(j, 4)
     valued = ((i >= 0) & (i < where.rows))[:, None] & ((j >= 0) & (j < where.value_cols))[None, :]
     return row, col, i, j, valued
@@ -61,55 +61,58 @@ def emit(
     values, row, col, where, out, words, other_where, other_out, other_words, dtype: tl.constexpr, H: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of values of a floating dtype, held in it or in float32, and store what is asked for.
+    """Quantize a tile and store the requested results.
 
-    Values are zero where there are none. H: of the tile itself. T: of its transpose, with scales of its own; either may
-    be None.
+    `values`: the tile in a floating dtype or float32, zero where masked. H: config of the tile; T: config of its
+    transpose, if that has its own scales. H or T can be None.
     """
-    drawn = 0
+    random_bits = 0
     if H is not None:
         if out.next_amax is not None:
             tl.atomic_max(ql.as_bits(out.next_amax), ql.largest_bits(ql.widen(values)), sem="relaxed")
-        if H.stochastic:  # before anything reads the values, which are on their way
-            drawn = _drawn(row, col, words, H)
+        if H.stochastic:  # computed while the values are still being loaded
+            random_bits = _drawn(row, col, words, H)
         x = transformed(values, dtype, H)
         amax = _amaxes(values, x, out, H)
         if T is None or T.hadamard:
-            _emit(x, amax, row, col, where, out, drawn, H)
+            _emit(x, amax, row, col, where, out, random_bits, H)
     if T is not None:
         y = transformed(values, dtype, T)
         other_amax = _amaxes(values, y, other_out, T)
         if H is not None and not T.hadamard:
-            # not before the amaxes: threads would wait for each other with the values and their magnitudes in registers
-            _emit(x, amax, row, col, where, out, drawn, H)
+            # after the amaxes: otherwise threads wait for each other with values and magnitudes in registers
+            _emit(x, amax, row, col, where, out, random_bits, H)
         if T.stochastic:
-            drawn = ql.swap_halves(drawn) if T.words_shared else _drawn(col, row, other_words, T)
-        _emit(y, other_amax, col, row, other_where, other_out, drawn, T)
+            random_bits = ql.swap_halves(random_bits) if T.words_shared else _drawn(col, row, other_words, T)
+        _emit(y, other_amax, col, row, other_where, other_out, random_bits, T)
 
 
 @triton.jit
 def _drawn(row, col, words, H: tl.constexpr):
-    """Random words of a tile at a row and column of the quantized matrix, as it is held."""
-    named, stream, width = words
-    k0, k1, draw = named
-    number = tl.load(draw) if H.draw_loaded else draw
-    key = (k0, k1, number, stream, width)
+    """Random words of the tile at a row and column of the quantized matrix, in the tile's register layout."""
+    key_words, stream, width = words
+    k0, k1, draw = key_words
+    draw_number = tl.load(draw) if H.draw_loaded else draw
+    key = (k0, k1, draw_number, stream, width)
     index: tl.constexpr = tl.uint32 if H.short_index else tl.int64
-    # words lie as the quantized matrix does, or as its transpose, and the tile is held as either
+    # both the words and the tile can be in the order of the quantized matrix or of its transpose
     first, second = (col, row) if H.words_transposed else (row, col)
     ROWS: tl.constexpr = H.cols if H.words_transposed else H.rows
     COLS: tl.constexpr = H.rows if H.words_transposed else H.cols
     if H.transposed != H.words_transposed:
-        drawn = rw.words_of_transposed_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
+        bits = rw.words_of_transposed_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
     else:
-        drawn = rw.words_of_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
-    return ql.swap_halves(drawn) if H.words_transposed else drawn
+        bits = rw.words_of_tile(first, second, key, ROWS, COLS, H.by_four, H.together, index)
+    return ql.swap_halves(bits) if H.words_transposed else bits
 
 
 @triton.jit
 def _emit(x, amax, row, col, where, out, drawn, H: tl.constexpr):
-    """Codes of a tile at a row and column of the quantized matrix, which is held as the transpose if H.transposed;
-    `drawn`: random words, if they are rounded with them."""
+    """Store the codes of a tile at a row and column of the quantized matrix; registers hold its transpose if
+    H.transposed.
+
+    `drawn`: random words, read if H.stochastic.
+    """
     element: tl.constexpr = H.rule.element
     multiplier, scale = _scales(amax, row, col, where, out, H)
     scaled = x * multiplier
@@ -121,23 +124,23 @@ def _emit(x, amax, row, col, where, out, drawn, H: tl.constexpr):
         codes = (codes >> 28 if element.bits == 4 else codes).to(tl.uint8)
         codes = ql.narrow(ql.decode(codes, element) * scale, out.codes.dtype.element_ty)
     at_row, at_col = row - where.row_origin, col - where.col_origin
-    own = (out.codes, where.rows, where.cols, out.codes_cols)
+    destination = (out.codes, where.rows, where.cols, out.codes_cols)
     if H.transposed:
-        _store_across(codes, at_row, at_col, own, H.cols, H.rows, H)
+        _store_across(codes, at_row, at_col, destination, H.cols, H.rows, H)
     else:
-        _store(codes, at_row, at_col, own, H)
+        _store(codes, at_row, at_col, destination, H)
     if out.transposed is not None:
-        across = (out.transposed, where.cols, where.rows, out.transposed_cols)
+        transposed_destination = (out.transposed, where.cols, where.rows, out.transposed_cols)
         if H.transposed:
-            _store(codes, at_col, at_row, across, H)
+            _store(codes, at_col, at_row, transposed_destination, H)
         else:
-            _store_across(codes, at_col, at_row, across, H.rows, H.cols, H)
+            _store_across(codes, at_col, at_row, transposed_destination, H.rows, H.cols, H)
 
 
 @triton.jit
 def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
-    """Float32, of values of `dtype`; if asked for after `numerics.hadamard16` of the matrix's rows, which are columns
-    if H.transposed."""
+    """Widen values of `dtype` to float32; with H.hadamard, return `numerics.hadamard16` of the matrix's rows, rounded
+    to `dtype`. These rows are columns of the tile if H.transposed."""
     x = ql.widen(values)
     if H.hadamard:
         if H.transposed:
@@ -153,8 +156,8 @@ def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _amaxes(values, x, out, H: tl.constexpr):
-    """Amaxes of the blocks of a tile x of `values`, in the order in which it is held. If they or multipliers are given
-    nobody reads them, and x serves."""
+    """Amaxes of the blocks of a tile x of `values`, in register order. If the caller passed amaxes or multipliers the
+    result is unused, and x stands in for it."""
     ROWS: tl.constexpr = H.cols if H.transposed else H.rows
     COLS: tl.constexpr = H.rows if H.transposed else H.cols
     BLOCK_ROWS: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -169,8 +172,10 @@ def _amaxes(values, x, out, H: tl.constexpr):
 
 @triton.jit
 def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.constexpr):
-    """Where the entries of a tile's blocks, as held, lie in the touched grid [rows, cols], and which there are. If
-    H.swizzled, `row_stride` is the tiles of a row."""
+    """Offsets of a tile's blocks in the touched grid [rows, cols], in register order, and the mask of blocks inside it.
+
+    If H.swizzled, `row_stride` is the number of swizzle tiles in a row.
+    """
     first_row = 0 if H.row_all else row // H.block_rows - where.row_origin // H.block_rows
     first_col = 0 if H.col_all else col // H.block_cols - where.col_origin // H.block_cols
     BLOCK: tl.constexpr = H.block_cols if H.transposed else H.block_rows
@@ -190,29 +195,29 @@ def grid_of_tile(row, col, where, row_stride, col_stride, rows, cols, H: tl.cons
 
 @triton.jit
 def touched_by(origin, size, COVERS: tl.constexpr):
-    """`touched`, of a size that is not zero."""
+    """`targets.touched` for a nonzero size."""
     return (origin + size - 1) // COVERS - origin // COVERS + 1
 
 
 @triton.jit
 def _in_order(grid, ENTRIES: tl.constexpr, H: tl.constexpr):
-    """The entries of a grid as held, in the order in which they are stored."""
+    """Flatten a grid from register order to storage order."""
     return tl.reshape(tl.trans(grid) if H.transposed != H.by_columns else grid, (ENTRIES,))
 
 
 @triton.jit
 def _as_held(entries, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """Inverse of `_in_order`: a grid of a tile's rows and columns, transposed if it is held so."""
+    """Inverse of `_in_order`."""
     grid = tl.reshape(entries, (COLS, ROWS) if H.by_columns else (ROWS, COLS))
     return tl.trans(grid) if H.transposed != H.by_columns else grid
 
 
 @triton.jit
 def _scales(amax, row, col, where, out, H: tl.constexpr):
-    """For each element of the tile a multiplier: the one given for its block, or one from the block's amax, whose scale
-    is stored here too. Of a block that is in several tiles the first one's program stores it.
+    """The multiplier of each element, from the caller's grid or from the block's amax; store the scale of each block.
 
-    If H.decoded the scale is not stored, but given for each element beside the multiplier.
+    If a block spans several tiles, the program of the first tile stores its scale. If H.decoded no scale is stored; the
+    second result then has the decoded scale of each element.
     """
     rule: tl.constexpr = H.rule
     ROWS: tl.constexpr = H.rows // H.block_rows
@@ -220,57 +225,59 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
     ENTRIES: tl.constexpr = ROWS * COLS
     grid_rows = 1 if H.row_all else touched_by(where.row_origin, where.rows, H.block_rows)
     grid_cols = 1 if H.col_all else touched_by(where.col_origin, where.cols, H.block_cols)
-    at, inside = grid_of_tile(row, col, where, out.grid_row, out.grid_col, grid_rows, grid_cols, H)
+    entries, inside = grid_of_tile(row, col, where, out.grid_row, out.grid_col, grid_rows, grid_cols, H)
     if out.given is not None:
-        amax = tl.load(out.given + at, mask=inside, other=0.0)
+        amax = tl.load(out.given + entries, mask=inside, other=0.0)
         if H.row_all:
             inside = ql.mask_where(row <= where.row_origin, inside)
         if H.col_all:
             inside = ql.mask_where(col <= where.col_origin, inside)
     decoded = amax
     if out.scale is None and not H.decoded:
-        multiplier = amax  # which they are
+        multiplier = amax  # loaded from the grid of multipliers
     else:
         second = tl.load(out.second) if out.second is not None else 0.0
         if out.second_scale is not None:
             encoding: tl.constexpr = rule.stored
-            whole = second * (1.0 / (rule.element.max * encoding.max))
+            second_scale = second * (1.0 / (rule.element.max * encoding.max))
             if H.nan_flag == "amax":
-                whole = tl.where(second < float("inf"), whole, float("nan"))
-            tl.store(out.second_scale, whole, mask=(row <= where.row_origin) & (col <= where.col_origin))
-        to = out.scale
-        if out.scale is not None and rule.kind > 0:  # of any dtype of a byte
-            to = out.scale.to(tl.pointer_type(tl.uint8), bitcast=True)
+                second_scale = tl.where(second < float("inf"), second_scale, float("nan"))
+            tl.store(out.second_scale, second_scale, mask=(row <= where.row_origin) & (col <= where.col_origin))
+        scale_ptr = out.scale
+        if out.scale is not None and rule.kind > 0:  # any 1-byte dtype
+            scale_ptr = out.scale.to(tl.pointer_type(tl.uint8), bitcast=True)
         if ENTRIES >= 32:
-            # one entry a thread: as reduced, each thread has all entries of its elements, and would do the same again
+            # one entry per thread: after the reduction several threads have the same entries, and would repeat the work
             order = tl.arange(0, ENTRIES)
-            stored, flat = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
+            stored_scale, flat_multiplier = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
             if H.nan_flag == "given":
-                stored += tl.load(out.nan_flag)
+                stored_scale += tl.load(out.nan_flag)
             if H.decoded:
-                scale = tl.gather(decode_scale(stored, second, rule), order, 0)
+                scale = tl.gather(decode_scale(stored_scale, second, rule), order, 0)
                 decoded = _as_held(scale, ROWS, COLS, H)
             else:
-                tl.store(to + _in_order(at, ENTRIES, H), stored, mask=_in_order(inside, ENTRIES, H))
-            multiplier = _as_held(tl.gather(flat, order, 0), ROWS, COLS, H)
+                tl.store(scale_ptr + _in_order(entries, ENTRIES, H), stored_scale, mask=_in_order(inside, ENTRIES, H))
+            multiplier = _as_held(tl.gather(flat_multiplier, order, 0), ROWS, COLS, H)
         else:
-            stored, multiplier = sr.scales(amax, second, rule)
+            stored_scale, multiplier = sr.scales(amax, second, rule)
             if H.nan_flag == "amax" and rule.kind == 0:
-                stored = tl.where(amax < float("inf"), stored, float("nan"))
+                stored_scale = tl.where(amax < float("inf"), stored_scale, float("nan"))
             if H.nan_flag == "given":
-                stored += tl.load(out.nan_flag)
+                stored_scale += tl.load(out.nan_flag)
             if H.decoded:
-                decoded = decode_scale(stored, second, rule)
+                decoded = decode_scale(stored_scale, second, rule)
             elif H.nan_flag == "apart":
-                tl.atomic_max(ql.as_bits(out.scale + at), stored.to(tl.int32, bitcast=True), mask=inside, sem="relaxed")
+                tl.atomic_max(
+                    ql.as_bits(out.scale + entries), stored_scale.to(tl.int32, bitcast=True), mask=inside, sem="relaxed"
+                )
             else:
-                tl.store(to + at, stored, mask=inside)
+                tl.store(scale_ptr + entries, stored_scale, mask=inside)
     return _expanded(multiplier, H), _expanded(decoded, H)
 
 
 @triton.jit
 def decode_scale(stored, second, R: tl.constexpr):
-    """Stored scales -> what decoded codes are multiplied by, float32; `second`: as of `sr.scales`."""
+    """Decode stored scales to float32 factors of decoded codes; `second`: amax of the whole tensor, as in `scales`."""
     if R.kind == 0:
         return stored
     elif R.kind == 1:
@@ -282,7 +289,7 @@ def decode_scale(stored, second, R: tl.constexpr):
 
 @triton.jit
 def _expanded(grid, H: tl.constexpr):
-    """The entry of each element's block, of a grid as held."""
+    """The grid entry of each element's block, in register order."""
     if H.transposed:
         return ql.expand(grid, H.cols, H.rows, H.block_cols, H.block_rows, H.together)
     else:
@@ -291,7 +298,7 @@ def _expanded(grid, H: tl.constexpr):
 
 @triton.jit
 def _store(codes, row, col, to, H: tl.constexpr):
-    """Codes as held at a local row and column of `to`: pointer, rows, columns and stored columns."""
+    """Store codes, in register order, at a local row and column of `to`: (pointer, rows, columns, stored columns)."""
     ROWS: tl.constexpr = H.cols if H.transposed else H.rows
     COLS: tl.constexpr = H.rows if H.transposed else H.cols
     _store_at(codes, row + ql.row_order(ROWS, H.together), col, to, ROWS, COLS, H)
@@ -299,7 +306,7 @@ def _store(codes, row, col, to, H: tl.constexpr):
 
 @triton.jit
 def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """The transpose [COLS, ROWS] of codes as held, in the order of their rows."""
+    """Store the transpose [COLS, ROWS] of codes in register order."""
     shape: tl.constexpr = (H.together, ROWS // H.together, COLS)
     transposed = tl.reshape(tl.permute(tl.reshape(codes, shape), (2, 1, 0)), (COLS, ROWS))
     _store_at(transposed, row + tl.arange(0, COLS), col, to, COLS, ROWS, H)
@@ -307,18 +314,19 @@ def _store_across(codes, row, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H
 
 @triton.jit
 def _store_at(codes, i, col, to, ROWS: tl.constexpr, COLS: tl.constexpr, H: tl.constexpr):
-    """Codes [ROWS, COLS], or values if H.decoded, at local rows i and from a local column on; packed, if of 4 bits."""
+    """Store codes [ROWS, COLS] at local rows i, from a local column on; 4-bit codes are packed. If H.decoded, store
+    values."""
     ptr, rows, elements, cols = to
     if not H.decoded:  # PyTorch's dtypes of codes are bytes
         ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
     if H.rule.element.bits == 4 and not H.decoded:
-        if H.rule.kind == 1:  # a multiplier may be NaN, which makes a code of the zero beside an odd last column too
+        if H.rule.kind == 1:  # a NaN multiplier would give the padding after an odd last column a nonzero code
             codes = tl.where((col + tl.arange(0, COLS) < elements)[None, :], codes, 0)
         codes = ql.pack(codes, ROWS, COLS)
         j = col // 2 + tl.arange(0, COLS // 2)
     else:
         j = col + tl.arange(0, COLS)
-        if H.together == 16:  # as `tile_of`: values are held, transformed and drawn for as they are loaded
+        if H.together == 16:  # the layout of `tile_of`, so that values stay in the threads that loaded them
             j = tl.max_contiguous(j, 4)
     mask = ((i >= 0) & (i < rows))[:, None] & ((j >= 0) & (j < cols))[None, :]
     tl.store(ptr + i.to(tl.int64)[:, None] * cols + j[None, :], codes.to(ptr.dtype.element_ty), mask=mask)
@@ -335,13 +343,13 @@ def quantize_kernel(
             line = (tl.program_id(2) - PARTS) * tl.num_programs(1) + tl.program_id(1)
             swizzle_tile(line * tl.num_programs(0) + tl.program_id(0), weights, S)
     row, col, i, j, valued = tile_of(where, H)
-    at = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
+    offsets = i.to(tl.int64)[:, None] * row_stride + j.to(tl.int64)[None, :] * col_stride
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             key = rw.key_of(part, (k0, k1, draw), (k2, k3, draw1), (k4, k5, draw2))
             words = (key, stream, width)
             other_words = (key, other_stream, other_width)
-            values = tl.load(x_ptrs[part] + at, mask=valued, other=0.0)
+            values = tl.load(x_ptrs[part] + offsets, mask=valued, other=0.0)
             emit(
                 values, row, col, where, outs[part], words, other_where, other_outs[part], other_words, values.dtype,
                 H, T,
@@ -351,39 +359,45 @@ def quantize_kernel(
 def quantize_matrix(
     x: Tensor, request: QuantizeRequest, other: QuantizeRequest | None = None, next_amax: Tensor | None = None
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
-    """Quantize x [R, C], of any strides, float32, bfloat16 or float16; and its transpose, as `other` says.
+    """Quantize x [R, C], float32, bfloat16 or float16 with any strides, and its transpose if `other` is not None.
 
-    `next_amax`: float32 scalar, made the larger of itself and the amax of x.
+    `next_amax`: float32 scalar, raised to the amax of x.
     """
-    one, two = quantize_matrices([x], [KernelOutputs(request, other, amax=next_amax)])[0]
-    assert one is not None
-    return one, two
+    rowwise, columnwise = quantize_matrices([x], [KernelOutputs(request, other, amax=next_amax)])[0]
+    assert rowwise is not None
+    return rowwise, columnwise
 
 
 def quantize_matrices(
     xs: Sequence[Tensor], requests: Sequence[KernelOutputs], swizzle: SwizzleRequest | None = None
 ) -> list[Targets]:
-    """The same of several matrices of one shape, strides, dtype and device, by one kernel.
+    """Quantize several matrices of one shape, strides, dtype and device with one kernel and the same specs.
 
-    They are quantized by the same specs, with random words at most `KEYS` of them. `amax`: as `next_amax`. `swizzle`:
-    weights, which the same kernel lays out.
+    With random words, at most `KEYS` matrices. `requests`: their `amax` is raised to the amax of x. `swizzle`: weights
+    that the same launch lays out.
     """
-    x, (request, other, *_) = xs[0], requests[0]
+    x, (request, transposed_request, *_) = xs[0], requests[0]
     assert request is not None
     keys, streams, roundings = rw.random_arguments_of(requests)
     plan = plan_quantization(
-        request.spec, None if other is None else other.spec, x.shape, x.dtype, x.device, x.stride(1) == 1, *roundings
+        request.spec,
+        None if transposed_request is None else transposed_request.spec,
+        x.shape,
+        x.dtype,
+        x.device,
+        x.stride(1) == 1,
+        *roundings,
     )
-    made = [plan.outputs(each.request, each.other, x.device, each.amax) for each in requests]
+    targets = [plan.outputs(outputs.request, outputs.other, x.device, outputs.amax) for outputs in requests]
     if x.numel() > 0:
-        ones, twos = zip(*made, strict=True)
+        outs, transposed = zip(*targets, strict=True)
         (down, across), layers, weights, config = plan.programs, len(xs), None, None
         if swizzle is not None:
             layers += -(swizzle.tiles // -(down * across))
             weights, config, swizzle.launched = swizzle.arguments, swizzle.config, True
         launch_kernel(
             quantize_kernel, (down, across, layers), x.device,
-            tuple(xs), *x.stride(), plan.where, ones, plan.two and plan.two.where, twos, *keys, *streams, weights,
+            tuple(xs), *x.stride(), plan.where, outs, plan.two and plan.two.where, transposed, *keys, *streams, weights,
             PARTS=len(xs), S=config, **plan.constants,
         )  # fmt: skip
-    return made
+    return targets

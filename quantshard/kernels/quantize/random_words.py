@@ -1,5 +1,5 @@
-"""Random words of tiles: Philox, counted by the element of the global tensor, as `numerics.random_words`; and what
-launches tell kernels of them."""
+"""Random words of tiles, by Philox counters that index the global tensor (`numerics.random_words`), and their launch
+arguments."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def words_of_tile(
 ):  # fmt: skip
     """Random words, uint32 [ROWS, COLS], of the tile at a global row and column: `numerics.random_words`.
 
-    `words`: (k0, k1, draw, stream, width of the global matrix); BY_FOUR if the width is a multiple of 4. INDEX: a type
-    that holds the number of elements of that matrix.
+    `words`: (k0, k1, draw, stream, width of the global matrix). BY_FOUR: the width is a multiple of 4. INDEX: integer
+    type that can count the elements of that matrix.
     """
     width = words[4]
     rows = (row + ql.row_order(ROWS, TOGETHER)).to(INDEX)[:, None]
@@ -56,21 +56,21 @@ def words_of_transposed_tile(
     row, col, words, ROWS: tl.constexpr, COLS: tl.constexpr, BY_FOUR: tl.constexpr, TOGETHER: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """`words_of_tile` for a tile that is held as its transpose: uint32 [COLS, ROWS]."""
+    """`words_of_tile` for a tile held as its transpose: uint32 [COLS, ROWS]."""
     width = words[4]
     if BY_FOUR:
         tl.static_assert(TOGETHER % 4 == 0)
-        # calls in an order in which each thread makes those of its elements: of 4 neighbours of ROWS, in turn
+        # in this order each thread calls the generator for its own elements: 4 neighbours of ROWS, in turn
         LANES: tl.constexpr = 32 if ROWS > 128 else ROWS // 4
         TIMES: tl.constexpr = ROWS // (4 * LANES)
         FAR: tl.constexpr = COLS // TOGETHER
-        at = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
-        four = at % FAR * (TOGETHER // 4) + at // (FAR * 4 * TIMES)
-        line = at // FAR % 4 + at // (FAR * 4) % TIMES * (4 * LANES)
+        position = tl.arange(0, TOGETHER // 4 * TIMES * 4 * FAR)
+        four = position % FAR * (TOGETHER // 4) + position // (FAR * 4 * TIMES)
+        line = position // FAR % 4 + position // (FAR * 4) % TIMES * (4 * LANES)
         lines = line[:, None] + 4 * tl.arange(0, LANES)[None, :]
-        drawn = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
-        drawn = tl.reshape(drawn, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
-        return tl.reshape(tl.permute(drawn, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
+        bits = _four_words((row + lines).to(INDEX) * (width // 4) + (col // 4 + four)[:, None], words)
+        bits = tl.reshape(bits, (TOGETHER // 4, TIMES, 4, FAR, LANES, 4))
+        return tl.reshape(tl.permute(bits, (0, 5, 3, 1, 4, 2)), (COLS, ROWS))
     else:
         rows = (row + tl.arange(0, ROWS)).to(INDEX)[None, :] * width
         return _one_word(rows + (col + ql.row_order(COLS, TOGETHER))[:, None], words)
@@ -89,7 +89,7 @@ def _philox_at(call, words):
 
 @triton.jit
 def _four_words(call, words):
-    """Each call of Philox gives the words of four neighbours: one dim of 4 more, as two of 2."""
+    """Words of four neighbours from each Philox call, as two trailing dims of 2."""
     w0, w1, w2, w3 = _philox_at(call, words)
     return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
@@ -103,7 +103,7 @@ def _one_word(element_index, words):
 
 @triton.jit
 def key_of(part: tl.constexpr, first, second, third):
-    """Key and draw of one of several matrices, of which the first three may have some."""
+    """Select the key and draw of matrix number `part`."""
     return first if part == 0 else (second if part == 1 else third)
 
 
@@ -111,38 +111,39 @@ def key_of(part: tl.constexpr, first, second, third):
 
 
 KEYS: Final = 3
-"""Of so many matrices one launch takes random words: queries, keys and values."""
+"""The most matrices with random words in one launch: queries, keys and values."""
 NO_KEY: Final = (0, 0, 0)
 NO_STREAMS: Final = (0, 1, 0, 1)
 RANDOM = ("k0", "k1", "draw", "stream", "other_stream")
-"""Arguments that would compile another kernel if they were 1, or a multiple of 16."""
+"""Arguments exempt from Triton's specialization, which would recompile a kernel for the value 1 or a multiple of 16."""
 RANDOM_OF_PARTS = (*RANDOM, "k2", "k3", "draw1", "k4", "k5", "draw2")
 
 RandomArguments = tuple[tuple[Any, ...], tuple[int, ...], Rounding | None, Rounding | None]
-"""What kernels are told of random words: key and draw; of both directions stream and columns; and what they are
-compiled for."""
+"""Key and draw; stream and width of both directions; compile-time properties of both directions."""
 
 
 def random_arguments(one: QuantizeRequest | None, two: QuantizeRequest | None) -> RandomArguments:
-    """Those of one matrix and its transpose."""
+    """Return the arguments for one matrix and its transpose."""
     first, second = None if one is None else one.words, None if two is None else two.words
-    drawn = first or second
-    if drawn is None:
+    bits = first or second
+    if bits is None:
         return NO_KEY, NO_STREAMS, None, None
     width, other_width, rounding, other_rounding = _drawing(
         first and (first.global_shape, first.transposed), second and (second.global_shape, second.transposed),
-        isinstance(drawn.draw, Tensor), first is not None and second is not None and first.stream == second.stream,
+        isinstance(bits.draw, Tensor), first is not None and second is not None and first.stream == second.stream,
     )  # fmt: skip
-    streams = (first or drawn).stream, width, (second or drawn).stream, other_width
-    return (*halves(drawn.key), drawn.draw), streams, rounding, other_rounding
+    streams = (first or bits).stream, width, (second or bits).stream, other_width
+    return (*halves(bits.key), bits.draw), streams, rounding, other_rounding
 
 
 @lru_cache(MOST_PLANS)
 def _drawing(
     one: tuple[Pair, bool] | None, two: tuple[Pair, bool] | None, draw_loaded: bool, one_stream: bool
 ) -> tuple[int, int, Rounding | None, Rounding | None]:
-    """Of both directions how many words lie in a row of the global matrix that they are counted in, and what kernels
-    are compiled for; `one`, `two`: its shape, and `RandomBits.transposed`; `one_stream`: they have the same."""
+    """Width of the global matrix and compile-time properties of the random words, for both directions.
+
+    `one`, `two`: shape of the global matrix, and `RandomBits.transposed`. `one_stream`: both directions use one stream.
+    """
     widths: list[int] = []
     roundings: list[Rounding | None] = []
     for words in (one, two):
@@ -163,22 +164,21 @@ def _drawing(
 def random_arguments_of(
     requests: Sequence[KernelOutputs],
 ) -> tuple[tuple[Any, ...], tuple[int, ...], list[Rounding | None]]:
-    """Those of several matrices that are quantized alike, in one launch: a key and draw for each of `KEYS`.
+    """Return the arguments for several matrices with the same specs in one launch: a key and draw for each of `KEYS`.
 
-    They are no tuple in a kernel: for integers in one that are 1, or a multiple of 16, Triton compiles it anew.
+    They are separate arguments, because Triton recompiles a kernel if an integer in a tuple is 1 or a multiple of 16.
     """
-    one, two, *_ = requests[0]
-    if (one is None or one.words is None) and (two is None or two.words is None):
+    rowwise, columnwise, *_ = requests[0]
+    if (rowwise is None or rowwise.words is None) and (columnwise is None or columnwise.words is None):
         return NO_KEY * KEYS, NO_STREAMS, [None, None]
     assert len(requests) <= KEYS, "more matrices than a launch has random words for"
-    found = [random_arguments(each.request, each.other) for each in requests]
-    keys = [part for key, *_ in found for part in key]
-    _, streams, *roundings = found[0]
+    arguments = [random_arguments(outputs.request, outputs.other) for outputs in requests]
+    keys = [part for key, *_ in arguments for part in key]
+    _, streams, *roundings = arguments[0]
     return (*keys, *NO_KEY * (KEYS - len(requests))), streams, roundings
 
 
 def halves(key: int) -> tuple[int, int]:
-    """The low and the high half of a 64-bit key, as signed numbers of 32 bits: those of 64 would compile another
-    kernel."""
+    """Split a 64-bit key into signed 32-bit halves, low and high; 64-bit arguments would recompile the kernel."""
     low, high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     return low - ((low & 1 << 31) << 1), high - ((high & 1 << 31) << 1)

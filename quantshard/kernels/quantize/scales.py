@@ -1,6 +1,6 @@
-"""Scales from amaxes, where these are known before values are quantized: `numerics.scales` and `encode_scales`.
+"""Scales from amaxes that are known before values are quantized: `numerics.scales` and `numerics.encode_scales`.
 
-(stored scale, multiplier of values) = rule(amax)               (`language.scales`)
+(stored scale, multiplier of values) = rule(amax)               (`scale_rule.scales`)
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ SIZE = 1024
 
 @triton.jit
 def scales_kernel(amax_ptr, stored_ptr, multiplier_ptr, numel, R: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    valued = at < numel
-    stored, multiplier = sr.scales(tl.load(amax_ptr + at, mask=valued, other=0.0), 0.0, R)
-    tl.store(stored_ptr + at, stored, mask=valued)
-    tl.store(multiplier_ptr + at, multiplier, mask=valued)
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    valued = index < numel
+    stored_scale, multiplier = sr.scales(tl.load(amax_ptr + index, mask=valued, other=0.0), 0.0, R)
+    tl.store(stored_ptr + index, stored_scale, mask=valued)
+    tl.store(multiplier_ptr + index, multiplier, mask=valued)
 
 
 def scales(amax: Tensor, copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scales to store, and the multipliers (float32) of values of `dtype`, both of the shape of the grid `amax`.
+    """Return the scales to store and the float32 multipliers for values of `dtype`, both of the shape of the grid
+    `amax`.
 
-    Only for copies with one scale: with two, the multiplier depends on the amax of the whole tensor as well.
+    Only for copies with one scale. With two, the multiplier also depends on the amax of the whole tensor.
     """
     assert copy.amax is None, "a scale under a second one"
     amax = amax.contiguous()
-    stored = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
+    stored_scales = torch.empty(amax.shape, dtype=copy.scale.encoding.storage, device=amax.device)
     multiplier = torch.empty_like(amax)
     if amax.numel() > 0:
         rule = sr.scale_rule(copy, scaling, dtype, amax.device)
         launch_kernel(
             scales_kernel, (-(amax.numel() // -SIZE),), amax.device,
-            amax, stored, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False,
+            amax, stored_scales, multiplier, amax.numel(), rule, SIZE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return stored, multiplier
+    return stored_scales, multiplier

@@ -1,10 +1,11 @@
-"""A stored weight as tensor cores of compute capability 10 read it: the scales of its blocks for every row, swizzled.
+"""Stored weights in the layout that tensor cores of compute capability 10 read: a swizzled block scale for every row.
 
-A program takes a tile of 128 x 128 elements, whose scales are one or two tiles of the swizzle (`swizzling.swizzled`).
-If products sum along the other dim it transposes the codes too, of 8 bits or of 4. What makes results NaN goes into the
-scales by the way: into these, or into the second scale, and into those of another operand of the same gradient.
+A program works on a tile of 128 x 128 elements; the scales of a tile fill one or two swizzle tiles
+(`numerics.swizzling`). If products sum along the other dim, the program also transposes the codes, of 8 or 4 bits. NaN
+flags are merged into the scales in the same pass: into these scales, or into the second scale, and into the scales of
+another operand of the same gradient.
 
-The kernel that quantizes what weights are multiplied with takes such tiles too: `matrix.quantize_matrices`.
+`matrix.quantize_matrices` can process these tiles in the launch that quantizes the other operand.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ TILE = 128
 
 
 class SwizzleConfig(NamedTuple):
-    """Constants of a kernel: how many matrices it lays out, whether it transposes their codes, of how many bits, which
-    rows and columns of the result share a scale, and what a second scale is of its amax."""
+    """Constants of a kernel.
+
+    `parts`: number of matrices. `turned`: transpose their codes. `bits`: bits of a code. `high`, `wide`: rows and
+    columns of the result that share a scale. `unit`: factor from the amax to the second scale.
+    """
 
     parts: int
     turned: bool
@@ -43,7 +47,7 @@ class SwizzleConfig(NamedTuple):
 
 @triton.jit
 def swizzled(i, j, tiles):
-    """Where `swizzling.swizzled` has the entries of rows i and columns j, of so many tiles in a row."""
+    """Return the offsets of rows i and columns j in `numerics.swizzling.swizzled`, with `tiles` tiles in a row."""
     return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
 
@@ -54,7 +58,7 @@ def swizzle_kernel(matrices, S: tl.constexpr):
 
 @triton.jit
 def swizzle_tile(at, matrices, S: tl.constexpr):
-    """One tile, counted over those of all matrices; beyond the last one there is nothing to do."""
+    """Lay out tile number `at`, counted over all matrices. Numbers beyond the last tile are ignored."""
     PARTS: tl.constexpr = S.parts
     for part in tl.static_range(PARTS):
         across = (matrices[part][1] + S.tile - 1) // S.tile
@@ -66,31 +70,31 @@ def swizzle_tile(at, matrices, S: tl.constexpr):
 
 @triton.jit
 def _swizzle(matrix, row, col, S: tl.constexpr):
-    rows, cols, codes, scales, second, poison_ptr, other_ptr, other_tiles = matrix
-    scale_ptr, scale_row, scale_col, laid_ptr = scales
+    rows, cols, codes, scales, second, nan_flag_ptr, other_ptr, other_tiles = matrix
+    scale_ptr, scale_row, scale_col, swizzled_ptr = scales
     if S.turned:
         _transpose(codes, row, col, rows, cols, S.bits, S.tile)
         down, across, of_rows, of_cols = col, row, cols, rows
     else:
         down, across, of_rows, of_cols = row, col, rows, cols
-    bad = tl.load(ql.as_bits(poison_ptr)) != 0 if poison_ptr is not None else False  # NaN, else 0
+    is_nan = tl.load(ql.as_bits(nan_flag_ptr)) != 0 if nan_flag_ptr is not None else False  # NaN, else 0
     blocks = (of_cols + S.wide - 1) // S.wide
     tiles = (blocks + 3) // 4
     i = down * S.tile + tl.arange(0, S.tile)
     j = across * (S.tile // S.wide) + tl.arange(0, S.tile // S.wide)
-    there = (i < of_rows)[:, None] & (j < blocks)[None, :]
-    scale = tl.load(scale_ptr + (i // S.high)[:, None] * scale_row + j[None, :] * scale_col, mask=there, other=0)
-    if second is None and poison_ptr is not None:
-        scale = tl.where(there & bad, 0xFF, scale).to(tl.uint8)
-    laid_ptr = laid_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    tl.store(laid_ptr + swizzled(i[:, None], j[None, :], tiles), scale, mask=(j < 4 * tiles)[None, :])
+    inside = (i < of_rows)[:, None] & (j < blocks)[None, :]
+    scale = tl.load(scale_ptr + (i // S.high)[:, None] * scale_row + j[None, :] * scale_col, mask=inside, other=0)
+    if second is None and nan_flag_ptr is not None:
+        scale = tl.where(inside & is_nan, 0xFF, scale).to(tl.uint8)
+    swizzled_ptr = swizzled_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+    tl.store(swizzled_ptr + swizzled(i[:, None], j[None, :], tiles), scale, mask=(j < 4 * tiles)[None, :])
     if second is not None:
-        whole = tl.load(second[0]) * S.unit
-        tl.store(second[1], tl.where(bad, float("nan"), whole), mask=(row == 0) & (col == 0))
-    if other_ptr is not None:  # the first block of each of its rows
-        at = (row * other_tiles).to(tl.int64) * 512 + 4 * tl.arange(0, S.tile)
-        first = ql.mask_where(bad & (col == 0), tl.full((S.tile,), True, tl.int1))
-        tl.store(other_ptr + at, tl.full((S.tile,), 0xFF, tl.uint8), mask=first)
+        second_scale = tl.load(second[0]) * S.unit
+        tl.store(second[1], tl.where(is_nan, float("nan"), second_scale), mask=(row == 0) & (col == 0))
+    if other_ptr is not None:  # NaN in the first block of each row is enough
+        offsets = (row * other_tiles).to(tl.int64) * 512 + 4 * tl.arange(0, S.tile)
+        first = ql.mask_where(is_nan & (col == 0), tl.full((S.tile,), True, tl.int1))
+        tl.store(other_ptr + offsets, tl.full((S.tile,), 0xFF, tl.uint8), mask=first)
 
 
 @triton.jit
@@ -108,19 +112,19 @@ def _transpose(codes, row, col, rows, cols, BITS: tl.constexpr, TILE: tl.constex
     width = (rows + PACKED - 1) // PACKED
     i, j = col * TILE + tl.arange(0, TILE), row * WIDE + tl.arange(0, WIDE)
     out_ptr = out_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-    at = i.to(tl.int64)[:, None] * width + j[None, :]
-    tl.store(out_ptr + at, x, mask=(i < cols)[:, None] & (j < width)[None, :])
+    offsets = i.to(tl.int64)[:, None] * width + j[None, :]
+    tl.store(out_ptr + offsets, x, mask=(i < cols)[:, None] & (j < width)[None, :])
 
 
 SwizzleResult = tuple[Tensor | None, Tensor, Tensor | None]
-"""`kernel_dispatch.SwizzledMatrix`."""
+"""Same as `kernel_dispatch.SwizzledMatrix`."""
 
 
 class SwizzleRequest:
-    """Several matrices on one device that one kernel is to lay out: one that quantizes something, or one of their own.
+    """Several matrices on one device for one kernel to lay out: a launch that also quantizes something, or `finish`.
 
-    `results`: the memory for them, which `finish` fills. `tiles`: how many there are. `arguments`, `config`: those of
-    `swizzle_tile`. `launched`: a kernel has been told of them.
+    `results`: memory for the results. `tiles`: number of tiles. `arguments`, `config`: arguments of `swizzle_tile`.
+    `launched`: set once a launch includes these matrices.
     """
 
     def __init__(
@@ -132,26 +136,26 @@ class SwizzleRequest:
         self.device, self.launched, self.tiles = matrices[0][1].device, False, 0
         self.results: list[SwizzleResult] = []
         arguments = []
-        for shape, codes, scales, amax, nan_flag, other in matrices:
+        for shape, codes, scales, amax, nan_flag, other_scales in matrices:
             size, transposed, tiles = _plan(copy, shape, turned)
-            made = None
+            transposed_codes = None
             if turned:
-                made = torch.empty(transposed, dtype=copy.codes.encoding.multiplied, device=self.device)
-            laid = torch.empty(size, dtype=copy.scale.encoding.multiplied, device=self.device)
+                transposed_codes = torch.empty(transposed, dtype=copy.codes.encoding.multiplied, device=self.device)
+            swizzled_scales = torch.empty(size, dtype=copy.scale.encoding.multiplied, device=self.device)
             second = None if amax is None else workspace.zero(self.device, written=True)
-            self.results.append((made, laid, second))
+            self.results.append((transposed_codes, swizzled_scales, second))
             strides = scales.stride()
             arguments.append((
-                *shape, (codes, codes.stride(0), as_known(made)) if turned else None,
-                (scales, *(strides[::-1] if turned else strides), as_known(laid)),
-                None if second is None else (amax, second), nan_flag, as_known(other),
-                0 if other is None else other.numel() // 512 // -(shape[0] // -TILE),
+                *shape, (codes, codes.stride(0), as_known(transposed_codes)) if turned else None,
+                (scales, *(strides[::-1] if turned else strides), as_known(swizzled_scales)),
+                None if second is None else (amax, second), nan_flag, as_known(other_scales),
+                0 if other_scales is None else other_scales.numel() // 512 // -(shape[0] // -TILE),
             ))  # fmt: skip
             self.tiles += tiles
         self.arguments, self.config = tuple(arguments), _config(copy, len(arguments), turned)
 
     def finish(self) -> list[SwizzleResult]:
-        """The results, from a launch of their own if there was none."""
+        """Return the results, after a separate launch if no other launch has included them."""
         if not self.launched:
             launch_kernel(
                 swizzle_kernel, (self.tiles,), self.device, self.arguments,
@@ -163,7 +167,7 @@ class SwizzleRequest:
 
 @lru_cache(MOST_PLANS)
 def _plan(copy: OrientedCodes, shape: Pair, turned: bool) -> tuple[int, Pair, int]:
-    """How many scales there are, the shape of the transposed codes, and how many tiles there are."""
+    """Number of scales, shape of the transposed codes, and number of tiles."""
     rows, cols = shape[::-1] if turned else shape
     size = swizzled_size(rows, -(cols // -(copy.block[0] if turned else copy.block[1])))
     packed = 8 // copy.codes.encoding.bits

@@ -1,4 +1,4 @@
-"""What kernels that quantize are asked for, the tiles that their programs work on, and where their results lie."""
+"""Requests to the kernels that quantize, the tiles of their programs, and the memory for their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantshard.numerics import Pair, RandomBits
 
 
 class TileShape(NamedTuple):
-    """Rows and columns that a program works on, and how they are held (see `ql.held`); a constant of a kernel."""
+    """The tile that a program works on; a constant of a kernel. `together`: its row order, see `ql.row_order`."""
 
     rows: int
     cols: int
@@ -26,24 +26,26 @@ class TileShape(NamedTuple):
 
     @property
     def warps(self) -> int:
-        """So many that a thread has 64 elements."""
+        """Number of warps that leaves 64 elements to each thread."""
         return max(4, self.rows * self.cols // 2048)
 
 
 Given = Literal["", "multipliers", "amaxes"]
-"""What is known of blocks before their values are read: nothing, what values are multiplied by, or their amaxes."""
+"""Values that the caller passes for each block: none, multipliers, or amaxes."""
 Poison = Literal["", "amax", "apart", "given"]
-"""What makes scales NaN: nothing; of a scale for the whole tensor, be it the second one, an amax that is given and not
-finite, or others that write it too, by `tl.atomic_max` of its bits; or of others a scalar, 0 or NaN, that is added."""
+"""How non-finite values make scales NaN. Empty: they do not. "amax": the amax of the whole tensor, passed by the
+caller, is not finite (this includes the second scale). "apart": other kernels write NaN to the same scale, so it is
+stored by `tl.atomic_max` of its bits. "given": a scalar, 0 or NaN, is added to the scales of blocks."""
 
 
 class KernelConfig(NamedTuple):
-    """Constants of a kernel: the tile, its blocks (within it; `row_all`: they reach beyond), and what is done.
+    """Constants of a kernel: the tile, the blocks within it, and the work to do.
 
-    `transposed`: the tile is held as its transpose [cols, rows]. `together`: see `ql.held`; of rows as they are held.
-    `words_transposed`: random words are `RandomBits.transposed`; `words_shared`: the other direction has drawn them.
-    `pairs`: amaxes are taken by `ql.line_amax`. `by_columns`: scales lie column by column; `swizzled`: as
-    `swizzling.swizzled` has them. `nan_flag`: see `Poison`. `decoded`: see `QuantizeSpec`.
+    `row_all`, `col_all`: blocks span the whole dim, beyond the tile. `together`: order of the rows in registers, see
+    `ql.row_order`. `transposed`: registers hold the tile as its transpose [cols, rows]. `words_transposed`: random
+    words are `RandomBits.transposed`. `words_shared`: the other direction has drawn the random words already. `pairs`:
+    block amaxes come from `ql.line_amax`. `by_columns`: scales are stored column by column. `swizzled`: scales are
+    stored as by `numerics.swizzling.swizzled`. `nan_flag`: see `Poison`. `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -70,9 +72,9 @@ class KernelConfig(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Arguments of a kernel: shape of the rectangle, its origin in the global matrix, and how many columns have values.
+    """A rectangle of the global matrix, as kernels take it: shape, origin, and how many columns have values.
 
-    The other columns are what the Hadamard transform pads.
+    The Hadamard transform pads the other columns.
     """
 
     rows: int
@@ -83,18 +85,18 @@ class Region(NamedTuple):
 
 
 class QuantizeSpec(NamedTuple):
-    """How matrices [R, C] are quantized, as far as it is the same in each call.
+    """How matrices [R, C] are quantized: the part that all calls share.
 
-    With `scaling.random_hadamard` they are transformed first, and C is padded to a multiple of 16.
+    With `scaling.random_hadamard` rows are transformed first, and C is padded to a multiple of 16.
 
-    `origin`: in the global matrix; a multiple of 2 along columns for packed codes, of 16 for the transform.
-    `transposed`: also give the codes of the transpose. Of square blocks, or of one scale for all, these are what
-    quantizing the transpose gives.
-    `by_columns`: scales that are made lie column by column, with strides (1, rows); see `producers.read_by_columns`.
-    `given`: multipliers where blocks are not wholly inside, amaxes or these where a block is larger than a tile.
-    `decoded`: give the values that the codes stand for, of the dtype of what is quantized, and no codes and scales.
-    `ready`: codes and scales are as PyTorch's products take them: of its dtypes; scales of 8 bits, which then are not
-    given, flat, as `swizzling.swizzled` has them; and the second scale itself beside its amax.
+    `origin`: position in the global matrix; the column is a multiple of 2 for packed codes and of 16 for the transform.
+    `transposed`: also return the codes of the transpose. For square blocks, or one scale for the whole matrix, these
+    codes equal those from quantizing the transpose.
+    `by_columns`: new scales are stored column by column, with strides (1, rows); see `gemm.producers.read_by_columns`.
+    `given`: multipliers if blocks cross the edge of the rectangle; multipliers or amaxes if blocks exceed a tile.
+    `decoded`: return the dequantized values in the input's dtype, instead of codes and scales.
+    `ready`: return what PyTorch's scaled products take: codes and scales in PyTorch's dtypes, 8-bit scales flat and
+    swizzled, and the second scale as well as its amax. Swizzled scales exclude `given`.
     """
 
     copy: OrientedCodes
@@ -109,7 +111,7 @@ class QuantizeSpec(NamedTuple):
 
     @property
     def swizzled(self) -> bool:
-        """True if scales lie as `swizzling.swizzled` has them."""
+        """Whether scales are stored as by `numerics.swizzling.swizzled`."""
         return self.ready and self.copy.scale.encoding.bits == 8
 
     @property
@@ -120,12 +122,13 @@ class QuantizeSpec(NamedTuple):
 
 
 class QuantizeRequest(NamedTuple):
-    """How one matrix is quantized: what is the same in each call, and the tensors of this one.
+    """How one matrix is quantized: the spec that all calls share, and the tensors of this call.
 
-    `given`: float32, the touched grid of `numerics.encode_scales`, or of amaxes, as `spec.given` says.
-    `second_amax`: float32 scalar, of the whole tensor, for formats with two scales, unless multipliers are given.
-    `words`: for stochastic rounding; those of the transformed and padded matrix.
-    `scale`: where the scale goes, which is zero, if others make it NaN. `nan_flag`: given as `spec.nan_flag` says.
+    `given`: float32 grid of touched blocks; multipliers as from `numerics.encode_scales`, or amaxes, see `spec.given`.
+    `second_amax`: float32 scalar, the amax of the whole tensor; for formats with two scales, unless multipliers are
+    given.
+    `words`: random bits for stochastic rounding, for the transformed and padded matrix.
+    `scale`: zeroed memory for the scale, if other kernels write NaN to it. `nan_flag`: scalar for the Poison "given".
     """
 
     spec: QuantizeSpec
@@ -137,13 +140,13 @@ class QuantizeRequest(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """One result of a kernel that quantizes, and its arguments for it; None for what is not asked for.
+    """One result of a kernel that quantizes, as the argument of the kernel; None for each part that was not requested.
 
-    `codes`: uint8 [R, C], packed as stored, `codes_cols` in a row, or values. `scale`: of the blocks that they touch,
-    unless multipliers are `given`. `grid_row` and `grid_col`: strides of either, or of swizzled scales the tiles of a
-    row. `second`: amax of the whole tensor, and `second_scale` the scale that it makes, if a product is to read it.
-    `transposed`: codes of the transpose, [C, R] and packed likewise. `next_amax`: float32 scalar, made the larger of
-    itself and the amax of the values. `nan_flag`: of the request.
+    `codes`: uint8 [R, C], packed, with `codes_cols` bytes in a row; or values. `scale`: scales of the touched blocks,
+    unless the caller passed multipliers. `given`: see `QuantizeRequest`. `grid_row`, `grid_col`: strides of that grid;
+    for swizzled scales `grid_row` counts the tiles in a row. `second`: amax of the whole tensor. `second_scale`: its
+    scale, if a product reads one. `transposed`: codes of the transpose, packed [C, R]. `next_amax`: float32 scalar,
+    raised to the amax of the values. `nan_flag`: see `QuantizeRequest`.
     """
 
     codes: Any
@@ -161,7 +164,7 @@ class QuantizedOutput(NamedTuple):
 
 
 class BlockAmaxes(NamedTuple):
-    """The blocks of a matrix that are measured; `hadamard`: of its rows after `numerics.hadamard16`."""
+    """The blocks of a matrix to measure; `hadamard`: measure its rows after `numerics.hadamard16`."""
 
     block_shape: Pair
     hadamard: bool = False
@@ -174,7 +177,7 @@ class BlockAmaxes(NamedTuple):
 
 
 class AmaxRequest(NamedTuple):
-    """Whose amaxes are taken, of the blocks of a matrix and of its transpose, and where they go."""
+    """Blocks to measure in a matrix (`one`) and in its transpose (`two`), and the grids to write."""
 
     one: BlockAmaxes | None
     two: BlockAmaxes | None
@@ -182,16 +185,16 @@ class AmaxRequest(NamedTuple):
 
 
 class KernelOutputs(NamedTuple):
-    """What is asked for of one matrix of results [R, C]; the tensors are the caller's, and are written by the kernel.
+    """Everything that a kernel writes for one matrix of results [R, C], into tensors of the caller.
 
     Args:
-        request: how they are quantized.
-        other: how their transpose is, with scales of its own. Words of both have one key and draw.
-        high: the results themselves, [R, C] with adjacent columns, of the kernel's dtype.
-        amax: float32 scalar, made the larger of itself and the amax of the results; NaN wins.
-        poison: float32 scalar, not negative, made NaN if not all results are finite, else left as it is.
-        sums: [C], any float dtype: the sum of the rounded results over rows, taken in float32.
-        measured: amaxes of blocks, where nothing is quantized.
+        request: quantization of the results.
+        other: quantization of their transpose, with scales of its own. Random words of both have one key and draw.
+        high: memory for the results themselves, [R, C] with adjacent columns, in the kernel's dtype.
+        amax: float32 scalar, raised to the amax of the results; NaN wins.
+        nan_flag: float32 scalar, not negative; becomes NaN if any result is not finite, else unchanged.
+        sums: [C], any float dtype: sum of the rounded results over rows, accumulated in float32.
+        measured: amaxes of blocks; excludes quantization.
     """
 
     request: QuantizeRequest | None = None
@@ -204,19 +207,22 @@ class KernelOutputs(NamedTuple):
 
     @property
     def specs(self) -> Specs:
-        """How results and their transpose are quantized, as far as it is the same in each call."""
+        """Specs of the results and of their transpose."""
         return None if self.request is None else self.request.spec, None if self.other is None else self.other.spec
 
 
 Specs = tuple[QuantizeSpec | None, QuantizeSpec | None]
 Targets = tuple[QuantizedOutput | None, QuantizedOutput | None]
-"""Codes and scales of a matrix and of its transpose, as far as asked for."""
+"""Codes and scales of a matrix and of its transpose; None for what was not requested."""
 
 
 class Rounding(NamedTuple):
-    """Of random words, what a kernel is compiled for: whether four neighbours share a call of the generator, whether an
-    index of them fits into 32 bits, whether their draw is read from memory, whether they are `RandomBits.transposed`,
-    and whether they are so those of the other direction."""
+    """Compile-time properties of random words.
+
+    `by_four`: four neighbours share a call of the generator. `short_index`: element indices fit into 32 bits.
+    `draw_loaded`: the draw is read from memory. `words_transposed`: words are `RandomBits.transposed`. `words_shared`:
+    the same, and equal to the words of the other direction.
+    """
 
     by_four: bool = True
     short_index: bool = True
@@ -226,9 +232,12 @@ class Rounding(NamedTuple):
 
 
 class QuantizeLayout(NamedTuple):
-    """What quantizing matrices of one shape by one spec makes: shapes of codes, of those of the transpose and of
-    scales, where these are asked for, strides of the latter, whether some are of no block, and whether Triton lacks a
-    dtype of theirs, and the kernel's constants."""
+    """Shapes, dtypes and constants of the results of one spec for matrices of one shape.
+
+    `codes`, `transposed`, `scale`: shapes; None if not requested. `coded`, `stored`: dtypes of codes and scales.
+    `strides`: strides of the scales. `fills`: some swizzled scales belong to no block. `wraps`: Triton lacks one of the
+    dtypes.
+    """
 
     codes: Pair
     coded: torch.dtype
@@ -242,13 +251,13 @@ class QuantizeLayout(NamedTuple):
     how: KernelConfig
 
     def outputs(self, request: QuantizeRequest, device: torch.device, next_amax: Tensor | None) -> QuantizedOutput:
-        """Allocate them."""
-        given, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
+        """Allocate the results of one launch."""
+        input_grid, scale, (grid_row, grid_col), transposed = request.given, request.scale, self.strides, None
         codes = torch.empty(self.codes, dtype=self.coded, device=device)
         if self.transposed is not None:
             transposed = torch.empty(self.transposed, dtype=self.coded, device=device)
-        if request.spec.given == "multipliers" and given is not None:  # perhaps of a piece of a grid
-            grid_row, grid_col = given.stride()
+        if request.spec.given == "multipliers" and input_grid is not None:  # perhaps of a piece of a grid
+            grid_row, grid_col = input_grid.stride()
         elif self.scale is not None and scale is None:
             if 0 in self.codes:  # no kernel runs
                 scale = torch.ones(self.scale, dtype=self.stored, device=device)
@@ -266,16 +275,16 @@ class QuantizeLayout(NamedTuple):
         if self.wraps:
             codes, scale, transposed = as_known(codes), as_known(scale), as_known(transposed)
         return QuantizedOutput(
-            codes, self.codes[1], scale, given, grid_row, grid_col, request.second_amax, second_scale, transposed,
+            codes, self.codes[1], scale, input_grid, grid_row, grid_col, request.second_amax, second_scale, transposed,
             0 if self.transposed is None else self.transposed[1], next_amax, request.nan_flag,
         )  # fmt: skip
 
 
 class QuantizePlan(NamedTuple):
-    """What a launch that quantizes needs besides tensors, the same for all of one shape.
+    """Launch parameters for matrices of one shape, without the tensors.
 
-    `one`, `two`: of the matrix, and of its transpose. `where`: of both together. `constants`: keyword arguments of the
-    launch.
+    `one`, `two`: layouts of the matrix and of its transpose. `where`: region that covers both. `constants`: keyword
+    arguments of the launch.
     """
 
     one: QuantizeLayout | None
@@ -287,7 +296,7 @@ class QuantizePlan(NamedTuple):
     def outputs(
         self, one: QuantizeRequest | None, two: QuantizeRequest | None, device: torch.device, next_amax: Any = None
     ) -> tuple[QuantizedOutput | None, QuantizedOutput | None]:
-        """Allocate the results of both."""
+        """Allocate the results of both directions."""
         return (
             None if one is None or self.one is None else self.one.outputs(one, device, next_amax),
             None if two is None or self.two is None else self.two.outputs(two, device, None),
@@ -295,19 +304,20 @@ class QuantizePlan(NamedTuple):
 
 
 MOST_PLANS: Final = 1024
-"""So many are kept of each kind: of a model with 100 shapes of activations, each under some 10 specs."""
+"""Entries in each cache of plans: enough for 100 activation shapes with some 10 specs each."""
 
 
 def tiles(where: Region, how: KernelConfig) -> tuple[int, int]:
-    """How many tiles of the global grid a rectangle touches along both dims."""
+    """Return how many tiles of the global grid a rectangle touches along both dims."""
     return touched(where.row_origin, where.rows, how.rows), touched(where.col_origin, where.cols, how.cols)
 
 
 def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> TileShape:
-    """The tile of a program: whole blocks; rows that lie together in a transpose that is written are held together.
+    """Choose the tile of a program: whole blocks, in a row order that suits the stores of the transpose.
 
-    `dtype`: of the values. Where both directions have scales, bfloat16 is faster (by 3 and 8 % on an H200) in tiles of
-    twice the size, where no values are decoded, or of 4 bits with four bytes of the transpose together.
+    `dtype`: dtype of the values. If both directions have scales, other tiles are faster for bfloat16 on an H200: of
+    twice the size if no values are decoded (by 3 %), or with four bytes of the transpose together for 4-bit codes (by 8
+    %).
     """
     block_rows, block_cols = spec.block
     if other is not None:
@@ -323,14 +333,14 @@ def tile(spec: QuantizeSpec, other: QuantizeSpec | None, dtype: torch.dtype) -> 
 
 
 BOTH_WAYS: Final = TileShape(128, 64, 4)
-"""The smallest tile of a kernel that writes codes of the transpose too, and transforms nothing: it writes whole lines
-of memory, and a thread holds four neighbouring rows, whose codes are four neighbouring bytes of the transpose."""
+"""The smallest tile of a kernel that also writes codes of the transpose, without a transform. Each store fills whole
+lines of memory. A thread has four neighbouring rows: their codes are four neighbouring bytes of the transpose."""
 LARGE_BOTH_WAYS: Final = BOTH_WAYS._replace(cols=128)
-"""The tile for blocks of 128 columns, and where a program is to have more work between two loads."""
+"""The tile for blocks of 128 columns, and for programs that need more work between two loads."""
 
 
 def smallest_tile(blocks: TileShape) -> TileShape:
-    """The smallest tile of whole blocks that is no smaller than `BOTH_WAYS`."""
+    """Return the smallest tile of whole blocks that is at least `BOTH_WAYS`."""
     return TileShape(*map(max, blocks, BOTH_WAYS))
 
 
@@ -339,26 +349,30 @@ def plan_quantization(
     spec: QuantizeSpec, other: QuantizeSpec | None, shape: Pair, dtype: torch.dtype, device: torch.device,
     adjacent: bool = True, rounding: Rounding | None = None, other_rounding: Rounding | None = None,
 ) -> QuantizePlan:  # fmt: skip
-    """For matrices of `shape` [R, C] and their transposes; `adjacent`: elements of a row lie together."""
+    """Plan the launch for matrices of `shape` [R, C] and their transposes; `adjacent`: rows are contiguous."""
     shared = tile(spec, other, dtype)
     if not adjacent and shared.together < 16:  # neighbours in a column are read together already
         shared = shared._replace(together=1)
-    one = layout(spec, shape, dtype, device, shared, rounding)
-    two = None
-    programs = tiles(one.where, one.how)
+    rowwise = layout(spec, shape, dtype, device, shared, rounding)
+    columnwise = None
+    programs = tiles(rowwise.where, rowwise.how)
     if other is not None:
-        two = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
-        down, across = tiles(two.where, two.how)
+        columnwise = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
+        down, across = tiles(columnwise.where, columnwise.how)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
-    constants = {"H": one.how, "T": two and two.how, **quantize_launch_options(shared, one.how, two is not None, dtype)}
-    return QuantizePlan(one, two, one.where, programs, constants)
+    constants = {
+        "H": rowwise.how,
+        "T": columnwise and columnwise.how,
+        **quantize_launch_options(shared, rowwise.how, columnwise is not None, dtype),
+    }
+    return QuantizePlan(rowwise, columnwise, rowwise.where, programs, constants)
 
 
 def layout(
     spec: QuantizeSpec, shape: Pair, dtype: torch.dtype, device: torch.device, tile: TileShape,
     rounding: Rounding | None, transposed: bool = False,
 ) -> QuantizeLayout:  # fmt: skip
-    """Of matrices of `shape` [R, C] and `dtype`; `transposed`: tiles are held as those of the transpose."""
+    """Lay out the results for matrices [R, C] = `shape`; `transposed`: registers hold the transposed tile."""
     copy, origin, hadamard = spec.copy, spec.origin, spec.scaling.random_hadamard
     assert spec.given or ALL not in copy.block, "a block larger than a tile needs a multiplier or an amax"
     assert copy.amax is None or spec.given != "amaxes", "a multiplier under a second scale depends on that one too"
@@ -369,28 +383,28 @@ def layout(
     down, across = (
         touched(o, n, block_shape) for o, n, block_shape in zip(origin, (rows, cols), copy.block, strict=True)
     )
-    by_columns, coded, stored = spec.by_columns and not spec.given, torch.uint8, copy.scale.encoding.storage
+    by_columns, codes_dtype, scale_dtype = spec.by_columns and not spec.given, torch.uint8, copy.scale.encoding.storage
     scale: tuple[int, ...] = (down, across)
     strides = (1, down) if by_columns else (across, 1)
     if spec.decoded:
-        coded = dtype
+        codes_dtype = dtype
     elif spec.ready:
-        coded, stored = copy.codes.encoding.multiplied, copy.scale.encoding.multiplied
+        codes_dtype, scale_dtype = copy.codes.encoding.multiplied, copy.scale.encoding.multiplied
         if spec.swizzled:
             assert not spec.given, "swizzled scales are made here"
             scale, strides = (swizzled_size(down, across),), (-(across // -4), 0)
-    drawn = rounding or Rounding()
+    random_bits = rounding or Rounding()
     rule = sr.scale_rule(copy, spec.scaling, dtype, device)
-    how = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
+    config = tiling(copy.block, (tile.cols, tile.rows) if transposed else (tile.rows, tile.cols), rule)._replace(
         together=tile.together,
         transposed=transposed,
         hadamard=hadamard,
         stochastic=rounding is not None,
-        by_four=drawn.by_four and (transposed == drawn.words_transposed or tile.together % 4 == 0),
-        short_index=drawn.short_index,
-        draw_loaded=drawn.draw_loaded,
-        words_transposed=drawn.words_transposed,
-        words_shared=drawn.words_shared,
+        by_four=random_bits.by_four and (transposed == random_bits.words_transposed or tile.together % 4 == 0),
+        short_index=random_bits.short_index,
+        draw_loaded=random_bits.draw_loaded,
+        words_transposed=random_bits.words_transposed,
+        words_shared=random_bits.words_shared,
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,
@@ -398,20 +412,20 @@ def layout(
         decoded=spec.decoded,
     )
     return QuantizeLayout(
-        (rows, -(cols // -packed)), coded, (cols, -(rows // -packed)) if spec.transposed else None,
-        None if spec.given == "multipliers" or spec.decoded else scale, stored, strides,
+        (rows, -(cols // -packed)), codes_dtype, (cols, -(rows // -packed)) if spec.transposed else None,
+        None if spec.given == "multipliers" or spec.decoded else scale, scale_dtype, strides,
         spec.swizzled and scale != (down * across,), spec.ready and hides_from_kernels(copy),
-        Region(rows, cols, shape[1], *origin), how,
+        Region(rows, cols, shape[1], *origin), config,
     )  # fmt: skip
 
 
 def swizzled_size(rows: int, cols: int) -> int:
-    """How many entries a swizzled grid has."""
+    """Return the number of entries in a swizzled grid."""
     return (rows + -rows % 128) * (cols + -cols % 4)
 
 
 class StoredBytes(TensorWrapper):  # type: ignore[misc]
-    """To a kernel, the bytes of a tensor whose dtype Triton does not know."""
+    """A kernel argument for the bytes of a tensor, for dtypes that Triton does not support."""
 
     dtype = tl.uint8
 
@@ -427,12 +441,12 @@ _UNKNOWN = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def hides_from_kernels(copy: OrientedCodes) -> bool:
-    """True if PyTorch's dtype of codes or scales is none that Triton knows."""
+    """Return True if Triton does not support PyTorch's dtype of the codes or scales."""
     return copy.codes.encoding.multiplied in _UNKNOWN or copy.scale.encoding.multiplied in _UNKNOWN
 
 
 def as_known(x: Tensor | None) -> Any:
-    """A tensor as kernels take it."""
+    """Wrap a tensor if Triton does not support its dtype."""
     return StoredBytes(x) if x is not None and x.dtype in _UNKNOWN else x
 
 
@@ -442,18 +456,18 @@ def base_of(x: Any) -> Any:
 
 
 def padding(size: int, spec: QuantizeSpec | None) -> int:
-    """How many columns the Hadamard transform adds to so many."""
+    """Return how many columns the Hadamard transform adds to `size` columns."""
     return -size % 16 if spec is not None and spec.scaling.random_hadamard else 0
 
 
 def tiling(block: tuple[int, int], tile: tuple[int, int], rule: sr.ScaleRule) -> KernelConfig:
-    """A tile and the blocks in it."""
+    """Return the config of a tile and its blocks."""
     inside = (min(block[0], tile[0]), min(block[1], tile[1]))
     return KernelConfig(*tile, *inside, block[0] == ALL, block[1] == ALL, rule)
 
 
 def touched(origin: int, size: int, block_shape: int) -> int:
-    """How many entries of one dim of the grid the elements [origin, origin + size) touch."""
+    """Return how many grid entries along one dim the elements [origin, origin + size) touch."""
     if block_shape == ALL:
         return 1
     return -((origin + size) // -block_shape) - origin // block_shape if size else 0
@@ -463,10 +477,11 @@ WARPS = 8
 
 
 def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments of a launch; `both`: directions have scales of their own.
+    """Return the keyword arguments of a launch; `both`: each direction has its own scales.
 
-    Large tiles of bfloat16 then do best by four warps in three programs beside each other, and those of which one
-    direction is transformed, and both are decoded without random words, by eight in two (measured on an H200).
+    Measured on an H200, if `both`: large bfloat16 tiles run fastest with four warps, three programs at a time. Tiles
+    with one transformed direction, both decoded without random words, run fastest with eight warps, two programs at a
+    time.
     """
     if both and dtype is torch.bfloat16 and shared == LARGE_BOTH_WAYS:
         return {"num_warps": 4, "maxnreg": registers(4, 3), "enable_fp_fusion": False}
@@ -477,6 +492,6 @@ def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dt
 
 
 def registers(warps: int, beside: int) -> int:
-    """Registers that each thread may have if so many programs are to run beside each other on a multiprocessor of an
-    NVIDIA GPU, which has 65536."""
+    """Return the registers per thread with which this many programs fit on a multiprocessor of an NVIDIA GPU
+    (65536)."""
     return 65536 // (beside * 32 * warps) // 8 * 8

@@ -1,6 +1,6 @@
-"""The transpose of a matrix of bytes, as GEMMs of 8-bit codes want one operand: out[j, i] = x[i, j].
+"""The transpose of a matrix of bytes, for GEMMs that need one 8-bit operand transposed: out[j, i] = x[i, j].
 
-Of codes under square blocks that are as large as a tile, a program brings the scale of its block along.
+If each square block of codes is one tile, a program also copies the scale of its block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,19 @@ def transpose_kernel(matrices, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl
 
 @triton.jit
 def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
-    x_ptr, out_ptr, rows, cols, x_stride, scale_ptr, scale_row, scale_col, laid_ptr, laid_stride, poison_ptr = matrix
+    (
+        x_ptr,
+        out_ptr,
+        rows,
+        cols,
+        x_stride,
+        scale_ptr,
+        scale_row,
+        scale_col,
+        new_scale_ptr,
+        new_scale_stride,
+        nan_flag_ptr,
+    ) = matrix
     row, col = tl.program_id(0), tl.program_id(1)
     i = row * ROWS + tl.arange(0, ROWS)
     j = col * COLS + tl.arange(0, COLS)
@@ -41,41 +53,41 @@ def _transpose(matrix, ROWS: tl.constexpr, COLS: tl.constexpr):
     if scale_ptr is not None:
         inside = (row * ROWS < rows) & (col * COLS < cols)
         scale = tl.load(scale_ptr + row * scale_row + col * scale_col, mask=inside, other=0.0)
-        if poison_ptr is not None:
-            scale += tl.load(poison_ptr)
-        at = row + tl.arange(0, 4)  # zeros behind the last one
-        fills = ((row + 1) * ROWS >= rows) & (at < laid_stride)
-        laid = ql.mask_where(inside, (at == row) | fills)
-        tl.store(laid_ptr + col * laid_stride + at, tl.where(at == row, scale, 0.0), mask=laid)
+        if nan_flag_ptr is not None:
+            scale += tl.load(nan_flag_ptr)
+        index = row + tl.arange(0, 4)  # the last program also writes the zero padding
+        fills = ((row + 1) * ROWS >= rows) & (index < new_scale_stride)
+        mask = ql.mask_where(inside, (index == row) | fills)
+        tl.store(new_scale_ptr + col * new_scale_stride + index, tl.where(index == row, scale, 0.0), mask=mask)
 
 
 def transpose(x: Tensor) -> Tensor:
-    """x uint8 [R, C], rows contiguous -> [C, R], contiguous."""
+    """Transpose x uint8 [R, C] with contiguous rows to a contiguous [C, R]."""
     return by_columns([(x, None, None)])[0][0].t()
 
 
 def by_columns(
     matrices: Sequence[tuple[Tensor, Tensor | None, Tensor | None]], dtype: torch.dtype = torch.uint8
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Several x uint8 [R, C], rows contiguous, on one device -> the same matrices, columns contiguous, as a dtype of 8
-    bits; by one kernel.
+    """Copy several matrices uint8 [R, C] on one device from contiguous rows to contiguous columns, with one kernel.
 
-    With each goes None, or the scales float32 of its blocks of a tile, and perhaps a scalar to add to these. They too
-    are laid out by columns, [n, blocks of C]: n is a multiple of 4, and behind the blocks of R there are zeros.
+    Results have `dtype`, of 8 bits. Each x comes with None, or with the float32 scales of its blocks of one tile and
+    optionally a scalar to add to them. Scales are also copied to columns, [n, blocks of C]: n is the number of blocks
+    of R rounded up to a multiple of 4, and the padding is zero.
     """
     results, arguments, grid = [], [], [0, 0]
     for x, scales, nan_flag in matrices:
         rows, cols = x.shape
-        out, laid = torch.empty_strided((rows, cols), (1, rows), dtype=dtype, device=x.device), None
-        of_scales: tuple[Any, ...] = (None, 0, 0, None, 0, None)
+        out, padded_scales = torch.empty_strided((rows, cols), (1, rows), dtype=dtype, device=x.device), None
+        scale_arguments: tuple[Any, ...] = (None, 0, 0, None, 0, None)
         if scales is not None:
             down, across = scales.shape
             length = down + -down % 4
-            laid = torch.empty_strided((length, across), (1, length), dtype=torch.float32, device=x.device)
-            of_scales = scales, *scales.stride(), laid, length, nan_flag
-        results.append((out, laid))
+            padded_scales = torch.empty_strided((length, across), (1, length), dtype=torch.float32, device=x.device)
+            scale_arguments = scales, *scales.stride(), padded_scales, length, nan_flag
+        results.append((out, padded_scales))
         if x.numel() > 0:
-            arguments.append((x, out, rows, cols, x.stride(0), *of_scales))
+            arguments.append((x, out, rows, cols, x.stride(0), *scale_arguments))
             grid = [max(grid[0], -(rows // -TILE[0])), max(grid[1], -(cols // -TILE[1]))]
     if arguments:
         launch_kernel(

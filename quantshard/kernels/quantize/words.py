@@ -1,4 +1,4 @@
-"""Random words of a rectangle in memory: `numerics.random_words`, for what no kernel rounds itself."""
+"""Random words of a rectangle, written to memory: `numerics.random_words`, for values that no kernel rounds itself."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def words_kernel(
 ):  # fmt: skip
     index: tl.constexpr = tl.uint32 if SHORT else tl.int64
     row, col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
-    number = tl.load(draw) if STORED else draw
-    key = (k0, k1, number, stream, width)
+    draw_number = tl.load(draw) if STORED else draw
+    key = (k0, k1, draw_number, stream, width)
     words = rw.words_of_tile(row_origin + row, col_origin + col, key, ROWS, COLS, BY_FOUR, 1, index)
     i, j = row + tl.arange(0, ROWS), col + tl.arange(0, COLS)
-    at = i.to(tl.int64)[:, None] * cols + j[None, :]
-    tl.store(out_ptr + at, words.to(tl.int64), mask=(i < rows)[:, None] & (j < cols)[None, :])
+    offsets = i.to(tl.int64)[:, None] * cols + j[None, :]
+    tl.store(out_ptr + offsets, words.to(tl.int64), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
 
 def random_words(bits: RandomBits, device: torch.device) -> Tensor:
-    """`numerics.random_words` of these: int64 [R, C] in [0, 2**32)."""
+    """Return `numerics.random_words` of `bits`: int64 [R, C] in [0, 2**32)."""
     if bits.transposed:
         return swap_halves(random_words(bits.untransposed, device)).t()
     height, width = bits.global_shape
