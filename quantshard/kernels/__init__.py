@@ -1,11 +1,11 @@
-"""Where the GPU kernels are: Triton, one file for each fused operation; formula, kernel, launcher.
+"""Triton kernels for GPUs. Each fused operation has a file: formula, kernel, launcher.
 
-Each reproduces its oracle in `numerics`, bit for bit where values are quantized. They are compiled without fusion of
-multiplications into additions, and divide and take roots with correct rounding, for the oracle does.
+Each kernel reproduces its oracle in `numerics`, bit for bit where it quantizes. So kernels are compiled without fused
+multiply-adds, and round divisions and square roots correctly, as the oracle does.
 
-Only `kernel_dispatch` decides whether a kernel runs. This file imports no Triton; the others do, and are imported only
-where `USABLE`. On the CPU kernels run under Triton's interpreter alone (TRITON_INTERPRET=1), slowly, for tests. On the
-meta device they compute nothing, as everything there (`gemm.described_gpu`).
+Only `kernel_dispatch` decides whether a kernel runs. This file does not import Triton. The other files do, and are
+imported only if `USABLE`. On the CPU, kernels run only under Triton's interpreter (TRITON_INTERPRET=1), slowly, for
+tests. On the meta device they compute nothing (`gemm.described_gpu`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _is_usable() -> bool:
     if find_spec("triton") is None or (torch.version.hip is not None and not INTERPRETED):
         return False
     if torch.version.cuda is not None or INTERPRETED:
-        return True  # a Triton that is broken is told, where kernels are to run
+        return True  # a broken Triton raises when a kernel is imported
     try:
         import_module("triton")
     except ImportError:
@@ -34,4 +34,4 @@ def _is_usable() -> bool:
 
 
 USABLE: Final = _is_usable()
-"""True if the kernels can be imported: Triton is there, and a GPU, if this torch was built for one, is not AMD's."""
+"""True if the kernels can be imported: Triton is installed, and this torch is not built for AMD GPUs."""

@@ -1,7 +1,7 @@
-"""Functions that kernels are put together from, on tiles of values: the oracle's steps in Triton.
+"""Building blocks of kernels, on tiles of values: the oracle's steps in Triton.
 
-An encoding reaches a kernel as a `KernelEncoding`, the rule of a scale as a `ScaleRule` (`scale_rule`): none of these
-names a format. Divisions are `tl.div_rn`, since Triton's own `/` is an approximation.
+Kernels receive an encoding as a `KernelEncoding` and the rule of a scale as a `ScaleRule` (`scale_rule`), so no kernel
+names a format. Divisions use `tl.div_rn`, because Triton's own `/` is an approximation.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quantshard.formats import E4M3, E5M2, Encoding
 
 INTERPRETED = tl.constexpr(kernels.INTERPRETED)  # the interpreter truncates to bfloat16, and gets its subnormals wrong
 
-# Instructions that the compiler would not choose, or make more of. MERGE_SIGN: bits of $1 where the mask has ones, else
-# of $2. ROUND_TWO: two float32 to two bfloat16 and back. HIGHEST_BYTES: byte 3 of four words, in order. CAST_TO_*: four
-# codes in one word; of two operands of a `cvt` the second becomes the lower code.
+# Instructions that the compiler would not choose, or would expand. MERGE_SIGN: bits of $1 where the mask is one, else
+# bits of $2. ROUND_TWO: two float32 to two bfloat16 and back. HIGHEST_BYTES: byte 3 of four words, in order. CAST_TO_*:
+# four codes in one word; the second operand of a `cvt` becomes the lower code.
 MERGE_SIGN = tl.constexpr("lop3.b32 $0, $1, $2, 0x7FFFFFFF, 0xE4;")
 ROUND_TWO = tl.constexpr("{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}")
 HIGHEST_BYTES = tl.constexpr(
@@ -32,14 +32,14 @@ CAST_TO_E4M3 = tl.constexpr(
 CAST_TO_E5M2 = tl.constexpr(CAST_TO_E4M3.value.replace("e4m3", "e5m2"))
 
 CAST_TO: Final = {E4M3.name: 1, E5M2.name: 2}
-"""Encodings that a GPU converts to in one instruction, by the number under which `encode` knows them."""
+"""Encodings with a conversion instruction on GPUs, and their numbers in `KernelEncoding.cast`."""
 
 
 class KernelEncoding(NamedTuple):
-    """What a kernel knows of an encoding; a constant of the kernel.
+    """Properties of an encoding; a constant of a kernel.
 
-    `lowest`: exponent of the smallest normal number. `cast`: the instruction that converts to it, 0 for none.
-    `signed`: whether it has a sign; without one negative values become zero. `magnitude`: `Encoding.magnitude`.
+    `lowest`: exponent of the smallest normal number. `cast`: number of the conversion instruction, or 0. `signed`:
+    whether it has a sign bit; if not, negative values become zero. `magnitude`: `Encoding.magnitude`.
     """
 
     max: float
@@ -52,8 +52,11 @@ class KernelEncoding(NamedTuple):
 
 
 def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
-    """An encoding as kernels on a device know it. GPUs before compute capability 8.9 have no instruction that casts;
-    the interpreter has one, which truncates and is not used."""
+    """Return the kernel constant of an encoding on a device.
+
+    GPUs before compute capability 8.9 have no conversion instruction. The interpreter's conversion truncates and is not
+    used.
+    """
     has_cast = not (kernels.INTERPRETED or device.type == "meta") and torch.cuda.get_device_capability(device) >= (8, 9)
     cast = CAST_TO.get(encoding.name, 0) if has_cast else 0
     lowest, magnitude = 1 - encoding.bias, encoding.magnitude
@@ -63,7 +66,7 @@ def element(encoding: Encoding, device: torch.device) -> KernelEncoding:
 
 
 def takes_pairs(device: torch.device) -> bool:
-    """True if `line_amax` runs there: its instruction is of compute capability 8.0."""
+    """Return True if the device supports `line_amax`, which needs an instruction of compute capability 8.0."""
     return kernels.INTERPRETED or device.type == "meta" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -72,33 +75,32 @@ def takes_pairs(device: torch.device) -> bool:
 
 @triton.jit
 def saturate(x, MAX: tl.constexpr):
-    """x clamped to +-MAX; NaN stays."""
+    """Clamp x to +-MAX, keeping NaN."""
     low = tl.maximum(x, -MAX, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low, MAX, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def as_bits(ptr):
-    """A pointer to float32 as one to the bits, int32: of numbers that are not negative these are in the same order, and
-    NaN has the most."""
+    """Cast a float32 pointer to int32. Bits of nonnegative numbers sort like the numbers, and NaN is largest."""
     return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def mask_where(condition, mask):
-    """A block's mask where a condition of numbers holds; `&` alone gives integers in Triton's interpreter."""
+    """A block's mask combined with a scalar condition; `&` alone would return integers in Triton's interpreter."""
     return (mask & condition) != 0
 
 
 @triton.jit
 def largest_bits(x):
-    """The bits of the largest |x| of a float32 tile, int32, in which NaN is larger than infinity."""
+    """The bits of the largest |x| of a float32 tile, int32; NaN is larger than infinity."""
     return tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1), 0)
 
 
 @triton.jit
 def widen(x):
-    """Any float dtype -> float32, exactly."""
+    """Convert any float dtype to float32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -107,7 +109,7 @@ def widen(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Float32 -> dtype, rounded to nearest even."""
+    """Convert float32 to dtype, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -118,25 +120,25 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def encode(x, E: tl.constexpr):
-    """Float32 tile of products -> codes, one for each element, rounded to nearest even: `numerics.encode`.
+    """Encode a float32 tile of products as codes, one per element, rounded to nearest even: `numerics.encode`.
 
-    Codes are int32; those of 4 bits are the highest bits of a uint32, for `pack`. These keep the sign of a NaN, which
-    should be positive: it is so in every product that a GPU makes.
+    Codes are int32; 4-bit codes are the highest bits of a uint32, as `pack` needs them, and keep the sign of a NaN.
+    That sign should be positive, as in every product that a GPU computes.
     """
-    if E.cast:  # the instruction saturates; four codes at once, since the compiler would pick pairs apart
+    if E.cast:  # the instruction saturates; four codes at once, because the compiler would split pairs
         CAST: tl.constexpr = CAST_TO_E4M3 if E.cast == 1 else CAST_TO_E5M2
         codes = tl.inline_asm_elementwise(CAST, "=r,f,f,f,f", [x], tl.uint8, is_pure=True, pack=4)
-        # Widened: else the compiler moves the float32 values into the layout of each store, and converts them there:
-        # more bytes, and twice the work. The mask keeps it from taking the widening back.
+        # Widened, because otherwise the compiler moves the float32 values into the layout of each store and converts
+        # them there: more bytes, and twice the work. The mask keeps the compiler from undoing the widening.
         return codes.to(tl.int32) & 0xFF
     else:
-        # |x| is added to so large a multiple of its binade's power that the sum's last place is the gap between codes:
-        # so the addition rounds to nearest even, and the low bits count gaps. (The product is exact: fma is + here.)
+        # A large multiple of the power of |x|'s binade is added to |x|, so that the last place of the sum is the gap
+        # between codes: the addition rounds to nearest even, and the low bits count gaps. (The product is exact.)
         x, magnitude, power = parts_of(x, E)
         if E.bits == 4:
-            # The sum is 2**22 + 3 powers, or 6 gaps, more. Its exponent field is the number n of the binade + 149, and
-            # the multiplication adds twice that to the gaps, at bit 28: 6 + gaps + 2 n + 298, the code and a multiple
-            # of 16.
+            # The addend is 2**22 + 3 powers; 3 powers are 6 gaps. The sum's exponent field is n + 149 in binade n.
+            # The multiplication adds twice that to the gaps, at bit 28: 6 + gaps + 2 n + 298, which is the code plus a
+            # multiple of 16.
             gaps = tl.fma(power, 4194307.0, magnitude).to(tl.int32, bitcast=True)
             return with_sign(x, gaps * ((1 << 28) + (1 << 6)))
         else:
@@ -146,16 +148,16 @@ def encode(x, E: tl.constexpr):
 
 @triton.jit
 def encode_stochastic(x, words, E: tl.constexpr, POSITIVE: tl.constexpr = False, original=None):
-    """Float32 tile and uint32 words -> codes as of `encode`: `numerics.encode_stochastic`.
+    """Encode a float32 tile by uint32 random words, with codes as in `encode`: `numerics.encode_stochastic`.
 
-    A product with a power of two makes the encoding's subnormal numbers float32's, so that each number lacks the same
-    bits. These bits are shifted until the code stands below the sign bit; a word is added below the code, and carries.
+    A product with a power of two maps the encoding's subnormal numbers to float32's, so that every number has the same
+    number of surplus bits. These bits are shifted until the code ends just below the sign bit. Then a word is added
+    below the code, and carries into it.
 
-    x: results of arithmetic, of which a GPU makes no negative NaN. POSITIVE: the code is not 0 where `original` is
-    positive.
+    x: results of arithmetic, which on a GPU has no negative NaN. POSITIVE: the code is not 0 where `original` > 0.
     """
     LACKING: tl.constexpr = 23 - E.mantissa
-    NAN: tl.constexpr = E.magnitude << LACKING  # 4 bits have none: the largest
+    NAN: tl.constexpr = E.magnitude << LACKING  # 4-bit encodings have no NaN: the largest number
     x = only_encodable(x, E)
     magnitude = tl.minimum(tl.abs(x), E.max, propagate_nan=tl.PropagateNan.ALL) * 2.0 ** (-126 - E.lowest)
     bits = tl.minimum(magnitude.to(tl.int32, bitcast=True), NAN)
@@ -181,7 +183,7 @@ def swap_halves(words):
 
 @triton.jit
 def highest_bytes(x):
-    """The highest byte of each uint32 -> uint8."""
+    """The highest byte of each uint32, as uint8."""
     if INTERPRETED:
         return (x >> 24).to(tl.uint8)
     else:
@@ -190,9 +192,10 @@ def highest_bytes(x):
 
 @triton.jit
 def parts_of(x, E: tl.constexpr):
-    """x; |x|, at most E.max, which a NaN of 4 bits becomes; and the power of two of its binade: `numerics._round`.
+    """x; |x| limited to E.max; and the power of two of its binade: `numerics._round`.
 
-    Numbers smaller than normal ones are in the lowest binade. The gap between neighbours is this power * 2**-mantissa.
+    Numbers below the normal range belong to the lowest binade. The gap between neighbours is this power * 2**-mantissa.
+    For 4-bit encodings NaN becomes E.max.
     """
     if E.bits == 4 and INTERPRETED:  # a GPU's minimum of NaN and a number is the number
         x = tl.where(x != x, E.max, x)
@@ -204,9 +207,9 @@ def parts_of(x, E: tl.constexpr):
 
 @triton.jit
 def assemble(x, gaps, power, E: tl.constexpr):
-    """Sign of x, whole gaps in the low 23 bits, and the power of the binade -> codes of 8 or 16 bits, int32.
+    """Combine the sign of x, whole gaps in the low 23 bits, and the binade's power into codes of 8 or 16 bits, int32.
 
-    A code is the gaps and, times 2**mantissa, the binade's number. NaN becomes the largest positive code.
+    A code is the gaps plus the binade's number times 2**mantissa. NaN becomes the largest positive code.
     """
     binade = power.to(tl.int32, bitcast=True) - ((127 + E.lowest) << 23)
     code = (gaps & 0x7FFFFF) + (binade >> (23 - E.mantissa))
@@ -217,7 +220,7 @@ def assemble(x, gaps, power, E: tl.constexpr):
 
 @triton.jit
 def only_encodable(x, E: tl.constexpr):
-    """x, zero where it is negative and there is no sign: `numerics._encodable`."""
+    """x, with negative values set to zero if the encoding is unsigned: `numerics._encodable`."""
     if E.signed:
         return x
     else:
@@ -226,29 +229,29 @@ def only_encodable(x, E: tl.constexpr):
 
 @triton.jit
 def with_sign(x, code):
-    """The bits of `code` below the highest, which becomes x's sign -> uint32."""
+    """The bits of `code` below the highest, with x's sign as the highest bit, as uint32."""
     bits = x.to(tl.int32, bitcast=True)
     if INTERPRETED:
         return ((code & 0x7FFFFFFF) | (bits & -0x80000000)).to(tl.uint32, bitcast=True)
-    else:  # one instruction, of which the compiler makes two
+    else:  # one instruction instead of the compiler's two
         return tl.inline_asm_elementwise(MERGE_SIGN, "=r,r,r", [code, bits], tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Float32 -> the nearest values that dtype has, float32."""
+    """Round float32 to the nearest values of dtype, returned as float32."""
     if INTERPRETED or dtype != tl.bfloat16:
         return widen(narrow(x, dtype))
-    else:  # two at once: the compiler does so only for values that it stores
+    else:  # two at once, which the compiler does only for values that are stored
         return tl.inline_asm_elementwise(ROUND_TWO, "=f,=f,f,f", [x], tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit
 def nan_where_infinite(bound, x):
-    """x, NaN where `bound` is not finite.
+    """x, or NaN where `bound` is not finite.
 
-    Arithmetic in place of a comparison: of its few predicates a thread has most in use for masks of loads, and with one
-    more for each value the compiler lets these loads wait for each other.
+    Uses arithmetic instead of a comparison. Masks of loads occupy most of a thread's few predicates; with one more for
+    each value, the compiler makes these loads wait for each other.
     """
     if INTERPRETED:
         return tl.where(bound - bound == 0, x, float("nan"))
@@ -258,7 +261,7 @@ def nan_where_infinite(bound, x):
 
 @triton.jit
 def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
-    """Codes, uint8, one for each element -> float32, or float16 for codes of 8 bits, exactly: `numerics.decode`."""
+    """Decode uint8 codes, one per element, exactly to float32, or float16 for 8-bit codes: `numerics.decode`."""
     if E.cast == 1:
         return codes.to(tl.float8e4nv, bitcast=True).to(TO)
     elif E.cast == 2:
@@ -269,9 +272,10 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
         bits = (code << (23 - E.mantissa)) & (E.magnitude << (23 - E.mantissa))
         if E.signed:
             bits |= sign
-        value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)  # from the lowest binades of float32
+        # as float32 bits, codes are in the lowest binades
+        value = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + E.lowest)
         if E.bits == 8:
-            if E.mantissa == 3:  # NaN is the largest magnitude alone, 15 / 14 of the largest number
+            if E.mantissa == 3:  # only the largest magnitude is NaN, 15 / 14 of the largest number
                 value = nan_where_infinite(value * (1.925 * 2.0**127 / E.max), value)
             else:  # infinity and NaN as in IEEE 754
                 magnitude = code & E.magnitude
@@ -286,21 +290,21 @@ def decode(codes, E: tl.constexpr, TO: tl.constexpr = tl.float32):
 
 @triton.jit
 def row_order(SIZE: tl.constexpr, TOGETHER: tl.constexpr):
-    """The rows of a tile in the order in which it holds them: TOGETHER neighbours lie as far apart as they can.
+    """The order of a tile's rows in registers: TOGETHER neighbouring rows are placed as far apart as possible.
 
-    A layout gives the elements of a row to neighbouring threads, the next rows to other threads, and only rows far from
-    the first to the same thread again. In this order those are neighbours, whose codes lie together in the transpose.
+    A layout assigns a row's elements to neighbouring threads and the next rows to other threads. Only distant rows
+    return to the same thread. In this order such rows are neighbours, so their codes are adjacent in the transpose.
     """
     if TOGETHER == 1:
         return tl.arange(0, SIZE)
     else:
-        at = tl.arange(0, SIZE)
-        return (at % (SIZE // TOGETHER)) * TOGETHER + at // (SIZE // TOGETHER)
+        index = tl.arange(0, SIZE)
+        return (index % (SIZE // TOGETHER)) * TOGETHER + index // (SIZE // TOGETHER)
 
 
 @triton.jit
 def nan_max(a, b):
-    """The maximum, or NaN if one is."""
+    """The maximum, or NaN if a or b is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -309,14 +313,15 @@ def block_amax(
     x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     TOGETHER: tl.constexpr = 1, FOURS: tl.constexpr = False,
 ):  # fmt: skip
-    """Tile -> the largest |x| of each block, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, of the most bits, wins.
+    """The largest |x| of each block of a tile, [ROWS / BLOCK_ROWS, COLS / BLOCK_COLS]; NaN, with the largest bits,
+    wins.
 
-    FOURS: a thread has four neighbours of a row.
+    FOURS: each thread has four neighbours of a row.
     """
     NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
     FAR: tl.constexpr = BLOCK_ROWS // NEAR
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    if FOURS and BLOCK_COLS % 4 == 0 and not INTERPRETED:  # as floats, one instruction takes two and their magnitudes
+    if FOURS and BLOCK_COLS % 4 == 0 and not INTERPRETED:  # on floats, one instruction compares two magnitudes
         fours = tl.reduce(tl.reshape(tl.abs(x), (ROWS, COLS // 4, 4)), 2, nan_max)
         bits = tl.reshape(fours.to(tl.int32, bitcast=True), (ROWS, COLS // 4))
         if BLOCK_COLS > 4:
@@ -334,9 +339,9 @@ def line_amax(
     x, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     TOGETHER: tl.constexpr = 1,
 ):  # fmt: skip
-    """`block_amax` of bfloat16 values, held in that or in float32, two at once; a block is of one row or one column.
+    """`block_amax` of bfloat16 values, stored as bfloat16 or float32, two at a time; blocks have one row or one column.
 
-    (Of square blocks Triton 3.6 compiles it without end.)
+    (Compiling this for square blocks does not terminate in Triton 3.6.)
     """
     tl.static_assert(BLOCK_ROWS == 1 or BLOCK_COLS == 1)
     low, high = tl.split(tl.reshape(x, (ROWS, COLS // 2, 2)))
@@ -359,7 +364,7 @@ def line_amax(
 
 @triton.jit
 def _larger_pair(a, b):
-    """The larger of each half of two words of two bfloat16, not negative; NaN wins."""
+    """The larger of each half of two words with two nonnegative bfloat16 each; NaN wins."""
     if INTERPRETED:
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a >> 16, b >> 16) << 16
     else:
@@ -373,7 +378,7 @@ def expand(
     grid, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     TOGETHER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Inverse in shape of `block_amax`: the entry of each element's block."""
+    """Expand a grid of blocks to a tile: the entry of each element's block."""
     NEAR: tl.constexpr = BLOCK_ROWS if BLOCK_ROWS < TOGETHER else TOGETHER
     FAR: tl.constexpr = BLOCK_ROWS // NEAR
     shape: tl.constexpr = (
@@ -385,12 +390,12 @@ def expand(
 
 @triton.jit
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Codes of 4 bits, as of `encode`, [ROWS, COLS] -> bytes [ROWS, COLS / 2], the even column in the low nibble."""
+    """Pack 4-bit codes [ROWS, COLS] from `encode` into bytes [ROWS, COLS / 2]; even columns are the low nibbles."""
     low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
     return highest_bytes((high & 0xF0000000) | ((low >> 4) & 0x0FFFFFFF))
 
 
 @triton.jit
 def unpack(stored, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Bytes [ROWS, COLS / 2] -> codes of 4 bits [ROWS, COLS]."""
+    """Unpack bytes [ROWS, COLS / 2] into 4-bit codes [ROWS, COLS]."""
     return tl.reshape(tl.join(stored & 0xF, stored >> 4), (ROWS, COLS))

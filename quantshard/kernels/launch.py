@@ -1,21 +1,22 @@
-"""The one place that launches kernels. What Triton compiled before is called directly, in a fraction of the time.
+"""The launcher of all kernels. Kernels that Triton has compiled before are called directly, in a fraction of the time.
 
-`kernel[grid](...)` binds, hashes and prints all arguments before each launch. `launch_kernel` lets it do so once for
-each kind of arguments, and keeps the compiled kernel by a key that tells apart whatever Triton compiles anew for.
+`kernel[grid](...)` binds, hashes and prints all arguments before each launch. `launch_kernel` runs it once for each
+combination of argument kinds, and caches the compiled kernel under a key that is at least as fine as Triton's own.
 
-What is used of Triton's inside, here and nowhere else, as it is in 3.6 to 3.9:
+Internals of Triton that only this file uses, as they are in 3.6 to 3.9:
 
-- `runtime.jit.native_specialize_impl`: the kind of an argument, in C. Of a pointer it tells the dtype and whether the
-  address is a multiple of 16; of an integer whether it is 1 or a multiple of 16, and the bits that it takes; None,
-  bool and float by their types; tuples entry by entry. Triton's own key is made of it. Here it is asked about every
-  argument, those of `do_not_specialize` too, which tells more kinds apart and never fewer.
+- `runtime.jit.native_specialize_impl`: the kind of an argument, computed in C. For a pointer: its dtype, and whether
+  the address is a multiple of 16. For an integer: its bits, and whether it is 1 or a multiple of 16. None, bool and
+  float are distinguished by type, tuples entry by entry. Triton's own key is built from these kinds. Here all arguments
+  are included, even the ones in `do_not_specialize`, so the key can only be finer.
 - `JITFunction.params` and `pre_run_hooks`; `CompiledKernel.run`, `function` and `packed_metadata`. `JITFunction.run`
-  ends with the same call. In the places of constants anything may stand, but something must. Globals that a kernel
-  reads, which Triton compares before each launch, are constants here.
-- `runtime.driver.active.get_current_stream`: PyTorch's stream, which may be one that a graph is captured from.
-- `knobs`: hooks and modes of profilers and debuggers. While there are some, launches are Triton's own.
+  ends with the same call. The slots of constants must be filled, with any values. Triton compares the globals of a
+  kernel before each launch; here they are constants.
+- `runtime.driver.active.get_current_stream`: PyTorch's current stream, possibly one under graph capture.
+- `knobs`: hooks and modes of profilers and debuggers. While any is set, launches go through Triton.
 
-So they are under any other version, and of kernels for other devices, interpreted or autotuned.
+Launches also go through Triton in other versions, and for kernels that are interpreted, autotuned, or not on NVIDIA
+GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import triton
 from torch.accelerator import current_device_index
 
 FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
-"""The first and the last minor version of Triton whose launches are known."""
+"""The first and the last minor version of Triton with known internals."""
 
 KNOWN_TRITON: Final = FIRST_TRITON <= tuple(map(int, triton.__version__.split(".")[:2])) <= LAST_TRITON
 
@@ -38,18 +39,18 @@ if KNOWN_TRITON:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction, native_specialize_impl
 
-    # empty until a knob is set, or a profiler adds its hooks
+    # empty until a knob is set or a profiler adds hooks
     _ENTER, _EXIT = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
     _RUNTIME, _COMPILATION = vars(knobs.runtime), vars(knobs.compilation)
 
 MOST_VARIANTS: Final = 4096
-"""Of one kernel. Before one more is kept, all are dropped."""
+"""The most compiled variants kept for one kernel; all are dropped when there are more."""
 
 
 class KernelVariants:
-    """What Triton has compiled of a kernel, by the kinds of its arguments, as `launch_kernel` calls it.
+    """Compiled variants of one kernel, keyed by the kinds of its arguments.
 
-    `arguments`: how many parameters stand before the constants. `tuples`: which of these were tuples at first.
+    `arguments`: number of parameters before the constants. `tuples`: positions of the arguments that are tuples.
     """
 
     def __init__(self, kernel: Any, args: tuple[Any, ...]) -> None:
@@ -57,12 +58,12 @@ class KernelVariants:
         self.hooks = kernel.pre_run_hooks
         self.parameters = len(kernel.params)
         self.arguments = sum(not parameter.is_constexpr for parameter in kernel.params)
-        self.tuples = [place for place, each in enumerate(args[: self.arguments]) if isinstance(each, tuple)]
+        self.tuples = [index for index, arg in enumerate(args[: self.arguments]) if isinstance(arg, tuple)]
         self.compiled: dict[Any, tuple[Any, ...]] = {}
 
     def keep(self, key: Any, compiled: Any, given: int) -> None:
-        """Keep what was compiled for such a key, if it is what is known here; `given`: how many arguments and constants
-        stood in order."""
+        """Store a compiled kernel under `key`, unless it is of an unknown type; `given`: number of positional
+        arguments."""
         if type(compiled) is not CompiledKernel:
             return
         if len(self.compiled) >= MOST_VARIANTS:
@@ -73,32 +74,32 @@ class KernelVariants:
 
 
 _VARIANTS: dict[int, KernelVariants] = {}
-"""Of each kernel that is launched directly, by its id."""
+"""Variants of each kernel that is launched directly, by the kernel's id."""
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)` on a device; nothing on the meta device, whose tensors have no values.
+    """Run `kernel[grid](*args, **options)` on a device. On the meta device, return without a launch.
 
     Args:
-        kernel: as `triton.jit` made it.
+        kernel: a function from `triton.jit`.
         grid: programs along one to three dims.
-        device: that of the tensors.
-        args: the kernel's arguments in order, and perhaps the first of its constants.
-        options: its other constants, and how it is compiled.
+        device: device of the tensors.
+        args: the kernel's arguments in order, optionally followed by the first of its constants.
+        options: the other constants, and compiler options.
     """
     index = device.index
-    if index is None:  # the CPU, or whatever device is the current one
+    if index is None:  # the CPU, or the current device
         if device.type != "meta":
             kernel[grid](*args, **options)
         return
-    if index != current_device_index():  # which Triton takes, wherever the tensors are
+    if index != current_device_index():  # Triton launches on the current device, wherever the tensors are
         with torch.cuda.device(index):
             launch_kernel(kernel, grid, device, *args, **options)
         return
     variants = _VARIANTS.get(id(kernel))
     if (
         variants is None
-        or len(args) < variants.arguments  # some are among the options
+        or len(args) < variants.arguments  # some arguments are among the options
         or ((_ENTER or _EXIT or _RUNTIME or _COMPILATION or variants.hooks) and _are_watched(variants))
     ):
         kernel[grid](*args, **options)
@@ -107,19 +108,19 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
         return
     count = variants.arguments
     arguments: Any = args[:count]
-    if variants.tuples:  # without their names: of named tuples Triton would make two more
+    if variants.tuples:  # as plain tuples: Triton would copy named tuples twice
         arguments = list(arguments)
-        for place in variants.tuples:
-            if isinstance(arguments[place], tuple):
-                arguments[place] = tuple(arguments[place])
+        for position in variants.tuples:
+            if isinstance(arguments[position], tuple):
+                arguments[position] = tuple(arguments[position])
         arguments = tuple(arguments)
     kinds = native_specialize_impl(BaseBackend, arguments, False, True, True)
     key = (index, kinds, args[count:], *options, *options.values())
-    found = variants.compiled.get(key)
-    if found is None:
+    variant = variants.compiled.get(key)
+    if variant is None:
         variants.keep(key, kernel[grid](*args, **options), len(args))
         return
-    run, stream, function, metadata, rest, _ = found
+    run, stream, function, metadata, rest, _ = variant
     dims = len(grid)
     run(
         grid[0], grid[1] if dims > 1 else 1, grid[2] if dims > 2 else 1, stream(index), function, metadata,
@@ -128,7 +129,7 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
 
 
 def _is_known(kernel: Any) -> bool:
-    """True if launches of such a kernel are known here: by this Triton, for an NVIDIA GPU, with its constants last."""
+    """Return True if `launch_kernel` can launch such a kernel directly: this Triton, an NVIDIA GPU, constants last."""
     if not KNOWN_TRITON or torch.version.cuda is None or type(kernel) is not JITFunction:
         return False
     constant = [parameter.is_constexpr for parameter in kernel.params]
@@ -136,8 +137,8 @@ def _is_known(kernel: Any) -> bool:
 
 
 def _are_watched(variants: KernelVariants) -> bool:
-    """True if launches of a kernel have hooks, or kernels are compiled for debugging; hooks of the compilation alone do
-    not count."""
+    """Return True if a kernel's launches have hooks or kernels are compiled for debugging. Compilation hooks do not
+    count."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return bool(
         variants.hooks

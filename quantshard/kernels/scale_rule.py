@@ -1,4 +1,4 @@
-"""How scales derive from amaxes, on tiles of amaxes: the oracle's `numerics.scales` in Triton."""
+"""Scales from amaxes, on tiles of amaxes: the oracle's `numerics.scales` in Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGEST_FLOAT32 = tl.constexpr(FLOAT32_MAX)
 
 @triton.jit
 def e8m0_round_up(x):
-    """Float32, not negative -> E8M0 codes, uint8: `numerics.encode_e8m0_round_up`."""
+    """Convert nonnegative float32 to E8M0 codes, uint8: `numerics.encode_e8m0_round_up`."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = bits >> 23
     fraction = bits & 0x7FFFFF
@@ -28,18 +28,18 @@ def e8m0_round_up(x):
 
 @triton.jit
 def decode_e8m0(codes):
-    """E8M0 codes, uint8 -> float32, exactly; 0xFF is NaN and 0 the subnormal 2**-127."""
+    """Decode E8M0 codes, uint8, exactly to float32; 0xFF is NaN, and 0 is the subnormal 2**-127."""
     code = codes.to(tl.int32)
-    quiet = ((code + 1) >> 8) << 22  # a bit of 0xFF alone, without a comparison: see `language.nan_where_infinite`
+    quiet = ((code + 1) >> 8) << 22  # set only for 0xFF, without a comparison: see `language.nan_where_infinite`
     return (tl.maximum(code << 23, 0x00400000) | quiet).to(tl.float32, bitcast=True)
 
 
 class ScaleRule(NamedTuple):
-    """How scales derive from amaxes: `numerics.scales`; a constant of a kernel.
+    """The rule that derives scales from amaxes (`numerics.scales`); a constant of a kernel.
 
-    `kind`: by the encoding of the stored scale, 0 for float32, 1 for E8M0, 2 for an FP8 scale under one of the whole
-    tensor. `element`: of the codes, `stored`: of the scale. `top`: largest code, the margin taken off. `largest`: what
-    a float32 scale that overflows becomes.
+    `kind`: encoding of the stored scale: 0 for float32, 1 for E8M0, 2 for FP8 under a second scale of the whole tensor.
+    `element`, `stored`: encodings of codes and of scales. `top`: largest code, reduced by the margin. `largest`:
+    replacement for a float32 scale that overflows.
     """
 
     kind: int
@@ -52,7 +52,7 @@ class ScaleRule(NamedTuple):
 
 
 def scale_rule(copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype, device: torch.device) -> ScaleRule:
-    """The rule of one copy of a format, for values of `dtype`."""
+    """Return the rule of one copy of a format, for values of `dtype`."""
     kind = {FP32.name: 0, E8M0.name: 1}.get(copy.scale.encoding.name, 2)
     return ScaleRule(
         kind,
@@ -67,30 +67,33 @@ def scale_rule(copy: OrientedCodes, scaling: Scaling, dtype: torch.dtype, device
 
 @triton.jit
 def scales(amax, second, R: tl.constexpr):
-    """Amaxes -> what is stored, and what values are multiplied by; `second`: amax of the whole tensor, if it counts."""
-    if R.kind == 0 and R.power_of_two and R.top >= 4:  # else top / amax may be subnormal, with no exponent to write
+    """Scales to store, and multipliers of values, from amaxes; `second`: amax of the whole tensor, if R.kind is 2."""
+    if R.kind == 0 and R.power_of_two and R.top >= 4:  # below 4, top / amax could be subnormal
         return powers_of_two(amax, R)
     elif R.kind == 0:
         multiplier = fp32_encode_scale(amax, R)
         return tl.div_rn(tl.zeros_like(amax) + 1.0, multiplier), multiplier
     elif R.kind == 1:
-        stored = e8m0_round_up(amax * (1.0 / R.element.max))
-        return stored, decode_e8m0(254 - stored)
+        stored_scale = e8m0_round_up(amax * (1.0 / R.element.max))
+        return stored_scale, decode_e8m0(254 - stored_scale)
     else:
         encoding: tl.constexpr = R.stored
-        whole = tensor_encode_scale(second, R)
-        stored = ql.encode(amax * (whole * (1.0 / R.element.max)), encoding).to(tl.uint8)
-        product = ql.decode(stored, encoding) * tl.div_rn(tl.zeros_like(whole) + 1.0, whole)
+        second_multiplier = tensor_encode_scale(second, R)
+        stored_scale = ql.encode(amax * (second_multiplier * (1.0 / R.element.max)), encoding).to(tl.uint8)
+        product = ql.decode(stored_scale, encoding) * tl.div_rn(
+            tl.zeros_like(second_multiplier) + 1.0, second_multiplier
+        )
         multiplier = tl.div_rn(tl.zeros_like(product) + 1.0, product)
-        return stored, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)  # as fmin: NaN is dropped
+        # like fmin, which drops NaN
+        return stored_scale, tl.where(multiplier < LARGEST_FLOAT32, multiplier, LARGEST_FLOAT32)
 
 
 @triton.jit
 def powers_of_two(amax, R: tl.constexpr):
     """`scales` without a division, for scales that are powers of two.
 
-    The difference of the bits of two floats, its fraction dropped, is the exponent of their quotient, rounded down. For
-    a subnormal amax that exponent is beyond the largest, and the quotient counts as infinity, which it is.
+    The difference of the bits of two floats, with the fraction cleared, is the exponent of their quotient rounded down.
+    For a subnormal amax this exponent exceeds the largest, so the quotient is infinite, as it should be.
     """
     if R.epsilon > 0:
         amax = tl.maximum(amax, R.epsilon, propagate_nan=tl.PropagateNan.ALL)
@@ -99,8 +102,8 @@ def powers_of_two(amax, R: tl.constexpr):
     largest = (tl.zeros_like(amax) + R.largest).to(tl.int32, bitcast=True) & 0x7F800000
     power = ((top - bits) & -0x800000) + (127 << 23)
     power = tl.where(power.to(tl.uint32, bitcast=True) > 254 << 23, largest, power)
-    power = tl.where((bits > 0) & (bits < 0x7F800000), power, 127 << 23)  # of 0, infinity and NaN one
-    inverse = tl.maximum((254 << 23) - power, 0x400000)  # that of 2**127 is subnormal
+    power = tl.where((bits > 0) & (bits < 0x7F800000), power, 127 << 23)  # 1 for 0, infinity and NaN
+    inverse = tl.maximum((254 << 23) - power, 0x400000)  # the inverse of 2**127 is subnormal
     return inverse.to(tl.float32, bitcast=True), power.to(tl.float32, bitcast=True)
 
 

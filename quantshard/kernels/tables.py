@@ -1,7 +1,7 @@
-"""Tables of integers on the device, by which a kernel finds tensors and rows.
+"""Tables of integers on the device, from which kernels read addresses of tensors and row numbers.
 
-A table of addresses is the same from step to step while tensors stay where they are, so it is copied once. It is found
-by its numbers: where tensors have moved they differ, and nobody need tell of it.
+A table of addresses stays the same from step to step until tensors move, so it is copied once. The cache key is the
+table's contents: if tensors move, the contents differ, and no invalidation is needed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 Rows = tuple[tuple[int, ...], ...]
 
 MOST_TABLES: Final = 1024
-"""Of `lasting_table`. Before one more is kept, all are dropped."""
+"""The most entries in the cache of `lasting_table`, which is cleared when full."""
 
 _TABLES: dict[tuple[Rows, torch.device], DeviceTable] = {}
 _CAPTURED: list[Tensor] = []
-"""Tables that CUDA graphs hold the addresses of, and what they copy them from."""
+"""Tables with addresses in CUDA graphs, and the host memory that the graphs copy from."""
 
 
 def device_table(table: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """A table on the device: int64 [rows, columns]. The copy does not wait for the device."""
+    """Copy a table to the device, int64 [rows, columns], without waiting for the device."""
     return _numbers(chain.from_iterable(table), len(table), device)
 
 
 def _numbers(numbers: Iterable[int], rows: int, device: torch.device) -> Tensor:
-    held = array("q", numbers)  # by way of which it takes a fifth of the time
-    if not held:
+    buffer = array("q", numbers)  # five times as fast as torch.tensor
+    if not buffer:
         return torch.empty(0, dtype=torch.int64, device=device)
-    host = torch.frombuffer(held, dtype=torch.int64).view(rows, -1)
+    host = torch.frombuffer(buffer, dtype=torch.int64).view(rows, -1)
     if device.type != "cuda":
         return host
     host = host.pin_memory()
@@ -43,8 +43,7 @@ def _numbers(numbers: Iterable[int], rows: int, device: torch.device) -> Tensor:
 
 
 class DeviceTable:
-    """A table that several launches read: `tensor` is for those on the current stream, whichever one it was copied
-    on."""
+    """A table that several launches read, on any stream."""
 
     def __init__(self, table: Sequence[Sequence[int]], device: torch.device) -> None:
         self._table, self.device = device_table(table, device), device
@@ -54,11 +53,11 @@ class DeviceTable:
             self._copied = self._stream.record_event()
 
     def tensor(self) -> Tensor:
-        """int64 [rows, columns]."""
+        """Return the table for launches on the current stream, int64 [rows, columns]."""
         if self._on_gpu:
             stream = torch.cuda.current_stream(self.device)
             if torch.cuda.is_current_stream_capturing():
-                _CAPTURED.append(self._table)  # a capture begins when all that was launched has run
+                _CAPTURED.append(self._table)  # all earlier launches finish before a capture begins
             elif stream != self._stream:
                 stream.wait_event(self._copied)
                 self._table.record_stream(stream)
@@ -66,19 +65,19 @@ class DeviceTable:
 
 
 def lasting_table(rows: Rows, device: torch.device) -> DeviceTable:
-    """The table of some numbers on a device, from the last time that they were asked for."""
-    found = _TABLES.get((rows, device))
-    if found is None:
-        found = DeviceTable(rows, device)
+    """Return the table of these numbers on a device, from a cache if possible."""
+    table = _TABLES.get((rows, device))
+    if table is None:
+        table = DeviceTable(rows, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return found  # it has its numbers when the graph is replayed
+            return table  # filled only when the graph is replayed
         if len(_TABLES) >= MOST_TABLES:
             _TABLES.clear()
-        _TABLES[rows, device] = found
-    return found
+        _TABLES[rows, device] = table
+    return table
 
 
 def discard(device: torch.device) -> None:
-    """Forget the lasting tables of a device: the next one that is asked for is made, whatever ran before."""
+    """Drop the cached tables of a device."""
     for key in [key for key in _TABLES if key[1] == device]:
         _TABLES.pop(key, None)

@@ -1,7 +1,7 @@
-"""Zeroed scalars for kernels to raise: amaxes, poisons, and scales of whole tensors. Many share one allocation.
+"""Zeroed scalars that kernels raise: amaxes, NaN flags, and scales of whole tensors. Many share one allocation.
 
-A scalar is handed out once. It is zero in the order of the stream that it was asked for on, whose later launches alone
-may raise it.
+A scalar is handed out once. Its zero is ordered with the stream of the request, so only later launches on that stream
+can raise it.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import torch
 from torch import Tensor
 
 LaunchQueue = tuple[torch.device, int, bool]
-"""A device, a stream of it, and whether a CUDA graph is captured."""
+"""A device, one of its streams, and whether a CUDA graph is being captured."""
 
 SCALARS: Final = 64
-"""Scalars that share an allocation."""
+"""Scalars in one allocation."""
 APART: Final = 4
-"""Float32 from one to the next: kernels are compiled for addresses that are multiples of 16 bytes."""
+"""Distance between scalars, in float32: kernels are compiled for addresses that are multiples of 16 bytes."""
 
 _FREE: dict[LaunchQueue, list[Tensor]] = {}
 
 
 def launch_queue(device: torch.device) -> LaunchQueue:
-    """Which queue this thread's launches on a device go to now: what was launched there has run before them, and of
-    others nobody knows. While a CUDA graph is captured it is another one, since its launches run with the graph."""
+    """Return the queue of this thread's launches on a device; only launches in one queue are ordered.
+
+    During the capture of a CUDA graph the queue differs, because its launches run with the graph.
+    """
     if device.type != "cuda":
         return device, 0, False
     return device, torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def zero_scalars(device: torch.device, *shape: int) -> list[Tensor]:
-    """Float32 zeros of `shape`, () or (1, 1), in one allocation. Those of (1, 1) may be saved for backward."""
+    """Return float32 zeros of `shape`, () or (1, 1), in one allocation. Autograd can save scalars of shape (1, 1)."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # some may be raised outside of it
+        with torch.inference_mode(False):  # some are raised outside inference mode
             return zero_scalars(device, *shape)
     block = torch.zeros(SCALARS, APART, dtype=torch.float32, device=device)
-    scalars = block[:, :1].view(SCALARS, *shape[1:])  # with strides of 1, so that they can be seen as bytes
-    # Views of `unbind` share a version counter, so that a write to one invalidates what backward saved of the others.
-    # Those of `unsafe_split` have counters of their own.
+    scalars = block[:, :1].view(SCALARS, *shape[1:])  # strides of 1, so that they can be viewed as bytes
+    # Views from `unbind` share a version counter, so a write to one would invalidate the others for autograd. Views
+    # from `unsafe_split` have separate counters.
     return list(torch.unsafe_split(scalars, 1) if shape else scalars.unbind())
 
 
 def discard(device: torch.device) -> None:
-    """Forget the free scalars of a device: the next one that is asked for brings an allocation, whatever ran before."""
+    """Drop the free scalars of a device, so that the next request allocates."""
     for queue in [queue for queue in _FREE if queue[0] == device]:
         _FREE.pop(queue, None)
 
@@ -56,14 +58,16 @@ class _LocalState(threading.local):
 
 
 separate = _LocalState()
-"""`on` within `separate_allocations`."""
+"""State of this thread: `on` is True within `separate_allocations`."""
 
 
 @contextmanager
 def separate_allocations() -> Iterator[None]:
-    """Inside, on this thread, each scalar has an allocation of its own: for operators of compiled functions. Their
-    results may not share memory, and where CUDA graphs are made of them memory is the graphs' before they are
-    captured, of which nothing may be kept."""
+    """Give each scalar of this thread its own allocation, for custom operators in compiled functions.
+
+    The results of such operators must not share memory. If CUDA graphs are made of them, memory from before the capture
+    belongs to the graphs and cannot be kept.
+    """
     before = separate.on
     separate.on = True
     try:
@@ -73,17 +77,17 @@ def separate_allocations() -> Iterator[None]:
 
 
 def zero(device: torch.device, written: bool = False) -> Tensor:
-    """Float32 [1, 1], zero; or anything, if it is `written` by a kernel before it is read.
+    """Return a float32 zero [1, 1], or uninitialized memory if a kernel writes it before it is read (`written`).
 
-    A captured graph gets one of its own: a replay zeroes only what was zeroed within it.
+    A captured graph gets a separate scalar, because a replay only zeroes memory that was zeroed in the graph.
     """
     queue = launch_queue(device)
     if queue[2] or separate.on:
         return (torch.empty if written else torch.zeros)((1, 1), dtype=torch.float32, device=device)
     try:
         return _FREE[queue].pop()
-    except (KeyError, IndexError):  # another thread may have taken the last one
-        found = zero_scalars(device, 1, 1)
-        scalar = found.pop()
-        _FREE[queue] = found
+    except (KeyError, IndexError):  # another thread can take the last one
+        scalars = zero_scalars(device, 1, 1)
+        scalar = scalars.pop()
+        _FREE[queue] = scalars
         return scalar

@@ -80,9 +80,7 @@ def error_kernel(
     tl.atomic_add(sums_row + 5, zeros, sem="relaxed")
     tl.atomic_add(sums_row + 6, signal.to(tl.float64) * square, sem="relaxed")
     tl.atomic_add(sums_row + 7, noise.to(tl.float64) * square, sem="relaxed")
-    bits = ql.as_bits(
-        extremes_ptr + copy * extremes_stride
-    )  # bits of positive numbers are in the order of their values
+    bits = ql.as_bits(extremes_ptr + copy * extremes_stride)  # positive floats sort as their bits do
     tl.atomic_max(bits, amax, sem="relaxed")
     tl.atomic_max(bits + 1, highest.to(tl.int32, bitcast=True), sem="relaxed")
     tl.atomic_min(bits + 2, smallest.to(tl.int32, bitcast=True), sem="relaxed")
