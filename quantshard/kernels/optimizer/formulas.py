@@ -1,6 +1,6 @@
-"""The formulas of optimizers on float32 tiles, with the operations of `numerics`, in their order.
+"""Formulas of optimizers on float32 tiles, with the operations of `numerics`, in the same order.
 
-What they read of `settings` are the columns of `states.SETTINGS`.
+`settings` points to a row with the columns of `settings.SETTINGS`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from quantshard.kernels import language as ql
 
 
 def _quotient_by_root() -> str:
-    """PTX of a / (sqrt(b) + c) for four elements, each step rounded to nearest even.
+    """PTX of a / (sqrt(b) + c) for four elements, each operation rounded to nearest even.
 
-    The steps are those that the compiler takes for square roots and divisions: an approximation, and Newton's on
-    remainders that a fused multiply-add has exactly. They are right where none leaves the normal numbers, as for b in
-    [2**-101, 2**128), c in [0, 2**60] and |a| in [2**-60, 2**60]. The compiler asks that twice for each element, this
-    once for four; if it is not so, all four take the instructions for any numbers.
+    Square roots and divisions take the same steps as in the compiler's code: an approximation, then Newton steps on
+    remainders that a fused multiply-add computes exactly. The result is correctly rounded if no intermediate leaves the
+    normal numbers: b in [2**-101, 2**128), c in [0, 2**60] and |a| in [2**-60, 2**60] suffice. The compiler checks this
+    twice per element, this code once for four elements. If the check fails, all four use the general instructions.
     """
     low_a, low_b, high_c = (127 - 60) << 24, (127 - 101) << 23, (127 + 60) << 23
     lines = ["{.reg .pred p; .reg .b32 s, t, u, v; .reg .f32 d, e, h, q, r; mov.b32 u, 0; mov.b32 v, 0;"]
@@ -42,7 +42,7 @@ QUOTIENT_BY_ROOT = tl.constexpr(_quotient_by_root())
 
 @triton.jit
 def quotient_by_root(a, b, c):
-    """a / (sqrt(b) + c), each step rounded to nearest even; float32 tiles a and b, a scalar c."""
+    """a / (sqrt(b) + c), each operation rounded to nearest even; a and b are float32 tiles, c is a scalar."""
     if ql.INTERPRETED:
         return tl.div_rn(a, tl.sqrt_rn(b) + c)
     else:
@@ -96,19 +96,19 @@ def momentum(grad, buffer, settings):
 
 @triton.jit
 def nesterov(grad, buffer, settings):
-    """The update of `numerics.muon.momentum` from its new buffer: what is orthogonalized."""
+    """The update of `numerics.muon.momentum`, from its new buffer: the matrix to orthogonalize."""
     update = between(grad, buffer, tl.load(settings + 3), tl.load(settings + 4))
     return tl.where(tl.load(settings + 13) != 0, update, buffer)
 
 
 @triton.jit
 def between(start, end, weight, rest):
-    """`numerics.muon` between two tiles; `rest`: 1 less the weight."""
-    way = end - start
-    return tl.where(weight < 0.5, start + weight * way, end - rest * way)
+    """Interpolate between two tiles as `numerics.muon` does; `rest`: 1 - weight."""
+    difference = end - start
+    return tl.where(weight < 0.5, start + weight * difference, end - rest * difference)
 
 
 @triton.jit
 def muon(master, direction, settings):
-    """`numerics.muon.muon`, of a rate that is adjusted to the matrix."""
+    """`numerics.muon.muon`, with a learning rate adjusted to the matrix shape."""
     return master * tl.load(settings + 12) - tl.load(settings) * direction

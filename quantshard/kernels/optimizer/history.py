@@ -1,9 +1,9 @@
-"""Amax histories of delayed scaling, all of a pass in one launch.
+"""Amax histories of delayed scaling; one launch handles all histories of a pass.
 
 The oracles are `delayed_scaling.record_amaxes_` and `delayed_scaling.history_amaxes`.
 
-history = history[1:] + [amax]         if 0 < amax < infinity, else as it was
-past    = max(history)                 or its newest
+history = history[1:] + [amax]         if 0 < amax < infinity, else unchanged
+past    = max(history)                 or the newest amax
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from quantshard.kernels.tables import lasting_table
 
 @triton.jit
 def push_amax(history, length, amax, LENGTH: tl.constexpr):
-    """Move a history of this length by one and end it with the amax, if it is recorded; LENGTH: a power of two."""
-    at = tl.arange(0, LENGTH)
-    rolled = tl.load(history + at + 1, mask=at < length - 1, other=0.0)
-    rolled = tl.where(at == length - 1, amax, rolled)
-    tl.debug_barrier()  # all have read before one writes
+    """Shift a history by one and append the amax, if it is positive and finite. LENGTH: a power of two >= length."""
+    index = tl.arange(0, LENGTH)
+    rolled = tl.load(history + index + 1, mask=index < length - 1, other=0.0)
+    rolled = tl.where(index == length - 1, amax, rolled)
+    tl.debug_barrier()  # all threads read before any writes
     recorded = tl.where((amax > 0) & (amax < float("inf")), length, 0)
-    tl.store(history + at, rolled, mask=at < recorded)
+    tl.store(history + index, rolled, mask=index < recorded)
 
 
 @triton.jit
 def history_of(table):
-    """That of this program, and its length."""
+    """The history of this program, and its length."""
     row = table + tl.program_id(0)
     return tl.load(row).to(tl.pointer_type(tl.float32)), tl.load(row + tl.num_programs(0))
 
@@ -45,12 +45,12 @@ def record_kernel(table, amaxes_ptr, LENGTH: tl.constexpr):
 
 @triton.jit
 def past(history, length, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """`delayed_scaling.history_amax` of a history of this length; LENGTH: a power of two."""
+    """`delayed_scaling.history_amax` of a history. LENGTH: a power of two >= length."""
     if MOST_RECENT:
         return tl.load(history + length - 1)
     else:
-        at = tl.arange(0, LENGTH)
-        recorded = tl.load(history + at, mask=at < length, other=0.0)
+        index = tl.arange(0, LENGTH)
+        recorded = tl.load(history + index, mask=index < length, other=0.0)
         return tl.max(recorded.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
 
 
@@ -61,13 +61,13 @@ def past_kernel(table, amaxes_ptr, STRIDE: tl.constexpr, MOST_RECENT: tl.constex
 
 
 def record(histories: Sequence[Tensor], amaxes: Tensor) -> None:
-    """Append amaxes [n], float32, to n different histories, float32 and contiguous, on the device of the amaxes."""
+    """Append amaxes [n], float32, to n different histories: float32, contiguous, on the device of the amaxes."""
     table, longest = _described(histories, amaxes.device)
     launch_kernel(record_kernel, (len(histories),), amaxes.device, table, amaxes, longest, num_warps=4)
 
 
 def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Tensor:
-    """The amax that each of n histories, as in `record`, stands for: float32 [n], each `stride` behind the other."""
+    """Return the amax that each of n histories stands for, float32 [n], with this stride between results."""
     table, longest = _described(histories, histories[0].device)
     amaxes = torch.empty(len(histories), stride, dtype=torch.float32, device=histories[0].device)
     launch_kernel(
@@ -77,6 +77,7 @@ def pasts(histories: Sequence[Tensor], most_recent: bool, stride: int = 1) -> Te
 
 
 def _described(histories: Sequence[Tensor], device: torch.device) -> tuple[Tensor, int]:
-    """Addresses and lengths, int64 [2, n] on the device, and a power of two that is no less than a length."""
-    rows = tuple(map(Tensor.data_ptr, histories)), tuple(map(Tensor.numel, histories))  # of experts there are hundreds
+    """Addresses and lengths, int64 [2, n] on the device, and a power of two >= all lengths."""
+    # map, because experts have hundreds of histories
+    rows = tuple(map(Tensor.data_ptr, histories)), tuple(map(Tensor.numel, histories))
     return lasting_table(rows, device).tensor(), triton.next_power_of_2(max(rows[1]))

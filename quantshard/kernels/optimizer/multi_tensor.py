@@ -1,8 +1,8 @@
-"""Small kernels over many tensors at once: amaxes, scales from amaxes, the histories of delayed scaling.
+"""Small kernels over many tensors at once: amaxes, scales from amaxes, and histories of delayed scaling.
 
     amax[n] = max |x_n|,  NaN if x_n has one
 
-Each takes a table on the device, int64, one row for each tensor, with addresses in it.
+Each kernel reads a table on the device, int64, with a row of addresses for each tensor.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ TYPES: Final[dict[torch.dtype, Any]] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-"""The dtypes that kernels read from addresses."""
+"""Dtypes that kernels can read from an address."""
 
 TILE: Final = 8192
 TILES_PER_PROGRAM: Final = 4
 
 
-@lru_cache(maxsize=32)  # it depends on sizes alone, so from step to step it stays
+@lru_cache(maxsize=32)  # depends only on sizes, so all steps share it
 def entry_of_program(programs: tuple[int, ...], device: torch.device) -> Tensor:
-    """How many programs each entry has -> which entry each program works on, int32."""
+    """Return the entry that each program works on, int32; `programs`: number of programs of each entry."""
     counts = torch.tensor(programs, dtype=torch.int64, device="cpu")
     return torch.repeat_interleave(torch.arange(len(programs), dtype=torch.int32, device="cpu"), counts).to(device)
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself or a copy whose elements lie in a row at a multiple of 16 bytes."""
+    """Return the tensor itself if it is contiguous and aligned to 16 bytes, else a copy."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
@@ -57,45 +57,46 @@ def tensor_amax_kernel(
     table, entries, addresses, out, limit, STRIDE: tl.constexpr, DTYPE: tl.constexpr, CODE: tl.constexpr,
     SIZE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Make out [tensors] the larger of itself and the bits of the amax; with a limit, 1.0 where the amax is above it,
-    or 2.0 where it is not finite.
+    """Raise out [tensors] to the bits of the amax. With a limit: to 1.0 if the amax exceeds it, or 2.0 if it is not
+    finite.
 
-    `addresses`: int64 [tensors, STRIDE], the code of a dtype, of which only CODE counts, and the address of the tensor.
+    `addresses`: int64 [tensors, STRIDE], the code of a dtype and the address of the tensor. Only tensors with code CODE
+    count.
     """
     row = table + tl.load(entries + tl.program_id(0)) * 3
     number = tl.load(row)
-    held = addresses + number * STRIDE
-    if tl.load(held) != CODE:
+    address_row = addresses + number * STRIDE
+    if tl.load(address_row) != CODE:
         return
-    address = tl.load(held + 1)
+    address = tl.load(address_row + 1)
     numel = tl.load(row + 1)
     start = (tl.program_id(0) - tl.load(row + 2)) * (SIZE * TILES)
-    at = tl.arange(0, SIZE)
-    top = tl.zeros((SIZE,), tl.int32)  # of bits: NaN has the most
-    if (start + SIZE * TILES <= numel) & (address % 16 == 0):  # without a mask, 16 bytes are read at once
+    index = tl.arange(0, SIZE)
+    top = tl.zeros((SIZE,), tl.int32)  # bits, in which NaN is largest
+    if (start + SIZE * TILES <= numel) & (address % 16 == 0):  # unmasked loads read 16 bytes at once
         x = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
         for tile in tl.static_range(TILES):
-            values = tl.load(x + start + tile * SIZE + at).to(tl.float32)
+            values = tl.load(x + start + tile * SIZE + index).to(tl.float32)
             top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
     else:
         x = address.to(tl.pointer_type(DTYPE))
         for tile in range(TILES):
             rest = numel - start - tile * SIZE
-            values = tl.load(x + start + tile * SIZE + at, mask=at < rest, other=0.0).to(tl.float32)
+            values = tl.load(x + start + tile * SIZE + index, mask=index < rest, other=0.0).to(tl.float32)
             top = tl.maximum(top, tl.abs(values).to(tl.int32, bitcast=True))
     amax = tl.max(top, 0)
     if limit is None:
         tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, amax, sem="relaxed")
-    elif amax > limit:  # of bits: 2.0 from those of infinity on, else 1.0
+    elif amax > limit:  # both are bits: 2.0 for infinity and NaN, else 1.0
         beyond = tl.where(amax >= 0x7F800000, 0x40000000, 0x3F800000)
         tl.atomic_max(out.to(tl.pointer_type(tl.int32)) + number, beyond, sem="relaxed")
 
 
 class TensorReader:
-    """Tensors of given sizes, of one device, to be read whole: planned once, launched with a table of their addresses.
+    """Amaxes of tensors of fixed sizes on one device: planned once, launched with a table of their addresses.
 
-    `stride`: of that table, int64 [tensors, stride], whose first columns are `ADDRESS`. The code of a dtype is its
-    number in `TYPES` plus one; 0 stands for no tensor.
+    `stride`: columns of that table, int64 [tensors, stride], which starts with the columns `ADDRESS`. The code of a
+    dtype is its index in `TYPES` plus one; 0 means no tensor.
     """
 
     def __init__(self, numels: Sequence[int], stride: int, device: torch.device) -> None:
@@ -107,11 +108,11 @@ class TensorReader:
         self._entries = entry_of_program(programs, device)
 
     def amaxes(self, addresses: Tensor, codes: Iterable[int]) -> Tensor:
-        """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one."""
+        """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN."""
         return self._run(addresses, codes, None)
 
     def exceeding(self, addresses: Tensor, codes: Iterable[int], largest: float) -> Tensor:
-        """`numerics.exceeds` of each tensor, float32 [tensors]."""
+        """Return `numerics.exceeds` of each tensor, float32 [tensors]."""
         return self._run(addresses, codes, largest)
 
     def _run(self, addresses: Tensor, codes: Iterable[int], largest: float | None) -> Tensor:
@@ -129,31 +130,31 @@ class TensorReader:
 
 @lru_cache
 def _bits_of_limit(largest: float, dtype: torch.dtype) -> int:
-    """Of the limit in that dtype, in float32, where the order of bits is that of positive numbers."""
+    """Bits of the limit, rounded to that dtype, as float32; bits of positive numbers sort like the numbers."""
     limit = torch.tensor(min(largest, torch.finfo(dtype).max), dtype=dtype, device="cpu")
     return int(limit.float().view(torch.int32))
 
 
 def _read(tensors: Sequence[Tensor]) -> tuple[TensorReader, Tensor, list[int], list[Tensor]]:
-    """How to read these tensors, their addresses and codes, and what must live until they were read."""
+    """Reader, addresses and codes of these tensors, and the tensors to keep alive until the launch has finished."""
     device = tensors[0].device if tensors else torch.device("cpu")
-    held = [tensor.contiguous() for tensor in tensors]
-    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in held]
-    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in held], strict=True)), device)
-    return TensorReader([tensor.numel() for tensor in held], len(ADDRESS), device), addresses, codes, held
+    inputs = [tensor.contiguous() for tensor in tensors]
+    codes = [tuple(TYPES).index(tensor.dtype) + 1 for tensor in inputs]
+    addresses = device_table(list(zip(codes, [tensor.data_ptr() for tensor in inputs], strict=True)), device)
+    return TensorReader([tensor.numel() for tensor in inputs], len(ADDRESS), device), addresses, codes, inputs
 
 
 def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest |x| of each tensor, float32 [tensors]; 0 of an empty one, NaN where there is one. One launch a dtype.
+    """Return the largest |x| of each tensor, float32 [tensors]; 0 for an empty one, NaN if it contains NaN.
 
-    Tensors: any shapes, of one device, float32, bfloat16 or float16.
+    Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
     """
     reading, addresses, codes, _held = _read(tensors)
     return reading.amaxes(addresses, codes)
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
-    """`numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
+    """Return `numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
     reading, addresses, codes, _held = _read(tensors)
     return reading.exceeding(addresses, codes, largest)
 
@@ -167,7 +168,7 @@ HISTORY_ROW: Final = ("parameter", "history", "length", "used", "amax", "redo")
 
 @triton.jit
 def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr):
-    """Store the scales of grids of amaxes, and the amax of the whole tensor where scales have one above them."""
+    """Store the scales of amax grids, and the amax of the whole tensor if the format has a second scale."""
     if skip is not None:
         if tl.load(skip) != 0:
             return
@@ -185,15 +186,15 @@ def tensor_scales_kernel(table, gradients, skip, STRIDE: tl.constexpr, SIZE: tl.
     scale = tl.load(row + 2).to(tl.pointer_type(dtype))
     start = tl.program_id(1).to(tl.int64) * SIZE
     while start < numel:
-        at = start + tl.arange(0, SIZE)
-        stored, _ = sr.scales(tl.load(amax + at, mask=at < numel, other=0.0), second, R)
-        tl.store(scale + at, stored, mask=at < numel)
+        index = start + tl.arange(0, SIZE)
+        stored_scale, _ = sr.scales(tl.load(amax + index, mask=index < numel, other=0.0), second, R)
+        tl.store(scale + index, stored_scale, mask=index < numel)
         start += tl.num_programs(1) * SIZE
 
 
 @triton.jit
 def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """Before a step: the amax that each history stands for; 0 if none is recorded."""
+    """Before a step, write the amax that each history stands for; 0 if the history is empty."""
     row = table + tl.program_id(0) * 6
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     amax = past(history, tl.load(row + 2), MOST_RECENT, LENGTH)
@@ -202,7 +203,7 @@ def tensor_past_kernel(table, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
 
 @triton.jit
 def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECENT: tl.constexpr, LENGTH: tl.constexpr):
-    """After the amaxes were reduced: the amax to use, whether it is the new one, and the new history.
+    """After the reduction of amaxes, write the amax to use, whether it is the new one, and the new history.
 
     See `requantize.Requantization.commit` and `delayed_scaling.record_amax_`.
     """
@@ -214,11 +215,11 @@ def tensor_record_kernel(table, gradients, skip, STRIDE: tl.constexpr, MOST_RECE
         return
     history = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     length = tl.load(row + 2)
-    known = past(history, length, MOST_RECENT, LENGTH)
+    past_amax = past(history, length, MOST_RECENT, LENGTH)
     amax = tl.load(tl.load(row + 4).to(tl.pointer_type(tl.float32)))
-    used = tl.where(amax < float("inf"), tl.maximum(known, amax), known)  # known: of NaN too
-    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used)
-    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(used > known, 1.0, 0.0))
+    used_amax = tl.where(amax < float("inf"), tl.maximum(past_amax, amax), past_amax)  # NaN: the past amax
+    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.float32)), used_amax)
+    tl.store(tl.load(row + 5).to(tl.pointer_type(tl.float32)), tl.where(used_amax > past_amax, 1.0, 0.0))
     push_amax(history, length, amax, LENGTH)
 
 
@@ -227,11 +228,11 @@ def corrections_kernel(
     steps, rates, decays, corrected, groups, settings, GROUP: tl.constexpr, SETTINGS: tl.constexpr,
     CORRECTION: tl.constexpr, SHARE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of each group: its step, lr, what weight decay keeps, 1 / (1 - beta**step), as `Hyperparameters.corrections`, and
-    `averages.share`, into a step's table.
+    """Write into a step's table, for each group: step, lr, the factor of weight decay, 1 / (1 - beta**step) as in
+    `Hyperparameters.corrections`, and `averages.share`.
 
-    `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and what is kept. `decays`: float64 [groups, 3], the betas
-    and that of averages. `corrected`: int64 [groups].
+    `steps`: int64 [groups]. `rates`: float32 [groups, 2], lr and the factor of weight decay. `decays`: float64 [groups,
+    3], both betas and the decay of averages. `corrected`: int64 [groups], bias correction flags.
     """
     group = tl.program_id(0)
     step = tl.load(steps + group)

@@ -1,12 +1,13 @@
-"""Which way a parameter goes through the kernels of a step, and which constants of these follow from how it is stored.
+"""The passes of a step that a parameter needs, and the kernel constants that follow from its storage.
 
-A parameter goes one of three ways, by where the scales of what is written come from:
+A parameter takes one of three ways through a step, by the source of the scales of the tensors that are written:
 
-    ONCE    from the tile, or from past amaxes (delayed scaling): `StepLaunchPlan.update` does all, except where the
-            new amax is larger than those: there `StepLaunchPlan.finish` quantizes the master again
-    AFTER   of the weight from amaxes that reach beyond the tile, and there is a float32 master: `update` writes the
+    ONCE    the tile, or past amaxes (delayed scaling): `StepLaunchPlan.update` does everything. If the new amax exceeds
+            the past ones, `StepLaunchPlan.finish` quantizes the master again
+    AFTER   the weight's scales need amaxes from beyond the tile, and there is a float32 master: `update` writes the
             states and measures, `StepLaunchPlan.finish` quantizes the master
-    TWICE   of a state too, or there is no such master: `update` measures, `finish` computes again and writes
+    TWICE   a state's scales need them too, or there is no such master: `update` measures, `finish` computes the step
+            again and writes
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StepParameter, StoredTensor
 from quantshard.numerics.states import AVERAGE, WEIGHT, StateKind
 
-COLS, HEIGHT, LINE = 128, 128, 2048  # of the tiles of a program; of a vector's tile
+COLS, HEIGHT, LINE = 128, 128, 2048  # columns and total height of a program's tiles; length of a vector's tile
 WIDE = (512, 256)
-"""Columns of tiles, of 2048 elements too, of parameters with scaled states and without blocks of several rows, where
-these tiles are at least four fifths full. With FP8 moments a step is 1.36 and 1.24 times as fast as with 128 columns
+"""Columns of tiles, of 2048 elements each, for parameters with scaled states and no blocks of several rows, if these
+tiles are at least four fifths full. With FP8 moments a step is 1.36 and 1.24 times as fast as with 128 columns
 (benchmarks/RESULTS.md)."""
 
 
 class StepPasses(Enum):
-    """See the head of this file."""
+    """The passes of a step; see the head of this file."""
 
     ONCE = 1
     AFTER = 2
@@ -40,8 +41,8 @@ class StepPasses(Enum):
 
 
 def passes_of(parameter: StepParameter) -> StepPasses:
-    """Which way a parameter goes."""
-    if any(thing.deferred for role, thing in parameter.scaled.items() if role != WEIGHT):
+    """Return the passes that a parameter needs."""
+    if any(state.deferred for role, state in parameter.scaled.items() if role != WEIGHT):
         return StepPasses.TWICE
     weight = parameter.weight
     if not isinstance(weight, ScaledTensor) or not weight.deferred:
@@ -66,7 +67,7 @@ def _stored(
     writes: bool,
     **options: bool,
 ) -> ks.StateConfig:
-    """What a kernel must know of one thing stored."""
+    """The kernel config of one stored tensor."""
     if state is None or (isinstance(state, ScaledTensor) and which not in state.fmt.copies):
         return ks.StateConfig(StateKind.ABSENT.value)
     if state.kind is StateKind.REMAINDER:
@@ -81,7 +82,7 @@ def _stored(
             keep_positive=options["keep_positive"] and dtype is not torch.float32,
         )  # fmt: skip
     copy = state.fmt.copies[which]
-    given, second = state.is_given(copy), copy.amax is not None
+    uses_measured, second = state.is_given(copy), copy.amax is not None
     rows, cols = (
         tile[dim] if block_shape == ALL else min(block_shape, tile[dim]) for dim, block_shape in enumerate(copy.block)
     )
@@ -90,13 +91,13 @@ def _stored(
     return ks.StateConfig(
         state.kind.value, rule=sr.scale_rule(copy, state.scaling, torch.float32, device),
         block_rows=1 if all_rows else copy.block[0], block_cols=1 if all_cols else copy.block[1], rows=rows, cols=cols,
-        row_all=all_rows, col_all=all_cols, given=given, second=second, measures=measures and given,
+        row_all=all_rows, col_all=all_cols, given=uses_measured, second=second, measures=measures and uses_measured,
         measures_second=measures and second and which is Orientation.ROWWISE, writes=writes, **options,
     )  # fmt: skip
 
 
 def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
-    """What a kernel must know of the low bytes beside a weight's codes."""
+    """The kernel config of a `SPLIT` master: the low bytes that extend a weight's codes."""
     assert isinstance(weight, ScaledTensor)
     copy = weight.fmt.copies[Orientation.ROWWISE]
     device = weight.components[copy.codes.name].device
@@ -108,10 +109,10 @@ def _split(weight: StoredTensor, writes: bool) -> ks.StateConfig:
 def step_kernel_config(
     p: StepParameter, aligned: bool, measures: bool, writes_states: bool, writes_weight: bool
 ) -> ks.StepKernelConfig:
-    """Constants of the kernel for one pass over a parameter."""
+    """Return the constants of the kernel for one pass over a parameter."""
     tile = _tile(p, aligned)
     master = p.master
-    written = writes_weight and (master is None or master.kind is not StateKind.REMAINDER)
+    writes_codes = writes_weight and (master is None or master.kind is not StateKind.REMAINDER)
 
     def state(value: StoredTensor | None, keep_positive: bool = False) -> ks.StateConfig:
         return _stored(
@@ -119,21 +120,28 @@ def step_kernel_config(
         )
 
     def weight(which: Orientation) -> ks.StateConfig:
-        of_own = master is None and isinstance(p.weight, ScaledTensor)
+        has_own_words = master is None and isinstance(p.weight, ScaledTensor)
         return _stored(
-            p.weight, which, tile, measures, written, stochastic=master is None, own_words=of_own, keep_positive=False
+            p.weight,
+            which,
+            tile,
+            measures,
+            writes_codes,
+            stochastic=master is None,
+            own_words=has_own_words,
+            keep_positive=False,
         )
 
     specs = p.algorithm.states
-    state1, *others = (state(p.stored[spec.role], spec.nonnegative) for spec in specs)
+    state1, *remaining = (state(p.stored[spec.role], spec.nonnegative) for spec in specs)
     rowwise = weight(Orientation.ROWWISE)
-    high = rowwise.kind == StateKind.SCALED and written and not rowwise.given and rowwise.block_rows > rowwise.rows
+    high = rowwise.kind == StateKind.SCALED and writes_codes and not rowwise.given and rowwise.block_rows > rowwise.rows
     assert not high or rowwise.block_rows == HEIGHT, "a program has one row of high blocks"
     by_four = p.rectangle.global_shape[1] % 4 == 0 or p.rectangle.global_shape[0] == 1
     chunks = 1 if tile[0] == 1 else HEIGHT * COLS // math.prod(tile)
     return ks.StepKernelConfig(
         *tile, chunks, aligned, by_four, high, _is_float32(master), p.bounded,
-        p.algorithm.value, len(specs), state1, others[0] if others else ks.StateConfig(StateKind.ABSENT.value),
+        p.algorithm.value, len(specs), state1, remaining[0] if remaining else ks.StateConfig(StateKind.ABSENT.value),
         _split(p.weight, writes_states) if master is not None and master.kind is StateKind.SPLIT else state(master),
         rowwise,
         weight(Orientation.COLUMNWISE)
@@ -144,11 +152,11 @@ def step_kernel_config(
 
 
 def _tile(p: StepParameter, aligned: bool) -> tuple[int, int]:
-    """Rows and columns: few rows, for fewer registers, but whole blocks, where these are not much higher."""
+    """Rows and columns of a tile: few rows, to save registers, but whole blocks unless they are much higher."""
     (rows, cols), (_, first) = p.rectangle.shape, p.rectangle.origin
     if rows == 1 and not p.scaled:
         return 1, LINE
-    heights = {copy.block[0] for thing in p.scaled.values() for copy in thing.fmt.copies.values()} - {1, ALL}
+    heights = {copy.block[0] for state in p.scaled.values() for copy in state.fmt.copies.values()} - {1, ALL}
     if aligned and not heights and any(role != WEIGHT for role in p.scaled):
         for width in WIDE:
             tiles = -(-(first + cols) // width) - first // width
@@ -158,12 +166,12 @@ def _tile(p: StepParameter, aligned: bool) -> tuple[int, int]:
 
 
 def is_aligned(p: StepParameter) -> bool:
-    """True if kernels may read and write 16 bytes of values at once, whatever the dtype."""
+    """Return True if kernels can read and write 16 bytes of values at once, for any dtype."""
     tensors = []
-    for thing in p.stored.values():
-        if isinstance(thing, ScaledTensor):
-            tensors += [thing.components[copy.codes.name] for copy in thing.fmt.copies.values()]
+    for state in p.stored.values():
+        if isinstance(state, ScaledTensor):
+            tensors += [state.components[copy.codes.name] for copy in state.fmt.copies.values()]
         else:
-            tensors.append(thing.tensor)
+            tensors.append(state.tensor)
     lengths = (p.rectangle.shape[1], p.rectangle.origin[1])
     return all(n % 16 == 0 for n in lengths) and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)

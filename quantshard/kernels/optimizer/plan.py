@@ -1,15 +1,15 @@
-"""A step of Adam, Lion or Muon over many tensors: planned once, cheap to launch.
+"""A step of Adam, Lion or Muon over many tensors: planned once, then cheap to launch.
 
     plan = StepLaunchPlan(parameters, rows, device)
 
     plan.take(gradients, rows, seed)                 every step
-    plan.exceeding(limit)                            which gradients are too large or not finite, if that is asked
-    plan.make_directions()                           of Muon's matrices alone: what is orthogonalized, in place
+    plan.exceeding(limit)                            optional: gradients that are too large or not finite
+    plan.make_directions()                           Muon only: the matrices to orthogonalize, in place
     plan.update(skip)
     (reduce the tensors of plan.amaxes with MAX over the ranks that share them)
     plan.finish()
 
-Which launches these are, `parameters` says.
+`parameters` decides which launches a parameter needs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from quantshard.kernels.tables import device_table
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
 GRADIENT_DTYPES: Final = tuple(km.TYPES)
-"""Dtypes of gradients; others are cast to float32."""
+"""Dtypes of gradients that kernels read; other gradients are cast to float32."""
 
 WARPS: Final = 8
 REDO_PROGRAMS: Final = 64
 
 
 class AmaxGrid(NamedTuple):
-    """Amaxes to be reduced: of which parameter (by number), role and component; float32, of its resident grid."""
+    """Amaxes to reduce: parameter number, role, component, and the float32 values of its resident grid."""
 
     parameter: int
     role: str
@@ -55,7 +55,7 @@ class AmaxGrid(NamedTuple):
 
 @dataclass
 class _KernelLaunch:
-    """One kernel launch: which kernel, its table, and which parameters it is for."""
+    """One kernel launch: kernel, constants, table, and the numbers of its parameters."""
 
     kernel: Any
     how: ks.StepKernelConfig
@@ -67,7 +67,7 @@ class _KernelLaunch:
 
 
 class _AmaxWorkspace:
-    """Where amaxes of a step lie: one flat float32 tensor, zeroed before each."""
+    """Memory for the amaxes of a step: one flat float32 tensor, zeroed before each step."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[int, str, str], tuple[int, tuple[int, int]]] = {}
@@ -79,32 +79,32 @@ class _AmaxWorkspace:
         self.size += shape[0] * shape[1]
 
     def allocate(self, device: torch.device) -> None:
-        """Make the tensor."""
+        """Allocate the tensor."""
         self.flat = torch.zeros(self.size, dtype=torch.float32, device=device)
 
     def view(self, key: tuple[int, str, str]) -> Tensor:
-        """A grid."""
-        at, shape = self.places[key]
-        return self.flat[at : at + shape[0] * shape[1]].view(shape)
+        """Return a grid."""
+        start, shape = self.places[key]
+        return self.flat[start : start + shape[0] * shape[1]].view(shape)
 
     def address(self, number: int, role: str, name: str) -> int:
-        """Of a grid; 0 if there is none."""
-        place = self.places.get((number, role, name))
-        return 0 if place is None else self.flat.data_ptr() + 4 * place[0]
+        """Return the address of a grid, or 0 if it was not reserved."""
+        reserved = self.places.get((number, role, name))
+        return 0 if reserved is None else self.flat.data_ptr() + 4 * reserved[0]
 
 
-_USED, _REDO = "used", "redo"  # of delayed scaling: the amax that the scale derives from; whether to quantize again
+_USED, _REDO = "used", "redo"  # delayed scaling: the amax that sets the scale; whether to quantize again
 
 
 class StepLaunchPlan:
-    """See the head of this file. It holds the addresses of the tensors given: make another when one was replaced.
+    """Launch plan of a step; see the head of this file. It stores addresses: make a new plan if a tensor was replaced.
 
     Args:
-        parameters: all on `device`; whether they have gradients may differ from step to step.
-        rows: how many rows of settings there are.
+        parameters: all on `device`; which of them have gradients can differ from step to step.
+        rows: number of rows of settings.
 
     Attributes:
-        amaxes: what must be reduced between `update` and `finish` where ranks share it, in the order of parameters.
+        amaxes: grids to reduce between `update` and `finish` if ranks share them, in the order of parameters.
     """
 
     def __init__(self, parameters: Sequence[StepParameter], rows: int, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class StepLaunchPlan:
         self._table = torch.zeros(count, dtype=torch.int64, device=device)
         self._sent: list[int] | None = None
         self._spare = self._pinned()
-        self._captured: list[Tensor] = []  # a CUDA graph copies from these whenever it runs
+        self._captured: list[Tensor] = []  # CUDA graphs copy from these at every replay
         self._held: list[Tensor] = []
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._skip: Tensor | None = None
@@ -141,38 +141,38 @@ class StepLaunchPlan:
     def _reserved(self) -> _AmaxWorkspace:
         workspace = _AmaxWorkspace()
         for number, p in enumerate(self.parameters):
-            for role, thing in p.scaled.items():
-                for copy in thing.fmt.copies.values():
-                    if thing.is_given(copy):
-                        shape = thing.shard.component_shape(copy.scale)
+            for role, state in p.scaled.items():
+                for copy in state.fmt.copies.values():
+                    if state.is_given(copy):
+                        shape = state.shard.component_shape(copy.scale)
                         workspace.add(number, role, copy.scale.name, shape)
                     if copy.amax is not None and (number, role, copy.amax.name) not in workspace.places:
                         workspace.add(number, role, copy.amax.name, (1, 1))
-                if thing.history is not None:
+                if state.history is not None:
                     workspace.add(number, role, _USED, (1, 1))
                     workspace.add(number, role, _REDO, (1, 1))
         return workspace
 
     def _launches(self) -> tuple[list[_KernelLaunch], list[_KernelLaunch]]:
-        """Those of `update` and of `finish`: parameters with equal constants go together."""
+        """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
         first: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
         last: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
-        for number, (p, way, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
-            once, twice = way is StepPasses.ONCE, way is StepPasses.TWICE
+        for number, (p, passes, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
+            once, twice = passes is StepPasses.ONCE, passes is StepPasses.TWICE
             delayed = isinstance(p.weight, ScaledTensor) and p.weight.history is not None
             measures = not once or delayed
-            before = step_kernel_config(p, aligned, measures, not twice, once)
-            first.setdefault((kp.step_kernel, before, False), []).append(number)
+            first_config = step_kernel_config(p, aligned, measures, not twice, once)
+            first.setdefault((kp.step_kernel, first_config, False), []).append(number)
             if twice:
                 last.setdefault((kp.step_kernel, step_kernel_config(p, aligned, False, True, True), False), []).append(
                     number
                 )
             elif not once or delayed:
-                how = step_kernel_config(p, aligned, False, False, True)
-                last.setdefault((kp.requantize_kernel, how, once), []).append(number)
+                config = step_kernel_config(p, aligned, False, False, True)
+                last.setdefault((kp.requantize_kernel, config, once), []).append(number)
         return tuple(
-            [self._launch(kernel, how, members, redo) for (kernel, how, redo), members in found.items()]
-            for found in (first, last)
+            [self._launch(kernel, config, members, redo) for (kernel, config, redo), members in groups.items()]
+            for groups in (first, last)
         )  # type: ignore[return-value]
 
     def _launch(self, kernel: Any, how: ks.StepKernelConfig, members: list[int], redo: bool) -> _KernelLaunch:
@@ -201,7 +201,7 @@ class StepLaunchPlan:
         return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Orientation.ROWWISE)
 
     def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Orientation) -> list[int]:
-        """Addresses of `ks.SLOT`."""
+        """Addresses for the `ks.SLOT` columns."""
         if not isinstance(thing, ScaledTensor):
             present = thing is not None and which is Orientation.ROWWISE
             return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
@@ -216,45 +216,45 @@ class StepLaunchPlan:
             return 0 if component is None else self._workspace.address(number, role, component.name)
 
         measured = of(copy.scale) and of(copy.scale) + 4 * first
-        used = self._workspace.address(number, role, _USED)
+        used_amax = self._workspace.address(number, role, _USED)
         codes, scale = thing.components[copy.codes.name], thing.components[copy.scale.name]
         return [
             codes.data_ptr(), scale.data_ptr() + first * scale.element_size(), stride,
             0 if copy.amax is None else thing.components[copy.amax.name].data_ptr(),
-            measured, used or measured, of(copy.amax),
+            measured, used_amax or measured, of(copy.amax),
         ]  # fmt: skip
 
     def _scale_tables(self) -> list[tuple[sr.ScaleRule, int, Tensor]]:
-        """For each rule of scales: how many entries and the table of `km.scales_kernel`."""
+        """Rule, number of entries and table of each launch of `km.tensor_scales_kernel`."""
         rows: dict[sr.ScaleRule, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in p.scaled.items():
-                for copy in thing.fmt.copies.values():
-                    if not thing.is_later(copy):
+            for role, state in p.scaled.items():
+                for copy in state.fmt.copies.values():
+                    if not state.is_later(copy):
                         continue
-                    grid = copy.scale.name if thing.history is None else _USED
+                    grid = copy.scale.name if state.history is None else _USED
                     address = self._workspace.address
-                    scale, second = thing.components[copy.scale.name], copy.amax
-                    rule = sr.scale_rule(copy, thing.scaling, torch.float32, self.device)
+                    scale, second = state.components[copy.scale.name], copy.amax
+                    rule = sr.scale_rule(copy, state.scaling, torch.float32, self.device)
                     rows.setdefault(rule, []).append([
                         number, address(number, role, grid), scale.data_ptr(),
-                        scale.numel() if thing.is_given(copy) else 0,
+                        scale.numel() if state.is_given(copy) else 0,
                         0 if second is None else address(number, role, second.name),
-                        0 if second is None else thing.components[second.name].data_ptr(),
+                        0 if second is None else state.components[second.name].data_ptr(),
                     ])  # fmt: skip
         return [(rule, len(table), device_table(table, self.device)) for rule, table in rows.items()]
 
     def _history_tables(self) -> list[tuple[bool, int, Tensor]]:
-        """Of delayed scaling: whether the newest amax counts, the longest history, and the table."""
+        """For delayed scaling: whether to use only the newest amax, the longest history, and the table."""
         rows: dict[bool, list[list[int]]] = {}
         for number, p in enumerate(self.parameters):
-            for role, thing in p.scaled.items():
-                if thing.history is None:
+            for role, state in p.scaled.items():
+                if state.history is None:
                     continue
-                (copy,) = thing.fmt.copies.values()
+                (copy,) = state.fmt.copies.values()
                 address = self._workspace.address
-                rows.setdefault(thing.scaling.most_recent, []).append([
-                    number, thing.history.data_ptr(), thing.history.numel(), address(number, role, _USED),
+                rows.setdefault(state.scaling.most_recent, []).append([
+                    number, state.history.data_ptr(), state.history.numel(), address(number, role, _USED),
                     address(number, role, copy.scale.name), address(number, role, _REDO),
                 ])  # fmt: skip
         return [(key, max(row[2] for row in table), device_table(table, self.device)) for key, table in rows.items()]
@@ -269,35 +269,39 @@ class StepLaunchPlan:
         draws: Sequence[int] | None = None,
         directions: Sequence[Tensor | None] | None = None,
     ) -> None:
-        """Bring what a step works with to the device.
+        """Copy the inputs of a step to the device.
 
         Args:
-            gradients: of each parameter's rectangle; None leaves the parameter as it is.
-            rows: of settings. If step and lr are tensors, nothing is read back from them.
-            seed: of the optimizer's random words; None if nothing is rounded with them.
-            draws: of each parameter, the number of the draw of its own words.
-            directions: of each of Muon's, bfloat16 of its shape, contiguous: `make_directions` writes what is
-                orthogonalized, and `update` reads what became of it.
+            gradients: gradient of each parameter's rectangle; None leaves the parameter unchanged.
+            rows: rows of settings. If step and lr are tensors, their values are not read back.
+            seed: seed of the optimizer's random words; None if nothing is rounded stochastically.
+            draws: for each parameter, the draw number of its own random words.
+            directions: for each Muon matrix, contiguous bfloat16 of its shape: `make_directions` writes the matrix to
+                orthogonalize, and `update` reads the orthogonalized one.
 
         Raises:
-            UnsupportedOperationError: it is captured in a CUDA graph, and no step has run since the last was.
+            UnsupportedOperationError: under CUDA graph capture, if no step has run since the last capture.
         """
-        given = self._gradients(gradients)
-        codes = [0 if grad is None else GRADIENT_DTYPES.index(grad.dtype) + 1 for grad in given]
-        addresses = [0 if grad is None else grad.data_ptr() for grad in given]
-        none = [0] * len(codes)
-        directed = none if directions is None else [0 if each is None else each.data_ptr() for each in directions]
-        told = zip(codes, addresses, draws or none, directed, strict=True)
-        self._upload([value for parameter in told for value in parameter] + table_of(rows, seed))
+        grads = self._gradients(gradients)
+        codes = [0 if grad is None else GRADIENT_DTYPES.index(grad.dtype) + 1 for grad in grads]
+        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        zeros = [0] * len(codes)
+        direction_addresses = (
+            zeros
+            if directions is None
+            else [0 if direction is None else direction.data_ptr() for direction in directions]
+        )
+        columns = zip(codes, addresses, draws or zeros, direction_addresses, strict=True)
+        self._upload([value for parameter in columns for value in parameter] + table_of(rows, seed))
         self._present = codes
         self._correct(rows)
 
     def exceeding(self, largest: float) -> Tensor:
-        """`numerics.exceeds` of each gradient, float32 [parameters]; 0 where there is none."""
+        """Return `numerics.exceeds` of each gradient, float32 [parameters]; 0 for a missing gradient."""
         return self._reading.exceeding(self._parts[0], self._present, largest)
 
     def make_directions(self) -> None:
-        """Write what is orthogonalized of Muon's matrices into the `directions` that were taken. No state changes."""
+        """Write Muon's matrices to orthogonalize into the `directions` passed to `take`. States do not change."""
         present, _, _, _, settings = self._parts
         for launch in self._first:
             if launch.how.algorithm != Algorithm.MUON or launch.programs == 0:
@@ -310,9 +314,9 @@ class StepLaunchPlan:
                 )  # fmt: skip
 
     def update(self, skip: Tensor | None = None) -> None:
-        """The first part of a step: everything that needs no reduced amaxes.
+        """Run the first part of a step: everything that needs no reduced amaxes.
 
-        `skip`: bool scalar on the device; where it is true nothing changes, here and in `finish`.
+        `skip`: bool scalar on the device; if it is true, `update` and `finish` change nothing.
         """
         self._skip = None if skip is None else skip.view(torch.uint8)
         self._workspace.flat.zero_()
@@ -325,7 +329,7 @@ class StepLaunchPlan:
             self._run(launch)
 
     def finish(self) -> None:
-        """The second part: what derives from `amaxes`."""
+        """Run the second part of a step, which uses the reduced `amaxes`."""
         present, stride = self._parts[0], len(ks.GRADIENT)
         for most_recent, length, table in self._histories:
             launch_kernel(
@@ -334,7 +338,7 @@ class StepLaunchPlan:
             )  # fmt: skip
         for launch in self._last:
             self._run(launch)
-        for rule, count, table in self._scales:  # last, for a state or weight is read with its old scales before
+        for rule, count, table in self._scales:  # last, because the launches above still read the old scales
             launch_kernel(
                 km.tensor_scales_kernel, (count, 4), self.device,
                 table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False,
@@ -342,27 +346,27 @@ class StepLaunchPlan:
         self._held = []
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of a dtype and layout that kernels read."""
-        found: list[Tensor | None] = []
+        """Convert gradients to a dtype and layout that kernels read."""
+        grads: list[Tensor | None] = []
         for grad, aligned in zip(gradients, self._aligned, strict=True):
             if grad is not None:
                 if grad.dtype not in GRADIENT_DTYPES:
                     grad = grad.float()
                 grad = km.contiguous(grad) if aligned else grad.contiguous()
-            found.append(grad)
-        self._held = [grad for grad in found if grad is not None]
-        return found
+            grads.append(grad)
+        self._held = [grad for grad in grads if grad is not None]
+        return grads
 
     @cached_property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The table of a step: gradients, groups, decays (both betas, then that of averages), whether the bias is
-        corrected, settings."""
+        """Views of the step's table: gradients, groups, decays (two betas, averages), bias correction flags,
+        settings."""
         sizes = (len(self.parameters) * len(ks.GRADIENT), self.rows * len(ks.GROUP), self.rows * 3, self.rows)
         *parts, settings = self._table.split([*sizes, len(self._table) - sum(sizes)])
         return parts[0], parts[1], parts[2].view(torch.float64), parts[3], settings.view(torch.float32)
 
     def _correct(self, rows: Sequence[SettingsRow]) -> None:
-        """Where step and lr are on the device, fill in what follows from them there."""
+        """Compute bias corrections on the device, if step and lr are tensors there."""
         steps = [row.step for row in rows if isinstance(row.step, Tensor)]
         if not steps:
             return
@@ -380,10 +384,10 @@ class StepLaunchPlan:
             return number.to(self.device, torch.float32)
         if number == 1.0:
             return self._one
-        return torch.full((), number, dtype=torch.float32, device=self.device)  # a copy from the host would wait
+        return torch.full((), number, dtype=torch.float32, device=self.device)  # a copy from the host would synchronize
 
     def _codes_of(self, launch: _KernelLaunch) -> list[int]:
-        """Of the dtypes of the gradients that there are."""
+        """Codes of the dtypes of the gradients in this launch."""
         return sorted({self._present[number] for number in launch.members} - {0})
 
     def _run(self, launch: _KernelLaunch) -> None:
@@ -422,16 +426,16 @@ class StepLaunchPlan:
 
     @property
     def is_captured(self) -> bool:
-        """True if a CUDA graph holds a step, and so the addresses of the tables."""
+        """True if a CUDA graph has captured a step, and with it the addresses of the tables."""
         return bool(self._captured)
 
     def _upload(self, values: list[int]) -> None:
-        """Bring the table of a step to the device, if it is not there; without waiting for it."""
+        """Copy the table of a step to the device if it has changed, without synchronizing."""
         capturing = self._is_capturing
-        if values == self._sent and not capturing and not self.is_captured:  # a graph writes its own table
+        if values == self._sent and not capturing and not self.is_captured:  # a replayed graph overwrites the table
             return
         host = torch.tensor(values, dtype=torch.int64, device="cpu")
-        if capturing:  # what a graph copies from must live as long as it does, and cannot be allocated now
+        if capturing:  # the graph's source must outlive it, and pinned memory cannot be allocated during capture
             if self._spare is None:
                 raise UnsupportedOperationError("an optimizer's step in a CUDA graph: run a step between two captures")
             host, self._spare = self._spare.copy_(host), None
@@ -444,13 +448,14 @@ class StepLaunchPlan:
 
 
 def launch_options(how: ks.StepKernelConfig) -> dict[str, Any]:
-    """Warps, and the most registers that a thread may use, so that several programs share a multiprocessor and one
-    computes while another waits; there is no such bound where it would be too few.
+    """Return the number of warps and the register limit, so that several programs share a multiprocessor and hide
+    latency.
 
-    Where random words are drawn, each thread has 16 elements, among which it shares what it computes for all of them.
+    There is no limit where it would leave too few registers. With random words each thread has 16 elements, which share
+    part of the generator's work.
     """
     options: dict[str, Any] = {"num_warps": WARPS, "enable_fp_fusion": False}
-    words = any(thing.stochastic and thing.writes for thing in how if isinstance(thing, ks.StateConfig))
+    words = any(config.stochastic and config.writes for config in how if isinstance(config, ks.StateConfig))
     if words and how.aligned:
         options["num_warps"] = how.rows * how.cols // (16 * 32)
     if (how.high and not how.rereads) or (words and not how.aligned):

@@ -1,6 +1,5 @@
-"""The numbers of a step as kernels over many tensors read them: one row for each group or, where they depend on shapes
-too, as Muon's, for each shape in it. No Triton is needed to say them.
-"""
+"""Settings of a step in the form that multi-tensor kernels read: a row for each group or, where settings depend on
+shapes (Muon), for each shape in a group. This file does not import Triton."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from quantshard.numerics.muon import MuonSettings
 
 SETTINGS: Final = ("lr", "beta1", "rest1", "beta2", "rest2", "correction1", "correction2", "eps", "l2", "decay",
                    "ratio", "share", "kept", "nesterov")  # fmt: skip
-"""The columns, float32; of Muon's, the betas are the weights of its two interpolations."""
+"""Columns of settings, float32. For Muon the betas are the weights of its two interpolations."""
 
 
 @dataclass(frozen=True)
 class SettingsRow:
-    """Of one row: what the host knows by column, and what may lie on the device (`step`, int64 there, `lr`, `kept`).
+    """One row of settings: columns known to the host, and values that can be tensors (`step`, int64, `lr`, `kept`).
 
-    `kept`: what Muon's weight decay leaves of a master. `betas`: whose powers correct Adam's moments, if `corrects`.
-    `ema_decay`: of averages of the weights.
+    `kept`: factor that Muon's weight decay leaves of a master. `betas`: Adam's betas for bias correction, if
+    `corrects`. `ema_decay`: decay of averages of the weights.
     """
 
     step: int | Tensor
@@ -39,12 +38,12 @@ class SettingsRow:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device fills in what follows from step and lr."""
+        """Whether the device computes the columns that depend on step and lr."""
         return isinstance(self.step, Tensor)
 
 
 def adam_row(h: Hyperparameters) -> SettingsRow:
-    """Of a group of Adam's."""
+    """Return the row of a group of Adam."""
     betas = float32(h.beta1), float32(h.beta2)
     l2, decay = (0.0, h.weight_decay) if h.decoupled else (h.weight_decay, 0.0)
     columns = {**_shares(*betas), "eps": h.eps, "l2": l2, "decay": decay, "ratio": h.largest_ratio}
@@ -54,13 +53,13 @@ def adam_row(h: Hyperparameters) -> SettingsRow:
 
 
 def lion_row(settings: LionSettings, step: int | Tensor, ema_decay: float) -> SettingsRow:
-    """Of a group of Lion's."""
+    """Return the row of a group of Lion."""
     columns = {**_shares(float32(settings.beta1), float32(settings.beta2)), "decay": settings.weight_decay}
     return SettingsRow(step, settings.lr, columns, ema_decay=ema_decay)
 
 
 def muon_row(settings: MuonSettings, step: int | Tensor, ema_decay: float, shape: tuple[int, ...]) -> SettingsRow:
-    """Of the matrices of this (global) shape in a group of Muon's."""
+    """Return the row for matrices of this (global) shape in a group of Muon."""
     columns = {**_shares(1 - settings.momentum, settings.momentum), "nesterov": float(settings.nesterov)}
     return SettingsRow(step, settings.adjusted_lr(shape), columns, settings.kept, ema_decay=ema_decay)
 
@@ -70,8 +69,11 @@ def _shares(beta1: float, beta2: float) -> dict[str, float]:
 
 
 def table_of(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
-    """What stands of them in the table of a step, int64: seeds and steps, decays, whether moments are corrected, and
-    the columns, two in one; what lies on the device is filled in there."""
+    """Return the part of a step's table, int64, that rows fill: seeds and steps, decays, bias correction flags, and
+    columns.
+
+    Two float32 columns share an int64. Values that are tensors are filled in on the device.
+    """
     steps = [0 if isinstance(row.step, Tensor) else int(row.step) for row in rows]
     decays = [decay for row in rows for decay in (*row.betas, row.ema_decay)]
     floats = [value for row in rows for value in _floats(row)]
@@ -85,11 +87,15 @@ def table_of(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
 
 
 def _floats(row: SettingsRow) -> Iterable[float]:
-    told = dict(row.columns)
+    columns = dict(row.columns)
     if not isinstance(row.step, Tensor):
         assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
-        told |= {"lr": float(row.lr), "kept": float(row.kept), "share": float(averages.share(row.ema_decay, row.step))}
-    return (told.get(name, 0.0) for name in SETTINGS)
+        columns |= {
+            "lr": float(row.lr),
+            "kept": float(row.kept),
+            "share": float(averages.share(row.ema_decay, row.step)),
+        }
+    return (columns.get(name, 0.0) for name in SETTINGS)
 
 
 def _as_int64(kind: str, values: Sequence[float]) -> tuple[int, ...]:

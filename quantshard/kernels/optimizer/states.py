@@ -1,10 +1,10 @@
-"""States of an optimizer in kernels over many tensors: a tile of one is read in float32, and written as it is stored.
+"""Optimizer states in kernels over many tensors: tiles are read as float32, and written in the stored format.
 
     read(state) -> x          x -> amaxes, x -> codes and scales, or a rounded plain value
 
-What differs between the tensors of a launch (addresses, shapes, the part of the global tensor) stands in a table on the
-device, what differs between steps in a second one, and what must be known when a kernel is compiled in
-`StepKernelConfig`. The oracle is `optimizers.state`, with `optimizers.rounding` and `numerics`.
+A table on the device holds what differs between the tensors of a launch (addresses, shapes, regions); a second table
+holds what differs between steps. `StepKernelConfig` has the compile-time constants. The oracle is `optimizers.state`,
+with `optimizers.rounding` and `numerics`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ADAM, LION, MUON = (tl.constexpr(algorithm.value) for algorithm in Algorithm)
 
 
 class StateConfig(NamedTuple):
-    """How one state, or one copy of the weight, is stored, and what a launch does with it; constants of a kernel.
+    """How one state, or one copy of the weight, is stored, and the work of a launch on it; constants of a kernel.
 
-    `kind`: a `StateKind`. `dtype`: of what is stored. `rule`: of the scales. `block_rows`, `block_cols`: of a scale
-    block; `rows`, `cols`: of what a tile holds of it. `given`: scales derive from amaxes that were taken before, else
-    from the tile's. `second`: there is an amax of the whole tensor too, taken before. `measures`, `measures_second`:
-    such amaxes are taken.
+    `kind`: a `StateKind`. `dtype`: stored dtype. `rule`: rule of the scales. `block_rows`, `block_cols`: shape of a
+    scale block; `rows`, `cols`: its part within a tile. `given`: scales derive from amaxes measured before, instead of
+    the tile's. `second`: the amax of the whole tensor, measured before, also counts. `measures`, `measures_second`: the
+    launch measures such amaxes.
     """
 
     kind: int
@@ -54,13 +54,13 @@ class StateConfig(NamedTuple):
 
 
 class StepKernelConfig(NamedTuple):
-    """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and how everything is stored.
+    """Constants of a kernel: `chunks` tiles of `rows` x `cols` for each program, and the configs of all states.
 
-    `aligned`: all addresses, lengths of rows and origins are multiples of 16. `by_four`: see `rw.words_of_tile`.
-    `high`: blocks are higher than a tile, so all chunks of a program are updated before one is quantized. `rereads`:
-    their values are then read again from the float32 masters, a few microseconds old, to have the registers for another
-    program beside this one; else they are kept. `bounded`: as for `numerics.adam.adam`. `algorithm`: an `Algorithm`,
-    which keeps so many `states`.
+    `aligned`: all addresses, row lengths and origins are multiples of 16. `by_four`: see `rw.words_of_tile`. `high`:
+    blocks are higher than a tile, so a program updates all its chunks before it quantizes one. `rereads`: it then
+    rereads the new values from the float32 masters, which frees registers for another program on the multiprocessor;
+    otherwise it keeps them. `bounded`: see `numerics.adam.adam`. `algorithm`: an `Algorithm`. `states`: its number of
+    states.
     """
 
     rows: int
@@ -81,7 +81,7 @@ class StepKernelConfig(NamedTuple):
     average: StateConfig
 
 
-# The table of tensors: int64, one row for each, ENTRY columns and then SLOT for each of the six things stored.
+# The table of tensors: int64, one row per tensor: the ENTRY columns, then the SLOT columns of the six stored tensors.
 ENTRY: Final = ("parameter", "group", "rows", "cols", "row_origin", "col_origin", "width", "across", "first", "stream",
                 "key", "key_stream", "redo")  # fmt: skip
 SLOT: Final = ("codes", "scale", "stride", "second", "measured", "given", "new_second")
@@ -90,9 +90,9 @@ COLUMNS: Final = tl.constexpr(len(ENTRY) + 6 * len(SLOT))
 _ENTRIES: Final = tl.constexpr(len(ENTRY))
 _SLOTS: Final = tl.constexpr(len(SLOT))
 
-# The table of a step: int64, for each parameter whether it has a gradient (and of which dtype), where, the draw of its
-# own words and, of Muon's, where the orthogonalized momentum is; for each group the optimizer's seed and the step; and
-# float32 for each group.
+# The table of a step, int64. For each parameter: code of the gradient's dtype (0: no gradient), the gradient's address,
+# the draw of the parameter's random words, and, for Muon, the address of the orthogonalized momentum. For each group:
+# the optimizer's seed, the step, and the float32 settings.
 GRADIENT: Final = ("dtype", "address", "draw", "direction")
 GROUP: Final = ("seed", "step")
 GRADIENT_COLUMNS: Final = tl.constexpr(len(GRADIENT))
@@ -101,7 +101,7 @@ SETTINGS_COLUMNS: Final = tl.constexpr(len(SETTINGS))
 
 
 class EntryRegion(NamedTuple):
-    """Which rectangle of the global matrix an entry is."""
+    """Rectangle of the global matrix that an entry covers."""
 
     rows: Any
     cols: Any
@@ -110,8 +110,8 @@ class EntryRegion(NamedTuple):
 
 
 class StatePointers(NamedTuple):
-    """Addresses of one thing stored: `codes` (or plain values), `scale`, the stride of its grid and of the grids of
-    amaxes, `second` (stored), amaxes to take (`measured`) and to use (`given`), and the new amax of the whole."""
+    """Addresses of one stored tensor: `codes` (or plain values), `scale`, the stride of its grid and of amax grids,
+    `second` (stored), amaxes to write (`measured`) and to read (`given`), and the new amax of the whole tensor."""
 
     codes: Any
     scale: Any
@@ -123,8 +123,8 @@ class StatePointers(NamedTuple):
 
 
 class TileOffsets(NamedTuple):
-    """Where a tile lies: its global row and column; how far its first element is from that of the rectangle, and the
-    others are from it; and which of them are in the rectangle."""
+    """Position of a tile: its global row and column; the offset of its first element in the rectangle; offsets of all
+    elements from the first; and the mask of elements inside the rectangle."""
 
     row: Any
     col: Any
@@ -138,7 +138,7 @@ def area_of(entry, ALIGNED: tl.constexpr):
     """The rectangle of an entry, in int32, which halves the registers of indices."""
     cols = tl.load(entry + 3).to(tl.int32)
     col_origin = tl.load(entry + 5).to(tl.int32)
-    if ALIGNED:  # in shifts, the compiler sees the multiple through function calls
+    if ALIGNED:  # by shifts, so that the compiler sees the multiple across function calls
         cols = (cols >> 4) << 4
         col_origin = (col_origin >> 4) << 4
     return EntryRegion(tl.load(entry + 2).to(tl.int32), cols, tl.load(entry + 4).to(tl.int32), col_origin)
@@ -146,7 +146,7 @@ def area_of(entry, ALIGNED: tl.constexpr):
 
 @triton.jit
 def slot_of(entry, role):
-    """What an entry's table row says of one role."""
+    """The pointers of one role in an entry's table row."""
     s = entry + _ENTRIES + role * _SLOTS
     return StatePointers(
         tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3), tl.load(s + 4), tl.load(s + 5), tl.load(s + 6)
@@ -155,10 +155,11 @@ def slot_of(entry, role):
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """An address from a table as a pointer.
+    """Convert an address from a table to a pointer.
 
-    To four elements of any dtype, though they are aligned to 16 bytes: a thread then has the same four of everything,
-    and no value changes threads. For a warp that is 128 bytes in a row of the shortest dtype, which is as good.
+    Aligned pointers are declared as aligned to four elements of their dtype, not to 16 bytes. So a thread has the same
+    four elements of every tensor, and no value changes threads. A warp still reads 128 consecutive bytes of the
+    shortest dtype.
     """
     if ALIGNED:
         WIDTH: tl.constexpr = dtype.primitive_bitwidth // 2
@@ -169,8 +170,8 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_plain(address, tile, DTYPE: tl.constexpr, H: tl.constexpr):
-    """A tile of a plain tensor in float32; zero outside."""
-    if DTYPE == tl.bfloat16:  # by its bits: Triton's interpreter loses subnormal bfloat16s
+    """Load a tile of a plain tensor as float32; zero outside."""
+    if DTYPE == tl.bfloat16:  # as bits, because Triton's interpreter flushes subnormal bfloat16s
         bits = tl.load(pointer(address, tl.int16, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -180,7 +181,7 @@ def load_plain(address, tile, DTYPE: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The tile at a global row and column."""
+    """Return the offsets of the tile at a global row and column."""
     i = row - area.row_origin + tl.arange(0, ROWS)
     j = col - area.col_origin + tl.arange(0, COLS)
     valid = ((i >= 0) & (i < area.rows))[:, None] & ((j >= 0) & (j < area.cols))[None, :]
@@ -191,7 +192,7 @@ def tile_at(row, col, area, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Offsets in a grid of the blocks of a tile, and which of them the rectangle touches."""
+    """Offsets of a tile's blocks in a grid, and the mask of blocks that the rectangle touches."""
     i = tl.arange(0, ROWS // S.rows)
     j = tl.arange(0, COLS // S.cols)
     if S.row_all:
@@ -214,7 +215,7 @@ def blocks_at(tile, area, stride, S: tl.constexpr, ROWS: tl.constexpr, COLS: tl.
 
 @triton.jit
 def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """Float32 values of a state; zero outside."""
+    """Read float32 values of a state; zero outside."""
     slot = slot_of(entry, role)
     if S.kind == PLAIN:
         return load_plain(slot.codes, tile, S.dtype, H)
@@ -236,7 +237,7 @@ def read_state(entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """Decoded codes, without the scale."""
+    """Decode the codes of a tile, without the scale."""
     element: tl.constexpr = S.rule.element
     if element.bits == 16:
         return load_plain(slot.codes, tile, tl.float16, H)
@@ -251,10 +252,10 @@ def stored_values(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def split_values(codes, low, tile, C: tl.constexpr, H: tl.constexpr):
-    """What a weight's codes and the low bytes beside them stand for, without the scale: `split_codes.decode`."""
+    """Decode a weight's codes and the low bytes that extend them, without the scale: `split_codes.decode`."""
     element: tl.constexpr = C.rule.element
     MANTISSA: tl.constexpr = element.mantissa
-    # half way from the largest number to NaN, the largest code: not reached by any remainder of another code
+    # half way between the largest number and NaN (the largest code): no remainder of another code reaches it
     BEYOND: tl.constexpr = (2 - 1.5 * 0.5**MANTISSA) * 2.0 ** (2 ** (7 - MANTISSA) - 2 + element.lowest)
     high = tl.load(pointer(codes, tl.uint8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
     rest = tl.load(pointer(low, tl.int8, H.aligned) + tile.first + tile.offsets, mask=tile.valid, other=0)
@@ -267,7 +268,7 @@ def split_values(codes, low, tile, C: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def packed_at(tile, area, H: tl.constexpr):
-    """Offsets of a tile's bytes of two codes each, and which of them there are."""
+    """Offsets of a tile's bytes of two codes each, and the mask of existing bytes."""
     i = tile.row - area.row_origin + tl.arange(0, H.rows)
     if H.aligned:
         first = ((tile.col - area.col_origin) >> 4) << 3
@@ -282,23 +283,23 @@ def packed_at(tile, area, H: tl.constexpr):
 
 @triton.jit
 def stored_scales(slot, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """What decoded codes are multiplied by: `numerics.dequantize`."""
+    """Load the factors of decoded codes: `numerics.dequantize`."""
     rule: tl.constexpr = S.rule
-    at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+    entries, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
     if rule.kind == 0:
-        return tl.load(pointer(slot.scale, tl.float32, False) + at, mask=inside, other=0.0)
+        return tl.load(pointer(slot.scale, tl.float32, False) + entries, mask=inside, other=0.0)
     elif rule.kind == 1:
-        return sr.decode_e8m0(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0))
+        return sr.decode_e8m0(tl.load(pointer(slot.scale, tl.uint8, False) + entries, mask=inside, other=0))
     else:
         encoding: tl.constexpr = rule.stored
-        scale = ql.decode(tl.load(pointer(slot.scale, tl.uint8, False) + at, mask=inside, other=0), encoding)
+        scale = ql.decode(tl.load(pointer(slot.scale, tl.uint8, False) + entries, mask=inside, other=0), encoding)
         amax = tl.load(pointer(slot.second, tl.float32, False))
         return scale * amax * (1.0 / (rule.element.max * encoding.max))
 
 
 @triton.jit
 def no_amaxes(H: tl.constexpr):
-    """What `take_amaxes` begins with."""
+    """The initial value of `top` in `take_amaxes`."""
     ROWS: tl.constexpr = H.rows
     COLS: tl.constexpr = H.cols // 4
     return tl.zeros((ROWS, COLS), tl.int32)
@@ -306,16 +307,16 @@ def no_amaxes(H: tl.constexpr):
 
 @triton.jit
 def take_amaxes(x, top, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """Make the grids of amaxes that a later pass needs the larger of themselves and those of this tile.
+    """Raise the amax grids that a later pass needs to the amaxes of this tile.
 
-    Those of the whole tensor are left to `give_amaxes`: `top` is the largest so far, of each four neighbours, which a
-    thread has by itself; the new one is returned.
+    `give_amaxes` writes amaxes of whole tensors: `top` is the running maximum of each four neighbours, which one thread
+    has; the new maximum is returned.
     """
     if S.measures and not (S.row_all and S.col_all):
         slot = slot_of(entry, role)
         amax = ql.block_amax(x, H.rows, H.cols, S.rows, S.cols, FOURS=H.aligned).to(tl.int32, bitcast=True)
-        at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
-        tl.atomic_max(pointer(slot.measured, tl.int32, False) + at, amax, mask=inside, sem="relaxed")
+        entries, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+        tl.atomic_max(pointer(slot.measured, tl.int32, False) + entries, amax, mask=inside, sem="relaxed")
     if S.measures_second or (S.measures and S.row_all and S.col_all):
         top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, 4, FOURS=H.aligned).to(tl.int32, bitcast=True))
     return top
@@ -323,7 +324,7 @@ def take_amaxes(x, top, entry, role, tile, area, S: tl.constexpr, H: tl.constexp
 
 @triton.jit
 def give_amaxes(top, entry, role, S: tl.constexpr):
-    """Make the amaxes of whole tensors that a later pass needs the larger of themselves and those taken."""
+    """Raise the amaxes of whole tensors that a later pass needs to the running maximum."""
     slot = slot_of(entry, role)
     if S.measures_second:
         tl.atomic_max(pointer(slot.new_second, tl.int32, False), tl.max(tl.max(top, 1), 0), sem="relaxed")
@@ -333,29 +334,28 @@ def give_amaxes(top, entry, role, S: tl.constexpr):
 
 @triton.jit
 def multipliers(amax, slot, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """What the blocks of a tile are multiplied by, from their amaxes or from those given; then scales are stored."""
+    """Multipliers of a tile's blocks, from their amaxes or from amaxes measured before; in the first case store the
+    scales."""
     rule: tl.constexpr = S.rule
-    at, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
+    entries, inside = blocks_at(tile, area, slot.stride, S, H.rows, H.cols)
     second = tl.load(pointer(slot.new_second, tl.float32, False)) if S.second else 0.0
     if S.given:
-        amax = tl.load(pointer(slot.given, tl.float32, False) + at, mask=inside, other=0.0)
-    stored, multiplier = sr.scales(amax, second, rule)
+        amax = tl.load(pointer(slot.given, tl.float32, False) + entries, mask=inside, other=0.0)
+    stored_scale, multiplier = sr.scales(amax, second, rule)
     if not S.given:
         dtype: tl.constexpr = tl.float32 if rule.kind == 0 else tl.uint8
-        if (
-            H.cols == S.cols
-        ):  # a warp has a whole row; its first thread stores, and no other warp must be told the scale
+        if H.cols == S.cols:  # a warp has a whole row, so its first thread stores the scale
             lane = tl.arange(0, 32)[None, :]
-            stored = tl.broadcast_to(stored, (H.rows // S.rows, 32))
-            tl.store(pointer(slot.scale, dtype, False) + (at + lane), stored, mask=inside & (lane == 0))
+            stored_scale = tl.broadcast_to(stored_scale, (H.rows // S.rows, 32))
+            tl.store(pointer(slot.scale, dtype, False) + (entries + lane), stored_scale, mask=inside & (lane == 0))
         else:
-            tl.store(pointer(slot.scale, dtype, False) + at, stored, mask=inside)
+            tl.store(pointer(slot.scale, dtype, False) + entries, stored_scale, mask=inside)
     return multiplier
 
 
 @triton.jit
 def state_words(key, tile, S: tl.constexpr, H: tl.constexpr):
-    """Random words of a tile, uint32, if it is stored so that it needs them; `key`: see `rw.words_of_tile`."""
+    """Random words of a tile, uint32, if its state is rounded stochastically; `key`: see `rw.words_of_tile`."""
     if S.stochastic and S.writes:
         return rw.words_of_tile(tile.row, tile.col, key, H.rows, H.cols, H.by_four)
     else:
@@ -364,7 +364,7 @@ def state_words(key, tile, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Quantize a tile and store it; `words`: see `state_words`."""
+    """Quantize a tile and store its codes; `words`: see `state_words`."""
     element: tl.constexpr = S.rule.element
     scaled = x * ql.expand(multiplier, H.rows, H.cols, S.rows, S.cols)
     if S.stochastic:
@@ -388,22 +388,23 @@ def store_codes(x, multiplier, slot, tile, area, words, S: tl.constexpr, H: tl.c
 
 @triton.jit
 def store_split(x, multiplier, slot, master, tile, words, C: tl.constexpr, H: tl.constexpr):
-    """Round a tile of a weight to 16 bits, and store its codes, their high byte, and its master, the low one:
-    `split_codes.quantize`; `words`: see `state_words`."""
+    """Round a tile of a weight to 16 bits; store the high bytes as its codes and the low bytes as its master.
+
+    See `split_codes.quantize`. `words`: see `state_words`.
+    """
     W: tl.constexpr = H.master
     wide: tl.constexpr = W.rule.element
     code = ql.encode_stochastic(x * ql.expand(multiplier, H.rows, H.cols, C.rows, C.cols), words, wide)
     magnitude = tl.minimum(code & 0x7FFF, 0x7F7F)
     high = ((magnitude + 0x80) >> 8) | ((code >> 8) & 0x80)
-    at = tile.first + tile.offsets
-    tl.store(pointer(slot.codes, tl.uint8, H.aligned) + at, high.to(tl.uint8), mask=tile.valid)
-    tl.store(pointer(master.codes, tl.uint8, H.aligned) + at, (magnitude & 0xFF).to(tl.uint8), mask=tile.valid)
+    offsets = tile.first + tile.offsets
+    tl.store(pointer(slot.codes, tl.uint8, H.aligned) + offsets, high.to(tl.uint8), mask=tile.valid)
+    tl.store(pointer(master.codes, tl.uint8, H.aligned) + offsets, (magnitude & 0xFF).to(tl.uint8), mask=tile.valid)
 
 
 @triton.jit
 def write_weight(x, entry, tile, area, words, H: tl.constexpr):
-    """Write the rowwise codes of a weight, zero outside, and what of it is a `SPLIT` master; `words`: see
-    `weight_words`."""
+    """Write the rowwise codes of a weight, zero outside, and a `SPLIT` master; `words`: see `weight_words`."""
     C: tl.constexpr = H.weight
     if C.kind == SCALED and C.writes:
         slot = slot_of(entry, WEIGHT)
@@ -415,7 +416,7 @@ def write_weight(x, entry, tile, area, words, H: tl.constexpr):
 
 @triton.jit
 def store_weight(x, multiplier, slot, entry, tile, area, words, H: tl.constexpr):
-    """Quantize a tile of a weight and store it, as `write_weight` does."""
+    """Quantize and store a tile of a weight for `write_weight`."""
     C: tl.constexpr = H.weight
     W: tl.constexpr = H.master
     if W.kind == SPLIT:
@@ -426,8 +427,7 @@ def store_weight(x, multiplier, slot, entry, tile, area, words, H: tl.constexpr)
 
 @triton.jit
 def weight_words(key, tile, H: tl.constexpr):
-    """Random words of a tile of a weight, or of the `SPLIT` master that is written with it; `key`: of the words of
-    whichever is rounded with them."""
+    """Random words of a tile of a weight, or of the `SPLIT` master written with it; `key`: key of these words."""
     C: tl.constexpr = H.weight
     W: tl.constexpr = H.master
     if W.kind == SPLIT:
@@ -438,7 +438,7 @@ def weight_words(key, tile, H: tl.constexpr):
 
 @triton.jit
 def write_state(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.constexpr):
-    """Write the new values of a state or weight, zero outside, as it is stored; `words`: see `state_words`."""
+    """Write the new values of a state or weight, zero outside, in the stored format; `words`: see `state_words`."""
     if S.writes:
         slot = slot_of(entry, role)
         if S.kind == PLAIN:
@@ -462,7 +462,7 @@ def write_state(x, entry, role, tile, area, words, S: tl.constexpr, H: tl.conste
 
 @triton.jit
 def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
-    """Float32 -> a plain tensor, as `numerics.rounded` and `FloatState.write` do."""
+    """Round float32 to a plain tensor, as in `numerics.rounded` and `FloatState.write`."""
     if S.dtype == tl.bfloat16:
         if S.stochastic:
             bits = stochastic_bfloat16(x, words)
@@ -483,14 +483,14 @@ def write_plain(x, slot, tile, words, S: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def nearest_bfloat16(x):
-    """Bits, int16; ties away from zero: `numerics.split_bfloat16`."""
+    """Round to bfloat16 bits, int16, with ties away from zero: `numerics.split_bfloat16`."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits >> 16) + ((bits >> 15) & 1)).to(tl.int16)
 
 
 @triton.jit
 def stochastic_bfloat16(x, words):
-    """Bits, int16, saturated: `numerics.rounded`. NaN stays one, whatever its bits."""
+    """Round to saturated bfloat16 bits, int16: `numerics.rounded`. NaN stays NaN for any word."""
     bits = ql.saturate(x, 3.3895313892515355e38).to(tl.int32, bitcast=True)
     carried = (bits + (words >> 16).to(tl.int32)) >> 16
     return tl.where(x != x, 0x7FC0, carried).to(tl.int16)

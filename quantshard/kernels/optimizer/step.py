@@ -1,13 +1,13 @@
-"""Adam, Lion and Muon over many tensors: one launch reads and writes the states and weights of all parameters that are
-stored alike and stepped by one formula (`formulas`); then, where an average of the weights is kept, that of
-`numerics.averages.moved`. The tables that it works from: `states`.
+"""Adam, Lion and Muon over many tensors. One launch updates the states and weights of all parameters with the same
+storage and formula (`formulas`), and then the averages of their weights (`numerics.averages.moved`), if there are any.
+`states` describes the tables.
 
-Of Muon's matrices `momentum_kernel` first makes what is orthogonalized, and the step reads what became of it.
+For Muon's matrices, `momentum_kernel` first writes the matrices to orthogonalize, and the step reads the orthogonalized
+ones.
 
-A program takes a tile of whole scale blocks by the global block grid, so the new weight is quantized in the same pass.
-Where a scale derives from more than the tile (of a whole tensor or row, or of a block that ranks share), a pass
-measures and a later one quantizes, from amaxes that were reduced between the two; `plan` says which pass does
-what.
+A program works on a tile of whole scale blocks of the global block grid, so it quantizes the new weight in the same
+pass. If a scale needs more than the tile (one scale for a tensor or row, or a block shared by ranks), one pass measures
+amaxes, ranks reduce them, and a later pass quantizes. `plan` decides which pass does what.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from quantshard.kernels.optimizer.states import (
 
 @triton.jit
 def key_of(entry, gradients, groups, number, OWN: tl.constexpr):
-    """Names the words of what is stored: of the optimizer's by its number, or a draw of the weight's own key."""
+    """The key of random words: the optimizer's stream with this number or, if OWN, a draw of the weight's own key."""
     if OWN:
         key = tl.load(entry + 10)
         draw = tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS + 2)
@@ -67,7 +67,7 @@ def key_of(entry, gradients, groups, number, OWN: tl.constexpr):
 
 @triton.jit
 def key_of_weight(entry, gradients, groups, H: tl.constexpr):
-    """`key_of` a weight's words, or of those of the master that is written with it."""
+    """`key_of` the random words of a weight, or of the `SPLIT` master written with it."""
     C: tl.constexpr = H.weight
     W: tl.constexpr = H.master
     return key_of(entry, gradients, groups, H.states + (0 if W.kind == SPLIT else 1), C.own_words)
@@ -75,15 +75,15 @@ def key_of_weight(entry, gradients, groups, H: tl.constexpr):
 
 @triton.jit
 def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, H: tl.constexpr):
-    """Read, update and write the states of a tile; its new weights, float32."""
+    """Read, update and write the states of a tile; return its new weights, float32."""
     ONE: tl.constexpr = H.state1
     TWO: tl.constexpr = H.state2
     W: tl.constexpr = H.master
     A: tl.constexpr = H.average
     C: tl.constexpr = H.weight
-    own = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
-    given = gradients + tl.load(entry) * GRADIENT_COLUMNS
-    grad = load_plain(tl.load(given + 1), tile, GRAD, H)
+    group_settings = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+    gradient_row = gradients + tl.load(entry) * GRADIENT_COLUMNS
+    grad = load_plain(tl.load(gradient_row + 1), tile, GRAD, H)
     state1 = read_state(entry, STATE1, tile, area, ONE, H)
     if TWO.kind != ABSENT:
         state2 = read_state(entry, STATE2, tile, area, TWO, H)
@@ -91,13 +91,13 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
         read_state(entry, MASTER, tile, area, W, H) if W.kind != ABSENT else read_state(entry, WEIGHT, tile, area, C, H)
     )
     if H.algorithm == LION:
-        master, state1 = formulas.lion(grad, master, state1, own)
+        master, state1 = formulas.lion(grad, master, state1, group_settings)
     elif H.algorithm == MUON:
-        state1 = formulas.momentum(grad, state1, own)
-        master = formulas.muon(master, load_plain(tl.load(given + 3), tile, tl.bfloat16, H), own)
+        state1 = formulas.momentum(grad, state1, group_settings)
+        master = formulas.muon(master, load_plain(tl.load(gradient_row + 3), tile, tl.bfloat16, H), group_settings)
     else:
-        master, state1, state2 = formulas.adam(grad, master, state1, state2, own, H.bounded)
-    key = key_of(entry, gradients, groups, 0, False)  # of both states
+        master, state1, state2 = formulas.adam(grad, master, state1, state2, group_settings, H.bounded)
+    key = key_of(entry, gradients, groups, 0, False)  # both states share it
     words = state_words(key, tile, ONE if ONE.stochastic else TWO, H)
     measure(state1, entry, STATE1, tile, area, ONE, H)
     write_state(state1, entry, STATE1, tile, area, words, ONE, H)
@@ -105,25 +105,24 @@ def step_of(tile, area, entry, gradients, groups, settings, GRAD: tl.constexpr, 
         measure(state2, entry, STATE2, tile, area, TWO, H)
         write_state(state2, entry, STATE2, tile, area, ql.swap_halves(words) if TWO.stochastic else 0, TWO, H)
     measure(master, entry, MASTER, tile, area, W, H)
-    if W.kind != SPLIT:  # which is written with the weight
+    if W.kind != SPLIT:  # a SPLIT master is written with the weight
         key = key_of(entry, gradients, groups, H.states, False)
         write_state(master, entry, MASTER, tile, area, state_words(key, tile, W, H), W, H)
     if A.kind != ABSENT:
         average = read_state(entry, AVERAGE, tile, area, A, H)
-        write_state(average + (master - average) * tl.load(own + 11), entry, AVERAGE, tile, area, 0, A, H)
+        write_state(average + (master - average) * tl.load(group_settings + 11), entry, AVERAGE, tile, area, 0, A, H)
     return master
 
 
 @triton.jit
 def measure(x, entry, role, tile, area, S: tl.constexpr, H: tl.constexpr):
-    """All amaxes of one tile of a state."""
+    """Measure all amaxes of one tile of a state."""
     give_amaxes(take_amaxes(x, no_amaxes(H), entry, role, tile, area, S, H), entry, role, S)
 
 
 @triton.jit
 def tiles_of(entry, H: tl.constexpr):
-    """The rectangle of an entry; of this program's tiles, which lie below each other: the first row, the end, the
-    column."""
+    """The rectangle of an entry; first row, end and column of this program's tiles, which are one below the other."""
     area = area_of(entry, H.aligned)
     across = tl.load(entry + 7).to(tl.int32)
     number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
@@ -145,46 +144,51 @@ def step_kernel(
     if tl.load(gradients + tl.load(entry) * GRADIENT_COLUMNS) != GRAD_CODE:
         return
     area, row, end, col = tiles_of(entry, H)
-    told = (entry, gradients, groups, settings)
+    operands = (entry, gradients, groups, settings)
     if H.high:
-        update_high(row, end, col, area, told, GRAD, H)
+        update_high(row, end, col, area, operands, GRAD, H)
     else:
-        update_low(row, end, col, area, told, GRAD, H)
+        update_low(row, end, col, area, operands, GRAD, H)
 
 
 @triton.jit
 def momentum_kernel(
     entries, entry_of_program, gradients, settings, GRAD: tl.constexpr, GRAD_CODE: tl.constexpr, H: tl.constexpr
 ):
-    """Write what is orthogonalized of matrices, bfloat16, rounded to nearest even, where their steps will read what
-    became of it. No state changes."""
+    """Write the matrices to orthogonalize, as bfloat16 rounded to nearest even, into the buffers that the step reads
+    after orthogonalization. States do not change."""
     ONE: tl.constexpr = H.state1
     ROWS: tl.constexpr = H.rows
     entry = entries + tl.load(entry_of_program + tl.program_id(0)) * COLUMNS
-    given = gradients + tl.load(entry) * GRADIENT_COLUMNS
-    if tl.load(given) != GRAD_CODE:
+    gradient_row = gradients + tl.load(entry) * GRADIENT_COLUMNS
+    if tl.load(gradient_row) != GRAD_CODE:
         return
     area, row, end, col = tiles_of(entry, H)
-    own = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
+    group_settings = settings + tl.load(entry + 1) * SETTINGS_COLUMNS
     while row < end:
         tile = tile_at(row, col, area, H.rows, H.cols)
-        grad = load_plain(tl.load(given + 1), tile, GRAD, H)
-        buffer = formulas.momentum(grad, read_state(entry, STATE1, tile, area, ONE, H), own)
-        bits = even_bfloat16(formulas.nesterov(grad, buffer, own))
-        tl.store(pointer(tl.load(given + 3), tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid)
+        grad = load_plain(tl.load(gradient_row + 1), tile, GRAD, H)
+        buffer = formulas.momentum(grad, read_state(entry, STATE1, tile, area, ONE, H), group_settings)
+        bits = even_bfloat16(formulas.nesterov(grad, buffer, group_settings))
+        tl.store(
+            pointer(tl.load(gradient_row + 3), tl.int16, H.aligned) + tile.first + tile.offsets, bits, mask=tile.valid
+        )
         row += ROWS
 
 
 @triton.jit
 def even_bfloat16(x):
-    """Bits, int16; ties to even, as PyTorch casts. By bits, as the interpreter loses subnormal bfloat16s."""
+    """Round to bfloat16 bits, int16, with ties to even as in PyTorch.
+
+    Works on bits, because Triton's interpreter flushes subnormal bfloat16s.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 
 @triton.jit
 def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
-    """Tiles below each other, of weights whose blocks are no higher than one; `told`: what `step_of` takes."""
+    """Update tiles one below the other, for weights with blocks that fit in a tile."""
     C: tl.constexpr = H.weight
     D: tl.constexpr = H.columnwise
     ROWS: tl.constexpr = H.rows
@@ -204,7 +208,7 @@ def update_low(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
-    """The same of one row of blocks that are as high as all tiles: all are updated before one is quantized."""
+    """Update one row of blocks as high as all tiles of a program: all tiles are updated before any is quantized."""
     C: tl.constexpr = H.weight
     W: tl.constexpr = H.master
     ROWS: tl.constexpr = H.rows
@@ -213,40 +217,41 @@ def update_high(row, end, col, area, told, GRAD: tl.constexpr, H: tl.constexpr):
     entry, gradients, groups, settings = told
     key = key_of_weight(entry, gradients, groups, H)
     top = tl.zeros((ROWS, ACROSS), tl.int32)
-    kept = ()
+    updated = ()
     if H.rereads:
-        at = row
-        while at < end:
-            tile = tile_at(at, col, area, H.rows, H.cols)
+        tile_row = row
+        while tile_row < end:
+            tile = tile_at(tile_row, col, area, H.rows, H.cols)
             x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
             top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
-            at += ROWS
+            tile_row += ROWS
     else:
         for c in tl.static_range(CHUNKS):
             tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
             x = step_of(tile, area, entry, gradients, groups, settings, GRAD, H)
             top = tl.maximum(top, ql.block_amax(x, H.rows, H.cols, 1, C.cols).to(tl.int32, bitcast=True))
-            kept = kept + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton has no *
+            updated = updated + (x,)  # type: ignore[assignment]  # noqa: RUF005  Triton has no *
     amax = ql.block_amax(top.to(tl.float32, bitcast=True), H.rows, H.cols // C.cols, C.rows, 1)
     slot = slot_of(entry, WEIGHT)
     multiplier = multipliers(amax, slot, tile_at(row, col, area, H.rows, H.cols), area, C, H)
     if H.rereads:
-        tl.debug_barrier()  # what other threads wrote of the masters is there
-        at = row
-        while at < end:
-            tile = tile_at(at, col, area, H.rows, H.cols)
+        tl.debug_barrier()  # other threads have written their masters
+        tile_row = row
+        while tile_row < end:
+            tile = tile_at(tile_row, col, area, H.rows, H.cols)
             x = read_state(entry, MASTER, tile, area, W, H)
             store_codes(x, multiplier, slot, tile, area, state_words(key, tile, C, H), C, H)
-            at += ROWS
+            tile_row += ROWS
     else:
         for c in tl.static_range(CHUNKS):
             tile = tile_at(row + c * ROWS, col, area, H.rows, H.cols)
-            store_weight(kept[c], multiplier, slot, entry, tile, area, weight_words(key, tile, H), H)
+            store_weight(updated[c], multiplier, slot, entry, tile, area, weight_words(key, tile, H), H)
 
 
 @triton.jit
 def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexpr, REDO: tl.constexpr):
-    """Quantize weights from their float32 masters; REDO: only those whose entry asks for it, some programs for each."""
+    """Quantize weights from their float32 masters. REDO: only weights with the redo flag set; several programs for
+    each."""
     if skip is not None:
         if tl.load(skip) != 0:
             return
@@ -264,10 +269,10 @@ def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexp
     if REDO:
         number = tl.program_id(1)
         down = (area.row_origin + area.rows + HEIGHT - 1) // HEIGHT - area.row_origin // HEIGHT
-        last, by = across * down, tl.num_programs(1)
+        last, stride = across * down, tl.num_programs(1)
     else:
         number = tl.program_id(0) - tl.load(entry + 8).to(tl.int32)
-        last, by = number + 1, 1
+        last, stride = number + 1, 1
     W: tl.constexpr = H.master
     C: tl.constexpr = H.weight
     D: tl.constexpr = H.columnwise
@@ -281,4 +286,4 @@ def requantize_kernel(entries, entry_of_program, gradients, skip, H: tl.constexp
             write_state(x, entry, WEIGHT, tile, area, 0, C, H)
             write_state(x, entry, COLUMNWISE, tile, area, 0, D, H)
             row += H.rows
-        number += by
+        number += stride

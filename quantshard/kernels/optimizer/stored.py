@@ -1,8 +1,5 @@
-"""What kernels over many tensors are told of a parameter: where it and its states are, how each is stored, by which
-formula it is stepped.
-
-No Triton is needed to say it.
-"""
+"""The description of a parameter for multi-tensor kernels: addresses and storage of the parameter and its states, and
+the formula of its step. This file does not import Triton."""
 
 from __future__ import annotations
 
@@ -28,12 +25,13 @@ class Algorithm(IntEnum):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """What it keeps of a parameter beside the master."""
+        """States of a parameter, not counting the master."""
         return (adam.STATES, lion.STATES, muon.STATES)[self]
 
 
 class MatrixRegion(NamedTuple):
-    """Part of a global matrix. A vector is a matrix of one row; of more dims, all but the first are its columns."""
+    """Part of a global matrix. A vector is a matrix of one row. Tensors with more dims are flattened to the first dim
+    by the rest."""
 
     global_shape: tuple[int, int]
     origin: tuple[int, int]
@@ -42,8 +40,8 @@ class MatrixRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A contiguous tensor of the rectangle's elements: float32, bfloat16 or float16; int16 if it is a remainder, uint8
-    if it is that of a weight's codes."""
+    """A contiguous tensor with the rectangle's elements: float32, bfloat16 or float16; int16 for a remainder; uint8 for
+    the low bytes of a `SPLIT` master."""
 
     tensor: Tensor
     kind: StateKind = StateKind.PLAIN
@@ -54,9 +52,9 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class ScaledTensor:
-    """Components of a format row, all resident entries, contiguous.
+    """The components of a format row, with all resident entries, contiguous.
 
-    `history`: of delayed scaling. `shared`: names of the components whose amaxes other ranks take part in.
+    `history`: amax history of delayed scaling. `shared`: names of components that other ranks contribute amaxes to.
     """
 
     fmt: Format
@@ -73,15 +71,15 @@ class ScaledTensor:
 
     @property
     def deferred(self) -> bool:
-        """True if any of its scales needs amaxes of more than a tile."""
+        """True if any scale needs amaxes from beyond a tile."""
         return any(self.is_later(copy) for copy in self.fmt.copies.values())
 
     def is_later(self, copy: OrientedCodes) -> bool:
-        """True if scales of that copy do."""
+        """True if a scale of this copy needs amaxes from beyond a tile."""
         return self.is_given(copy) or copy.amax is not None
 
     def is_given(self, copy: OrientedCodes) -> bool:
-        """True if the grid of blocks does."""
+        """True if the block scales of this copy need amaxes from beyond a tile."""
         return ALL in copy.block or copy.scale.name in self.shared
 
 
@@ -90,12 +88,11 @@ StoredTensor = PlainTensor | ScaledTensor
 
 @dataclass(frozen=True)
 class StepParameter:
-    """What a step reads and writes of a parameter.
+    """The tensors of a parameter that a step reads and writes.
 
-    `stored`: by role; without a master, the weight is read. `group`: number of its row of settings. `stream`: number of
-    the first of the streams of random words (one for each state, the master and the weight) under the optimizer's seed.
-    A scaled weight without a master is rounded with words of its own `key`, under the stream `key_stream`. `bounded`:
-    as for `numerics.adam.adam`.
+    `stored`: tensors by role; without a master, the weight is read. `group`: number of its row of settings. `stream`:
+    the first of its random streams under the optimizer's seed: one per state, the master, and the weight. `key`,
+    `key_stream`: random words of a scaled weight without a master. `bounded`: see `numerics.adam.adam`.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -109,7 +106,7 @@ class StepParameter:
 
     @property
     def roles(self) -> list[str]:
-        """Of its two states, "" where it has but one, master and weight."""
+        """Roles of its two states ("" if there is only one), master and weight."""
         first, second, *_ = *(spec.role for spec in self.algorithm.states), ""
         return [first, second, MASTER, WEIGHT]
 
@@ -120,10 +117,10 @@ class StepParameter:
 
     @property
     def master(self) -> StoredTensor | None:
-        """What is read and updated in its place, if it has one."""
+        """The tensor that is read and updated instead of the weight, or None."""
         return self.stored.get(MASTER)
 
     @property
     def scaled(self) -> dict[str, ScaledTensor]:
-        """What is stored in components, by role."""
-        return {role: thing for role, thing in self.stored.items() if isinstance(thing, ScaledTensor)}
+        """Tensors stored in components, by role."""
+        return {role: tensor for role, tensor in self.stored.items() if isinstance(tensor, ScaledTensor)}
