@@ -1,1 +1,1 @@
-"""Kernels of many experts at once."""
+"""Kernels that process many experts in one launch."""

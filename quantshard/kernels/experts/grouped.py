@@ -1,12 +1,12 @@
-"""Rows of several experts, those of one after those of another in one matrix, quantized for each expert apart.
+"""Rows of several experts, concatenated in one matrix, quantized separately for each expert.
 
     amax[e]    = max |x[i, j]|                   over the rows i of expert e and all columns
     code[i, j] = round(x[i, j] * multiplier[e])  for rows i of e
     sums[e, j] = sum of x[i, j]                  over the rows i of e
 
-or, under a scale for each block, codes of the rows and of their transpose, in which each expert begins a block: between
-the rows of two experts are so many rows of zeros. A program works on a tile with rows of one expert, so one launch
-serves all of them. The codes and scales are those that `quantize_expert_rows` gives for the rows of each expert alone.
+With a scale for each block: codes of the rows and of their transpose, where rows of zeros between experts make each
+expert start a block. A program works on a tile with rows of one expert, so one launch serves all experts. For each
+expert, codes and scales equal the ones from quantizing only that expert's rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARPS: Final = 8
 
 @triton.jit
 def expert_tile(tiles, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """This program's tile: the number of its expert, its rows and columns, and which of its places have a value."""
+    """This program's tile: the number of its expert, its rows and columns, and the mask of elements with a value."""
     row = tiles + tl.program_id(0) * 4
     i = tl.load(row + 1) + tl.arange(0, ROWS)
     j = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -76,7 +76,7 @@ def quantize_blocks_kernel(
     values = tl.load(x_ptr + (i - tl.load(segment + 3))[:, None] * stride + j[None, :], mask=valued, other=0.0)
     if has_nan is not None:
         tl.store(has_nan + tl.load(segment), float("nan"), mask=ql.largest_bits(ql.widen(values)) >= 0x7F800000)
-    words = (0, 0, 0, 0, 0)  # none
+    words = (0, 0, 0, 0, 0)  # no random words
     emit(values, row, col, where, out, words, other_where, other_out, words, values.dtype, H, T)
 
 
@@ -97,17 +97,18 @@ def sums_kernel(x_ptr, stride, cols, spans, sums, ROWS: tl.constexpr, COLS: tl.c
 
 
 def expert_amaxes(x: Tensor, segments: ExpertSegments) -> Tensor:
-    """The largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 of no rows, NaN where there is one.
+    """Return the largest |x| of each expert's rows of x [R, C], float32 [experts]: 0 without rows, NaN if there is a
+    NaN.
 
-    x: float32, bfloat16 or float16, as in what follows.
+    x: float32, bfloat16 or float16; the same holds for the functions below.
     """
-    found, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
+    amaxes, x = torch.zeros(len(segments), dtype=torch.float32, device=x.device), by_rows(x)
     if x.numel() > 0:
         launch_kernel(
             expert_amax_kernel, _programs(x, segments), x.device,
-            x, x.stride(0), x.shape[1], segments.tiles, found, segments.rows, COLS, num_warps=WARPS,
+            x, x.stride(0), x.shape[1], segments.tiles, amaxes, segments.rows, COLS, num_warps=WARPS,
         )  # fmt: skip
-    return found
+    return amaxes
 
 
 def quantize_expert_rows(
@@ -118,12 +119,12 @@ def quantize_expert_rows(
     next_amaxes: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> Tensor:
-    """Codes of x [R, C], uint8 of its shape, of an encoding of 8 bits.
+    """Quantize x [R, C] to an 8-bit encoding; returns codes, uint8 of the same shape.
 
     Args:
-        multipliers: float32 [experts], of the values of each expert.
-        next_amaxes: float32 [experts], each made the larger of itself and the amax of the expert's rows.
-        poisoned: float32 [experts], made NaN where not all values of the expert's rows are finite.
+        multipliers: float32 [experts], multiplier of each expert's values.
+        next_amaxes: float32 [experts], raised to the amaxes of the experts' rows.
+        has_nan: float32 [experts], set to NaN where a value of the expert's rows is not finite.
     """
     codes, x = torch.empty(x.shape, dtype=torch.uint8, device=x.device), by_rows(x)
     if x.numel() > 0:
@@ -142,36 +143,36 @@ def quantize_expert_blocks(
     other: QuantizeRequest | None,
     has_nan: Tensor | None = None,
 ) -> tuple[QuantizedOutput, QuantizedOutput | None]:
-    """Codes and scales of x [R, C] and, as `other` says, of its transpose: of `segments.total` rows, and columns.
+    """Quantize x [R, C] and, if `other` is not None, its transpose, with `segments.total` rows (or columns) of codes.
 
-    Blocks of neither have more than `MANY_ROWS` rows of x, and `segments` begin at multiples of that. `has_nan`: as of
+    Blocks have at most `MANY_ROWS` rows of x, and `segments` start at multiples of that. `has_nan`: see
     `quantize_expert_rows`.
     """
     x = by_rows(x)
     plan = plan_quantization(
         request.spec, None if other is None else other.spec, (segments.total, x.shape[1]), x.dtype, x.device
     )
-    one, two = plan.outputs(request, other, x.device)
-    assert plan.one is not None and one is not None
+    rowwise, columnwise = plan.outputs(request, other, x.device)
+    assert plan.one is not None and rowwise is not None
     assert segments.rows == MANY_ROWS and MANY_ROWS % plan.one.how.rows == 0, "a tile has rows of one expert"
     if x.numel() > 0:
         launch_kernel(
             quantize_blocks_kernel, plan.programs, x.device,
-            x, x.stride(0), segments.tiles, plan.where, one, plan.two and plan.two.where, two, has_nan,
+            x, x.stride(0), segments.tiles, plan.where, rowwise, plan.two and plan.two.where, columnwise, has_nan,
             ROWS=MANY_ROWS, **plan.constants,
         )  # fmt: skip
-    return one, two
+    return rowwise, columnwise
 
 
 def expert_sums(x: Tensor, segments: ExpertSegments) -> Tensor:
-    """Sums over each expert's rows of x [R, C], float32 [experts, C]."""
-    found, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
-    if found.numel() > 0:
+    """Sum x [R, C] over each expert's rows, float32 [experts, C]."""
+    sums, x = torch.empty((len(segments), x.shape[1]), dtype=torch.float32, device=x.device), by_rows(x)
+    if sums.numel() > 0:
         launch_kernel(
             sums_kernel, (len(segments), -(x.shape[1] // -COLS)), x.device,
-            x, x.stride(0), x.shape[1], segments.spans, found, segments.rows, COLS, num_warps=WARPS,
+            x, x.stride(0), x.shape[1], segments.spans, sums, segments.rows, COLS, num_warps=WARPS,
         )  # fmt: skip
-    return found
+    return sums
 
 
 def _programs(x: Tensor, segments: ExpertSegments) -> tuple[int, int]:

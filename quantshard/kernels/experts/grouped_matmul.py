@@ -1,15 +1,15 @@
-"""Matrix products of several experts in one launch: FP8 codes, under a scale for each expert or for each block.
+"""Matrix products of several experts in one launch: FP8 codes with a scale for each expert or for each block.
 
     fprop  y[i]  = x[i]  @ w[e]^T + b[e]            for rows i of expert e
     dgrad  dx[i] = dy[i] @ w[e]
     wgrad  dw[e] = sum of dy[i]^T x[i]              over the rows i of e
 
-Codes of 8 bits are float16 numbers, so tensor cores multiply them as such: a product of two is exact, and summed in
-float32. In this type they read an operand along either dim, where those for FP8 want the summed one last: weights need
-not be transposed, nor what has one scale, and no bits of sums are lost. A scale for each expert is applied at the end,
-those of blocks to the sum over each block.
+8-bit codes are exact in float16, so tensor cores multiply them as float16: each product is exact, and sums are in
+float32. In float16 tensor cores read an operand along either dim, while in FP8 the summed dim must be last. So weights,
+and rows with one scale, need no transpose, and sums lose no bits. A scale for each expert is applied at the end; scales
+of blocks are applied to the sum over each block.
 
-Weights and biases are separate tensors, whose addresses tables have.
+Weights and biases are separate tensors; tables have their addresses.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from quantshard.kernels.tables import DeviceTable, lasting_table
 
 
 class GroupedGemmConfig(NamedTuple):
-    """Rows and columns of the result that a program works on, how much of the summed dim at once, by how many warps,
-    and for how many of these steps data are on their way."""
+    """Tile of a program: rows and columns of the result, length of a step along the summed dim, warps, and pipeline
+    stages."""
 
     rows: int
     cols: int
@@ -53,18 +53,18 @@ WEIGHTS_LAUNCH: Final = {
     128: GroupedGemmConfig(128, 64, 64, 4, 3),
     32: GroupedGemmConfig(64, 128, 32, 4, 4),
 }
-"""By the elements under one scale, of which so many as are summed at once are a part; 0: all of an expert. The fastest
-of some on an H200."""
+"""Launch configs by the number of elements under one scale, a multiple of `summed`; 0: one scale for an expert. The
+fastest of several on an H200."""
 
 
 @triton.jit
 def scale_at(ptr, there):
-    """Scales, decoded if they are stored as E8M0."""
-    stored = tl.load(ptr, mask=there, other=0)
-    if stored.dtype == tl.uint8:
-        return sr.decode_e8m0(stored)
+    """Load scales, decoded if they are stored as E8M0."""
+    scales = tl.load(ptr, mask=there, other=0)
+    if scales.dtype == tl.uint8:
+        return sr.decode_e8m0(scales)
     else:
-        return stored
+        return scales
 
 
 @triton.jit
@@ -73,39 +73,39 @@ def rows_kernel(
     TURNED: tl.constexpr, ALIGNED: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R, summed] times the weight of their expert, [summed, cols] or, if TURNED, [cols, summed]."""
+    """Multiply rows [R, summed] by their expert's weight, [summed, cols] or, if TURNED, [cols, summed]."""
     row = tiles + tl.program_id(1) * 4
     expert, first, end, shift = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     i = first + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLS + tl.arange(0, COLS)
     k = tl.arange(0, SUMMED)
-    held = weights + expert
-    weight = tl.load(held).to(tl.pointer_type(tl.uint8))
+    weight_entry = weights + expert
+    weight = tl.load(weight_entry).to(tl.pointer_type(tl.uint8))
     if ALIGNED:
         weight = tl.multiple_of(weight, 16)
-    grid = tl.load(held + experts).to(tl.pointer_type(SCALE))
+    grid = tl.load(weight_entry + experts).to(tl.pointer_type(SCALE))
     a = a_ptr + i[:, None] * summed + k[None, :]
     if TURNED:
         b = weight + k[:, None] + j[None, :] * summed
     else:
         b = weight + k[:, None] * cols + j[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, tl.where(first < end, summed, 0), SUMMED):  # none for a tile that is too many
+    for start in range(0, tl.where(first < end, summed, 0), SUMMED):  # no steps for a surplus tile
         inside = k < summed - start
-        left = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
-        right = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)
+        a_codes = tl.load(a, mask=(i < end)[:, None] & inside[None, :], other=0)
+        b_codes = tl.load(b, mask=inside[:, None] & (j < cols)[None, :], other=0)
         if BLOCK == 0:
-            total = tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16), total)
+            total = tl.dot(ql.decode(a_codes, A, tl.float16), ql.decode(b_codes, B, tl.float16), total)
         else:
             step = start // BLOCK
             row_scales = scale_at(a_scales + i * tl.cdiv(summed, BLOCK) + step, i < end)
             if TURNED:
-                at = j // BLOCK * tl.cdiv(summed, BLOCK) + step
+                scale_offsets = j // BLOCK * tl.cdiv(summed, BLOCK) + step
             else:
-                at = j // BLOCK + step * tl.cdiv(cols, BLOCK)
-            col_scales = scale_at(grid + at, j < cols)
+                scale_offsets = j // BLOCK + step * tl.cdiv(cols, BLOCK)
+            col_scales = scale_at(grid + scale_offsets, j < cols)
             total += (
-                tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+                tl.dot(ql.decode(a_codes, A, tl.float16), ql.decode(b_codes, B, tl.float16))
                 * row_scales[:, None]
                 * col_scales[None, :]
             )
@@ -118,8 +118,8 @@ def rows_kernel(
     if BIAS is not None:
         bias = tl.load(biases + expert).to(tl.pointer_type(BIAS))
         total += ql.widen(tl.load(bias + j, mask=j < cols, other=0.0))[None, :]
-    to = out + (i - shift)[:, None] * cols + j[None, :]
-    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
+    out_ptrs = out + (i - shift)[:, None] * cols + j[None, :]
+    tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < end)[:, None] & (j < cols)[None, :])
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def weights_kernel(
     a_ptr, b_ptr, a_scales, b_scales, spans, out, rows, cols, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """[R, rows]^T @ [R, cols], summed over each expert's rows -> [experts, rows, cols]."""
+    """Compute [R, rows]^T @ [R, cols] for each expert's rows: [experts, rows, cols]."""
     expert = tl.program_id(2).to(tl.int64)
     first = tl.load(spans + expert * 4 + 1)
     count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
@@ -139,14 +139,14 @@ def weights_kernel(
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, count, SUMMED):
         inside = (k < count - start)[:, None]
-        left = tl.load(a, mask=inside & (i < rows)[None, :], other=0)
-        right = tl.load(b, mask=inside & (j < cols)[None, :], other=0)
-        total = tl.dot(tl.trans(ql.decode(left, A, tl.float16)), ql.decode(right, B, tl.float16), total)
+        a_codes = tl.load(a, mask=inside & (i < rows)[None, :], other=0)
+        b_codes = tl.load(b, mask=inside & (j < cols)[None, :], other=0)
+        total = tl.dot(tl.trans(ql.decode(a_codes, A, tl.float16)), ql.decode(b_codes, B, tl.float16), total)
         a += SUMMED * rows
         b += SUMMED * cols
     total = total * tl.load(a_scales + expert) * tl.load(b_scales + expert)
-    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
-    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+    out_ptrs = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def weights_by_blocks_kernel(
     a_ptr, b_ptr, a_scales, b_scales, nan_flag, spans, out, rows, cols, length, A: tl.constexpr, B: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`weights_kernel` of transposes [rows, length] and [cols, length] with a scale for BLOCK elements of a row."""
+    """`weights_kernel` for transposes [rows, length] and [cols, length] with a scale for BLOCK elements of a row."""
     expert = tl.program_id(2).to(tl.int64)
     first = tl.multiple_of(tl.load(spans + expert * 4 + 1), BLOCK)
     count = (tl.load(spans + expert * 4 + 2) - first).to(tl.int32)
@@ -166,31 +166,32 @@ def weights_by_blocks_kernel(
     a_scale = a_scales + (first + i.to(tl.int64) * length) // BLOCK
     b_scale = b_scales + (first + j.to(tl.int64) * length) // BLOCK
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, count, SUMMED):  # codes beyond the last row are zeros up to the end of its block
-        left = tl.load(a, mask=(i < rows)[:, None], other=0)
-        right = tl.load(b, mask=(j < cols)[None, :], other=0)
+    for start in range(0, count, SUMMED):  # codes after the last row are zero up to the end of its block
+        a_codes = tl.load(a, mask=(i < rows)[:, None], other=0)
+        b_codes = tl.load(b, mask=(j < cols)[None, :], other=0)
         row_scales = scale_at(a_scale + start // BLOCK, i < rows)
         col_scales = scale_at(b_scale + start // BLOCK, j < cols)
         total += (
-            tl.dot(ql.decode(left, A, tl.float16), ql.decode(right, B, tl.float16))
+            tl.dot(ql.decode(a_codes, A, tl.float16), ql.decode(b_codes, B, tl.float16))
             * row_scales[:, None]
             * col_scales[None, :]
         )
         a += SUMMED
         b += SUMMED
     total = total * tl.load(nan_flag + expert)
-    to = out + expert * rows * cols + i[:, None] * cols + j[None, :]
-    tl.store(to, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
+    out_ptrs = out + expert * rows * cols + i[:, None] * cols + j[None, :]
+    tl.store(out_ptrs, ql.narrow(total, out.dtype.element_ty), mask=(i < rows)[:, None] & (j < cols)[None, :])
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
 
 
 class EncodedRows(NamedTuple):
-    """Codes of 8 bits of rows, uint8 [R, C], contiguous, and how they are encoded.
+    """8-bit codes of rows, uint8 [R, C], contiguous, with their scales and encoding.
 
-    `block`: 0 if `scales` are float32 [experts], one for each; else how many elements of a row are under one of them,
-    float32 or E8M0 [R, blocks of a row]. `nan_flag`: float32 [experts], 1, or NaN for an expert that is not finite.
+    `block`: 0 if `scales` are float32 [experts], one for each expert; otherwise the elements of a row per scale, with
+    `scales` float32 or E8M0 [R, blocks of a row]. `nan_flag`: float32 [experts], 1, or NaN for an expert that is not
+    finite.
     """
 
     codes: Tensor
@@ -200,27 +201,28 @@ class EncodedRows(NamedTuple):
     nan_flag: Tensor | None = None
 
     def element(self) -> ql.KernelEncoding:
-        """The encoding as kernels know it."""
+        """Return the encoding as a kernel constant."""
         return ql.element(self.encoding, self.codes.device)
 
 
 class ExpertBias(NamedTuple):
-    """The biases [out_features] of all experts, contiguous: a table of their addresses, and their dtype."""
+    """Biases [out_features] of all experts, contiguous: a table of their addresses, and their dtype."""
 
     table: DeviceTable
     dtype: torch.dtype
 
     @staticmethod
     def of(biases: Sequence[Tensor]) -> ExpertBias:
-        """Biases of one dtype and device."""
+        """Make the table for biases of one dtype and device."""
         return ExpertBias(lasting_table((_addresses(biases),), biases[0].device), biases[0].dtype)
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of all experts, by a table of the addresses of their codes and scales, int64 [2, experts].
+    """Weights of all experts: a table of the addresses of their codes and scales, int64 [2, experts].
 
-    `shape`: [out_features, in_features] of each. `aligned`: all codes begin at multiples of 16. `scales`: what dtype
-    scales are stored in. `block`: 0 if there is one scale; else rows and columns of the square under one.
+    `shape`: [out_features, in_features] of each weight. `aligned`: all codes start at multiples of 16 bytes. `scales`:
+    stored dtype of the scales. `block`: 0 if a weight has one scale; otherwise rows and columns of the square under one
+    scale.
     """
 
     table: DeviceTable
@@ -232,12 +234,17 @@ class ExpertWeights(NamedTuple):
 
     @staticmethod
     def of(codes: Sequence[Tensor], scales: Sequence[Tensor], encoding: Encoding, block: int = 0) -> ExpertWeights:
-        """Of each weight the codes of 8 bits, uint8 [out_features, in_features], and scales, float32 or E8M0: all
-        contiguous, and of one shape, encoding and device."""
-        at, first = _addresses(codes), codes[0]
-        table = lasting_table((at, _addresses(scales)), first.device)
-        shape = (first.shape[0], first.shape[1])
-        return ExpertWeights(table, shape, not any([each % 16 for each in at]), scales[0].dtype, encoding, block)
+        """Make the table for 8-bit codes, uint8 [out_features, in_features], and scales, float32 or E8M0, of each
+        weight.
+
+        All are contiguous, of one shape, encoding and device.
+        """
+        addresses, first_codes = _addresses(codes), codes[0]
+        table = lasting_table((addresses, _addresses(scales)), first_codes.device)
+        shape = (first_codes.shape[0], first_codes.shape[1])
+        return ExpertWeights(
+            table, shape, not any([address % 16 for address in addresses]), scales[0].dtype, encoding, block
+        )
 
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -253,8 +260,11 @@ def rows_times_weights(
     transposed: bool,
     biases: ExpertBias | None = None,
 ) -> Tensor:
-    """Rows times the weight [C, cols] of their expert or, if `transposed`, its transpose, plus its bias: `dtype` [rows,
-    cols], rounded once. Of the codes [R, C] of rows, those between experts are left out."""
+    """Multiply rows by the weight [C, cols] of their expert or, if `transposed`, by its transpose, and add the expert's
+    bias.
+
+    Returns `dtype` [segments.values, cols], rounded once, without the rows of codes [R, C] between experts.
+    """
     assert a.block == weights.block, "blocks differ"
     summed, cols = a.codes.shape[1], weights.shape[0 if transposed else 1]
     out = torch.empty((segments.values, cols), dtype=dtype, device=a.codes.device)
@@ -277,13 +287,16 @@ def _launch(segments: ExpertSegments, block: int) -> GroupedGemmConfig:
 
 
 def scale_type(dtype: torch.dtype) -> Any:
-    """The element type of a pointer to scales that are stored in this dtype."""
+    """Return the element type of a pointer to scales stored in this dtype."""
     return tl.uint8 if dtype is torch.uint8 else tl.float32
 
 
 def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, dtype: torch.dtype) -> Tensor:
-    """a^T b of the rows of each expert, of a [R, M] and b [R, N]: `dtype` [experts, M, N], rounded once; zeros for an
-    expert without rows. With blocks a and b are the transposes [M, R] and [N, R]."""
+    """Compute a^T b over the rows of each expert, for a [R, M] and b [R, N]; with blocks, a and b are transposes [M,
+    R], [N, R].
+
+    Returns `dtype` [experts, M, N], rounded once; zeros for an expert without rows.
+    """
     assert a.block == b.block, "blocks differ"
     across = 0 if a.block else 1
     rows, cols, experts = a.codes.shape[across], b.codes.shape[across], len(segments)

@@ -1,7 +1,7 @@
-"""Which rows of a matrix are of which expert, as kernels read it: two tables on the device.
+"""The rows of each expert in a matrix, as kernels read them: two tables on the device.
 
-They are made of counts that the host knows, or by a kernel of counts that lie on the device, which nobody waits for.
-Then it is not known how many tiles there are, but how many there may be; those that are too many have no rows.
+The tables are built from counts on the host, or by a kernel from counts on the device, without a synchronization. In
+the second case the tables have room for the most tiles that are possible; surplus tiles have no rows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ TILES: Final = 32
 
 @dataclass(frozen=True)
 class ExpertSegments:
-    """The rows of a matrix of codes that belong to each expert.
+    """The rows of each expert in a matrix of codes.
 
-    `rows`: the most rows in a tile. `values`, `total`: rows without and with those between experts, or of the latter
-    the most that there may be. `spans`: int64 [experts, 4] on the device: number of the expert, its first row, the one
-    after its last, and by how many rows its codes lie behind its values. `tiles`: int64 [tiles, 4]: the same with the
-    first row of each tile; an expert without rows has none. A tile that is too many begins at or behind its end.
+    `rows`: the most rows in a tile. `values`: number of rows with values. `total`: number of rows including those
+    between experts, or an upper bound. `spans`: int64 [experts, 4] on the device: number of the expert, its first row,
+    the end of its rows, and the offset of its rows of codes from its rows of values. `tiles`: int64 [tiles, 4], the
+    same with the first row of each tile; an expert without rows has none. A surplus tile starts at the end of its rows,
+    or later.
     """
 
     rows: int
@@ -46,18 +47,21 @@ class ExpertSegments:
 
     @staticmethod
     def of(counts: Sequence[int], device: torch.device, unit: int = 1) -> ExpertSegments:
-        """`counts`: how many rows each expert has, in order. The copy to the device does not wait for it.
+        """Build the tables from `counts`, the number of rows of each expert. The copy does not wait for the device.
 
-        `unit`: what the first row of codes of an expert is a multiple of.
+        `unit`: the first row of codes of each expert is a multiple of it.
         """
-        rows, total, held = _segments(tuple(counts), device, unit)
-        table = held.tensor()
+        rows, total, device_table = _segments(tuple(counts), device, unit)
+        table = device_table.tensor()
         return ExpertSegments(rows, sum(counts), total, table[: len(counts)], table[len(counts) :])
 
     @staticmethod
     def of_tensor(counts: Tensor, values: int, unit: int = 1) -> ExpertSegments:
-        """`counts`: int64 or int32 [experts], contiguous, where kernels read it. It must sum to `values` and have none
-        below 0: an assertion on the device, which the next call that waits for it raises, and nothing reads beyond."""
+        """Build the tables from `counts` on the device: int64 or int32 [experts], contiguous.
+
+        Counts must be at least 0 and sum to `values`. An assertion on the device checks this, and the next call that
+        synchronizes raises it; no access is out of bounds before that.
+        """
         experts = counts.shape[0]
         rows = _rows_of_tile(values, experts, unit)
         tiles = (values + (rows - 1) * min(experts, values)) // rows
@@ -75,23 +79,24 @@ class ExpertSegments:
         return ExpertSegments(rows, values, total, table[:experts], table[experts:])
 
     def __len__(self) -> int:
-        """How many experts."""
+        """Number of experts."""
         return self.spans.shape[0]
 
 
 def _rows_of_tile(values: int, experts: int, unit: int) -> int:
-    """The most rows in a tile, which a unit of more than one row is."""
+    """The most rows in a tile; equal to `unit`, if that is more than one row."""
     return FEW_ROWS if unit == 1 and values <= FEW_ROWS * experts else MANY_ROWS
 
 
-@lru_cache(maxsize=16)  # layers that follow each other have the same, and so has a capture as the run before it
+@lru_cache(maxsize=16)  # consecutive layers share counts, as do a capture and the run before it
 def _segments(counts: tuple[int, ...], device: torch.device, unit: int) -> tuple[int, int, DeviceTable]:
-    """The most rows in a tile, how many rows of codes there are, and the table of `spans` and `tiles`."""
+    """The most rows in a tile, the number of rows of codes, and the table of `spans` and `tiles`."""
     rows = _rows_of_tile(sum(counts), len(counts), unit)
     starts = list(accumulate([count + -count % unit for count in counts], initial=0))
     shifts = accumulate([-count % unit for count in counts], initial=0)
     ends = map(add, starts, counts)
-    spans = list(zip(range(len(counts)), starts, ends, shifts, strict=False))  # the last start and shift are of no one
+    # not strict, because the last start and shift belong to no expert
+    spans = list(zip(range(len(counts)), starts, ends, shifts, strict=False))
     tiles = [(e, row, end, shift) for e, start, end, shift in spans for row in range(start, end, rows)]
     return rows, starts[-1], DeviceTable([*spans, *tiles], device)
 
@@ -109,10 +114,10 @@ def segments_kernel(
     counts, values, table, fits, experts, tiles,
     UNIT: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A program for each expert writes its span and its tiles, and a last one the tiles that are too many."""
+    """One program for each expert writes its span and tiles; one more program writes the surplus tiles."""
     expert, e = tl.program_id(0), tl.arange(0, EXPERTS)
-    told = tl.load(counts + e, mask=e < experts, other=0).to(tl.int64)
-    count = tl.minimum(tl.maximum(told, 0), values)  # so that wrong ones write nowhere else, before they are told
+    unchecked_counts = tl.load(counts + e, mask=e < experts, other=0).to(tl.int64)
+    count = tl.minimum(tl.maximum(unchecked_counts, 0), values)  # clamped: invalid counts cause no writes out of bounds
     spaces = (UNIT - count % UNIT) % UNIT
     start = tl.sum(tl.where(e < expert, count + spaces, 0))
     shift = tl.sum(tl.where(e < expert, spaces, 0))
@@ -121,12 +126,12 @@ def segments_kernel(
     is_last = expert == experts
     after = tl.minimum(tl.where(is_last, tiles, first + (end - start + ROWS - 1) // ROWS), tiles)
     if is_last:
-        tl.store(fits, (tl.sum(told) == values) & (tl.min(told) >= 0))
+        tl.store(fits, (tl.sum(unchecked_counts) == values) & (tl.min(unchecked_counts) >= 0))
     else:
         write_row(table + expert * 4, expert, start, end, shift, None)
     number = tl.where(is_last, 0, expert)
     start, end, shift = tl.where(is_last, 0, start), tl.where(is_last, 0, end), tl.where(is_last, 0, shift)
     for tile in range(first, after, TILES):
         t = tile + tl.arange(0, TILES)
-        at = start + (t - first) * ROWS
-        write_row(table + (experts + t) * 4, number, at, end, shift, t < after)
+        tile_start = start + (t - first) * ROWS
+        write_row(table + (experts + t) * 4, number, tile_start, end, shift, t < after)

@@ -1,1 +1,1 @@
-"""Kernels that compute what they quantize, and rotary embeddings and sums beside GEMMs."""
+"""Kernels that compute the values they quantize, rotary embeddings, sums, and cross-entropy."""

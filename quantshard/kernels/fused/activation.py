@@ -1,28 +1,27 @@
-"""Activations with the quantization of their results, forward and backward; bias gradients.
+"""Activations with quantization of their results, forward and backward; gradients of biases.
 
     forward    h      = act(gate)              or, gated, act(gate) * up
     backward   d_gate = dh * act'(gate)        or, gated, dh * up * act'(gate)
                d_up   = dh * act(gate)
 
-in float32, rounded once to the dtype of `gate`; what then becomes of them is said by `KernelOutputs`. The same
-kernels give amaxes alone, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the
-functions are
+in float32, rounded once to the dtype of `gate`. `KernelOutputs` selects the outputs. The same kernels can return only
+amaxes, which current scaling needs first. With u = 2**-24 and s(z) = 1 / (1 + exp(-z)), the functions are
 
     relu    max(x, 0)               exact; the slope at NaN is NaN
-    srelu   max(x, 0)**2            as the oracle, in the same order: equal bits
+    srelu   max(x, 0)**2            operations and order of the oracle: equal bits
     silu    x * s(x)
     qgelu   x * s(1.702 x)
     gelu    x * s(2 sqrt(2 / pi) (x + 0.044715 x**3)), which is the tanh form, without its cancellation for x < 0
 
-exp multiplies by log2(e) before the hardware's power of two: its argument is off by u |z|, so the relative error of
-s(z) is at most (|z| + 8) u (z itself: 4 u |z| for gelu), or it is 0 for s(z) < 2**-126, where exp overflows. So before
-the one rounding
+exp multiplies by log2(e) before the hardware's power of two. Its argument is off by u |z|, so the relative error of
+s(z) is at most (|z| + 8) u (for gelu, z itself adds 4 u |z|). For s(z) < 2**-126 exp overflows and s(z) is 0. So before
+the rounding
 
     |h      - exact| <= (5 |z| + 12) u |h|                           + 2**-126 |x up|
     |d_gate - exact| <= (5 |z| + 16) u |dh up| (1 + 3 |z|) s(z)      + 2**-126 |dh up| (1 + 3 |z|)
 
-where 3 is 1 but for gelu (x z' <= 3 z), and results of 8 or 11 bits differ from the oracle's, itself in error by some
-u, by at most a neighbour unless they are near a zero of act'.
+where 3 is needed only for gelu (x z' <= 3 z) and is 1 otherwise. Results with 8 or 11 significant bits differ from the
+oracle's, which has an error of some u itself, by at most one neighbour, unless they are near a zero of act'.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from quantshard.kernels.quantize.matrix import tile_of
 from quantshard.kernels.quantize.random_words import RANDOM, RANDOM_OF_PARTS, key_of, random_arguments_of
 
 GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
-"""The function of the gate, of activations with two inputs."""
+"""Gated activations, with two inputs, and the function of their gate."""
 PLAIN: Final = tuple(GATED.values())
 
-# on the right of a tile in what follows: the interpreter of Triton 3.7 takes the other order for a constant
+# used to the right of a tile, because Triton 3.7's interpreter makes a constant of the other order
 QUICK = tl.constexpr(1.702)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
-SATURATED = tl.constexpr(1e4)  # x**2 where gelu is x or 0, and above which only overflow could follow
+SATURATED = tl.constexpr(1e4)  # x**2 from which gelu is x or 0; larger ones would overflow
 
 RANDOM_TWICE = [f"{of}_{name}" for of in ("gate", "up") for name in RANDOM]
 
@@ -58,7 +57,7 @@ SIGMOID = tl.constexpr(
     "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
     "rcp.approx.ftz.f32 $0, e;}"
 )
-"""1 / (1 + 2**(-z log2(e))): four instructions, of which the compiler makes four times as many to keep subnormals."""
+"""1 / (1 + 2**(-z log2(e))) in four instructions; the compiler uses four times as many to keep subnormals."""
 
 
 @triton.jit
@@ -71,7 +70,7 @@ def sigmoid(z):
 
 @triton.jit
 def logit(x, KIND: tl.constexpr):
-    """The z of x * s(z), and dz / dx."""
+    """z of x * s(z), and dz / dx."""
     if KIND == "silu":
         return x, tl.zeros_like(x) + 1.0
     elif KIND == "qgelu":
@@ -114,13 +113,13 @@ def activate_kernel(
     k0, k1, draw, stream, width, other_stream, other_width,
     KIND: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, TILE)
-    _, _, i, j, valued = place
+    position = tile_of(where, TILE)
+    _, _, i, j, valued = position
     h = value(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
     if up_ptr is not None:
         h = h * load_tile(up_ptr, up_stride, i, j, valued)
     deliver(
-        h, place, where, sink, out, other_where, other_out, (k0, k1, draw), stream, width, other_stream, other_width,
+        h, position, where, sink, out, other_where, other_out, (k0, k1, draw), stream, width, other_stream, other_width,
         gate_ptr.dtype.element_ty, H, T,
     )  # fmt: skip
 
@@ -135,24 +134,24 @@ def activate_backward_kernel(
     KIND: tl.constexpr, TILE: tl.constexpr,
     GATE_H: tl.constexpr, GATE_T: tl.constexpr, UP_H: tl.constexpr, UP_T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, TILE)
-    _, _, i, j, valued = place
+    position = tile_of(where, TILE)
+    _, _, i, j, valued = position
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     dh = load_tile(dh_ptr, dh_stride, i, j, valued)
     h, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
     if up_ptr is not None:
         deliver(
-            dh * h, place, where, up_sink, up_out, up_other_where, up_other_out,
+            dh * h, position, where, up_sink, up_out, up_other_where, up_other_out,
             (up_k0, up_k1, up_draw), up_stream, up_width, up_other_stream, up_other_width, dtype, UP_H, UP_T,
         )  # fmt: skip
         if UP_T is not None or TILE.rows * TILE.cols > 8192:
-            # registers do not hold so much: read the tile again, from the nearest cache
+            # too many values for the registers: load the tile again, from the L1 cache
             tl.debug_barrier()
             dh = load_tile(dh_ptr, dh_stride, i, j, valued)
             _, slope = value_and_slope(load_tile(gate_ptr, gate_stride, i, j, valued), KIND)
         dh = dh * load_tile(up_ptr, up_stride, i, j, valued)
     deliver(
-        dh * slope, place, where, gate_sink, gate_out, gate_other_where, gate_other_out,
+        dh * slope, position, where, gate_sink, gate_out, gate_other_where, gate_other_out,
         (gate_k0, gate_k1, gate_draw), gate_stream, gate_width, gate_other_stream, gate_other_width,
         dtype, GATE_H, GATE_T,
     )  # fmt: skip
@@ -164,14 +163,14 @@ def deliver_kernel(
     k0, k1, draw, k2, k3, draw1, k4, k5, draw2, stream, width, other_stream, other_width,
     PARTS: tl.constexpr, TILE: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    place = tile_of(where, TILE)
-    _, _, i, j, valued = place
+    position = tile_of(where, TILE)
+    _, _, i, j, valued = position
     for part in tl.static_range(PARTS):
         if tl.program_id(2) == part:
             x = load_tile(x_ptrs[part], x_stride, i, j, valued)
             key = key_of(part, (k0, k1, draw), (k2, k3, draw1), (k4, k5, draw2))
             deliver(
-                x, place, where, sinks[part], outs[part], other_where, other_outs[part],
+                x, position, where, sinks[part], outs[part], other_where, other_outs[part],
                 key, stream, width, other_stream, other_width, x_ptrs[part].dtype.element_ty, H, T,
             )  # fmt: skip
 
@@ -180,20 +179,20 @@ def deliver_kernel(
 
 
 def function(activation: str, up: Tensor | None) -> str:
-    """The function of the gate; asserts that a second input is there if, and only if, the activation is gated."""
+    """Return the function of the gate, after asserting that `up` is present exactly for gated activations."""
     assert activation in GATED or activation in PLAIN, activation
     assert (activation in GATED) == (up is not None), f"{activation} with up={'None' if up is None else 'given'}"
     return GATED.get(activation, activation)
 
 
 def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outputs: KernelOutputs) -> Targets:
-    """act(gate), or act(gate) * up; oracle: `layernorm_mlp.activate`. The codes, as far as `outputs` asks for them.
+    """Compute act(gate) or act(gate) * up; oracle: `layernorm_mlp.activate`. Returns the codes that `outputs` requests.
 
     Args:
         gate: [R, C], float32, bfloat16 or float16.
-        activation: one of `PLAIN`, or of `GATED` with `up`.
-        up: of the shape and dtype of `gate`, or None.
-        outputs: what is asked for of the result, of the shape and dtype of `gate`.
+        activation: one of `PLAIN`, or one of `GATED` with `up`.
+        up: shape and dtype of `gate`, or None.
+        outputs: outputs for the result, which has the shape and dtype of `gate`.
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
@@ -216,13 +215,13 @@ def activate_backward_and_quantize(
     d_gate: KernelOutputs,
     d_up: KernelOutputs | None = None,
 ) -> tuple[Targets, Targets]:
-    """Gradients of `activate_and_quantize` from that of its result, in one pass over the inputs: of gate, and of up.
+    """Compute the gradients of `gate` and `up` in `activate_and_quantize`, in one pass over the inputs.
 
     Args:
-        dh: [R, C], the gradient of the result.
+        dh: [R, C], gradient of the result.
         gate, activation, up: as in forward.
-        d_gate: what is asked for of the gradient of `gate`: of its shape and dtype, as is that of `up`.
-        d_up: the same for `up`, if there is one. Both have one origin, and pad alike.
+        d_gate: outputs for the gradient of `gate`; both gradients have the shape and dtype of `gate`.
+        d_up: outputs for the gradient of `up`, or None; same origin and padding as `d_gate`.
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
@@ -242,21 +241,21 @@ def activate_backward_and_quantize(
 
 
 def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]) -> list[Targets]:
-    """Gradients of linear layers' outputs [R, C] as they are: their codes, amaxes, poisons, and as `sums` those of
-    biases, by one kernel.
+    """Quantize gradients [R, C] of linear layers' outputs with one kernel: codes, amaxes, NaN flags, and bias gradients
+    as `sums`.
 
-    They have one shape, row stride, dtype and device, and are quantized by the same specs, with random words at most
-    `KEYS` of them. Where nothing but codes and the next amax is wanted, `quantize.matrix.quantize_matrices` does it.
+    All gradients have one shape, row stride, dtype and device, and are quantized by the same specs. With random words
+    there are at most `KEYS` of them. `quantize.matrix.quantize_matrices` suffices for codes and the next amax alone.
     """
-    plans = [epilogue.plan_epilogue(asked, grad) for asked, grad in zip(outputs, grads, strict=True)]
+    plans = [epilogue.plan_epilogue(requested, grad) for requested, grad in zip(outputs, grads, strict=True)]
     grads = [epilogue.by_rows(grad) for grad in grads]
     if grads[0].numel() > 0:
         where, _, _, other_where, *_ = plans[0].arguments
-        _, sinks, ones, _, twos, *_ = zip(*[plan.arguments for plan in plans], strict=True)
+        _, sinks, outs, _, transposed, *_ = zip(*[plan.arguments for plan in plans], strict=True)
         keys, streams, _ = random_arguments_of(outputs)
         launch_kernel(
             deliver_kernel, (*plans[0].programs, len(grads)), grads[0].device,
-            tuple(grads), grads[0].stride(0), where, sinks, ones, other_where, twos, *keys, *streams,
+            tuple(grads), grads[0].stride(0), where, sinks, outs, other_where, transposed, *keys, *streams,
             PARTS=len(grads), **plans[0].constants, enable_fp_fusion=False,
         )  # fmt: skip
     return [plan.finish() for plan in plans]

@@ -1,13 +1,15 @@
-"""The cross-entropy of logits: one read for it and log(Z) of their softmax, one read and one write for the gradient.
+"""The cross-entropy of logits: one read for the loss and log(Z) of the softmax; one read and one write for the
+gradient.
 
-Of each of `COLS` columns apart the largest logit so far and the sum of the exponentials beside it are kept, so a row
-is read once. With u = 2**-24, S = ceil(V / COLS) steps and R the difference of the largest and the smallest logit of a
-row, exp of z is off by a relative (|z| + 3) u (`kernels/fused/activation.py`), of which a term meets one at first and
-perhaps one in each later step and at the end; so
+The forward kernel reads a row once. It keeps the largest logit so far, and the sum of exponentials relative to it,
+separately for each of `COLS` columns. Let u = 2**-24, S = ceil(V / COLS) the number of steps, and R the difference of
+the largest and the smallest logit of a row. exp of z has a relative error of (|z| + 3) u
+(`kernels/fused/activation.py`). A term passes through one exp at first, and at most one in each later step and at the
+end; so
 
-    |log_z - exact| <= ((S + 2) (R + 4) + log2(COLS) + 4) u + 2 u |exact|     likewise |loss - exact|
+    |log_z - exact| <= ((S + 2) (R + 4) + log2(COLS) + 4) u + 2 u |exact|     also |loss - exact|
 
-and, before the one rounding to the logits' dtype, with z = x - log_z and p = exp(z), of a log_z that is given
+The gradient takes log_z as an input. With z = x - log_z and p = exp(z), before the rounding to the logits' dtype
 
     |gradient - exact| <= (2 |z| + 6) u |factor| p + u |exact| + 2**-126 |factor|
 """
@@ -37,15 +39,15 @@ def cross_entropy_kernel(x_ptr, x_row, x_col, cols, targets_ptr, losses_ptr, log
     for begin in range(0, cols, COLS):
         j = begin + tl.arange(0, COLS)
         x = ql.widen(tl.load(x_ptr + row * x_row + j.to(tl.int64) * x_col, mask=j < cols, other=lowest))
-        higher = tl.maximum(top, x)  # of NaN, which the sum then has, the other
+        higher = tl.maximum(top, x)  # ignores NaN, which reaches the sum instead
         base = tl.where(higher > lowest, higher, 0.0)
         total = total * tl.exp(top - base) + tl.exp(x - base)
         top = higher
     highest = tl.max(top, 0)
     base = tl.where(highest > lowest, highest, 0.0)
     log_sum = tl.log(tl.sum(total * tl.exp(top - base), 0))
-    chosen = ql.widen(tl.load(x_ptr + row * x_row + tl.load(targets_ptr + row) * x_col))
-    tl.store(losses_ptr + row, (base - chosen) + log_sum)
+    target_logit = ql.widen(tl.load(x_ptr + row * x_row + tl.load(targets_ptr + row) * x_col))
+    tl.store(losses_ptr + row, (base - target_logit) + log_sum)
     tl.store(log_z_ptr + row, base + log_sum)
 
 
@@ -63,7 +65,7 @@ def logits_gradient_kernel(
 
 
 def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`numerics.cross_entropy.cross_entropies` of float32, bfloat16 or float16 with any strides."""
+    """Compute `numerics.cross_entropy.cross_entropies` for float32, bfloat16 or float16 logits with any strides."""
     losses, log_z = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) > 0:
         launch_kernel(
@@ -77,13 +79,13 @@ def cross_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def logits_gradient(
     logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tensor, of_entropy: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """`numerics.cross_entropy.logits_gradient` of float32, bfloat16 or float16 with any strides."""
-    found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
+    """Compute `numerics.cross_entropy.logits_gradient` for float32, bfloat16 or float16 logits with any strides."""
+    result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device) if out is None else out
     if logits.numel() > 0:
         rows, cols = logits.shape
         launch_kernel(
             logits_gradient_kernel, (rows, triton.cdiv(cols, COLS)), logits.device,
-            logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy, found,
+            logits, *logits.stride(), cols, targets.contiguous(), log_z, factors.contiguous(), of_entropy, result,
             COLS=COLS, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return found
+    return result

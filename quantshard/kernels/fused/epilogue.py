@@ -1,15 +1,15 @@
-"""What a fused kernel does with a tile of values that it computed.
+"""The epilogue of fused kernels: what happens to a tile of computed values.
 
-    result = round(values) to the dtype, once
-    codes  = quantize(result), and of the transpose            (`quantize.matrix.emit`)
-    amax   = max(amax, |result|)                               NaN wins
-    poison = NaN if any result is infinite or NaN, else as it was
-    sums   = sum of result over rows
-    amaxes of blocks of result, and of its transpose           (`quantize.amax.measure`)
+    result   = round(values) to the dtype, once
+    codes    = quantize(result), and of its transpose         (`quantize.matrix.emit`)
+    amax     = max(amax, |result|)                            NaN wins
+    nan_flag = NaN if any result is infinite or NaN, else unchanged
+    sums     = sum of result over rows
+    amaxes of blocks of result, and of its transpose          (`quantize.amax.measure`)
 
-Each is optional, and codes and amaxes of blocks exclude each other. Codes saturate, so a gradient that overflowed would
-come out finite: `nan_flag` is what is added to the results of its GEMMs. Sums are taken in float32, over the rows of a
-tile and then over tiles, in an order that depends on nothing but shape, format and device.
+Each output is optional; codes and amaxes of blocks exclude each other. Codes saturate, so a gradient that overflowed
+would look finite; `nan_flag` is therefore added to the results of its GEMMs. Sums are taken in float32, over the rows
+of a tile and then over tiles. Their order depends only on shape, format and device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from quantshard.numerics import Pair
 
 
 class EpilogueArguments(NamedTuple):
-    """Arguments of a kernel: where results go that are not codes; None for what is not asked for."""
+    """Arguments of a kernel: memory for results other than codes; None for what was not requested."""
 
     high: Any
     high_stride: int
@@ -58,12 +58,12 @@ class EpilogueArguments(NamedTuple):
     sums: Any
     sums_stride: int
     spans: Any = None
-    """How many blocks there are along rows and columns, of the results and of their transpose, if they are measured."""
+    """If blocks are measured: numbers of blocks along rows and columns, for the results and for their transpose."""
 
 
 @triton.jit
 def load_tile(ptr, stride, i, j, valued):
-    """Float32 values at local rows i and columns j; zero where there is none."""
+    """Load float32 values at local rows i and columns j; zero where masked."""
     return ql.widen(tl.load(ptr + i.to(tl.int64)[:, None] * stride + j[None, :], mask=valued, other=0.0))
 
 
@@ -72,23 +72,23 @@ def deliver(
     values, place, where, sink, out, other_where, other_out,
     key, stream, width, other_stream, other_width, dtype: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Round a tile of float32 values to dtype and do with it what is asked for; `place`: that of
-    `quantize.matrix.tile_of`; `out`, `other_out`: where amaxes go, if blocks are measured.
+    """Round a tile of float32 values to dtype, and write the requested outputs.
 
-    Values must be zero where there are none.
+    `values`: zero where masked. `place`: result of `quantize.matrix.tile_of`. `out`, `other_out`: amax grids, if blocks
+    are measured; else the `QuantizedOutput`s.
     """
     row, col, i, j, valued = place
     x = ql.rounded(values, dtype)
     if sink.high is not None:
-        at = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
-        tl.store(sink.high + at, ql.narrow(x, dtype), mask=valued)
+        offsets = i.to(tl.int64)[:, None] * sink.high_stride + j[None, :]
+        tl.store(sink.high + offsets, ql.narrow(x, dtype), mask=valued)
     if sink.amax is not None:
         tl.atomic_max(ql.as_bits(sink.amax), ql.largest_bits(x), sem="relaxed")
-    if sink.nan_flag is not None:  # not a store: a scale may be written there by another program
+    if sink.nan_flag is not None:  # no store, because another program can write a scale there
         tl.atomic_max(ql.as_bits(sink.nan_flag), NAN, mask=ql.largest_bits(x) >= 0x7F800000, sem="relaxed")
     if sink.sums is not None:
-        at = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
-        tl.store(sink.sums + at, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
+        offsets = tl.program_id(0).to(tl.int64) * sink.sums_stride + j
+        tl.store(sink.sums + offsets, tl.sum(x, 0), mask=(j >= 0) & (j < where.value_cols))
     if sink.spans is not None:
         measure(x, row, col, where, out, sink.spans[0], other_where, other_out, sink.spans[1], dtype, H, T)
     else:
@@ -101,14 +101,14 @@ def deliver(
 
 
 TILE: Final = TileShape(32, 256)
-"""The tile of a kernel that quantizes nothing."""
+"""The tile of a kernel that does not quantize."""
 
 _MOST_REGISTERS: Final = 255
-"""The most registers that a thread can have."""
+"""The most registers of a thread."""
 
 
 class EpilogueLaunch(NamedTuple):
-    """`KernelOutputs` as the launch of a kernel. `arguments`: those of `deliver` that follow the tile's place."""
+    """Launch parameters for `KernelOutputs`. `arguments`: arguments of `deliver` after `place`."""
 
     targets: Targets
     programs: Pair
@@ -118,7 +118,7 @@ class EpilogueLaunch(NamedTuple):
     partial: Tensor | None
 
     def finish(self) -> Targets:
-        """What is left to do after the launch; the targets."""
+        """Finish the sums after the launch, and return the targets."""
         if self.sums is not None and self.partial is not None:
             self.sums.copy_(self.partial.sum(0))
         return self.targets
@@ -127,11 +127,14 @@ class EpilogueLaunch(NamedTuple):
 def plan_epilogue(
     outputs: KernelOutputs, like: Tensor, beside: KernelOutputs | None = None, backward: bool = False
 ) -> EpilogueLaunch:
-    """For results of the shape and dtype of `like` [R, C]; `beside`: other results of the same kernel."""
-    one, two, high, amax, nan_flag, sums, measured = outputs
+    """Plan the epilogue for results with the shape and dtype of `like` [R, C].
+
+    `beside`: outputs for the kernel's other result. `backward`: the kernel is a backward kernel.
+    """
+    request, transposed_request, high, amax, nan_flag, sums, measured = outputs
     if measured is not None or (beside is not None and beside.measured is not None):
         return _plan_measurement(outputs, beside, like, backward)
-    key, streams, *roundings = random_arguments(one, two)
+    key, streams, *roundings = random_arguments(request, transposed_request)
     plan = _plan(
         outputs.specs, None if beside is None else beside.specs, like.shape, like.dtype, like.device, backward,
         *roundings,
@@ -141,7 +144,7 @@ def plan_epilogue(
     if sums is not None:
         new = torch.empty if like.numel() > 0 else torch.zeros
         partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
-    targets = plan.outputs(one, two, like.device)
+    targets = plan.outputs(request, transposed_request, like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *key, *streams
     return EpilogueLaunch(targets, plan.programs, arguments, plan.constants, sums, partial)
@@ -150,20 +153,25 @@ def plan_epilogue(
 def _plan_measurement(
     outputs: KernelOutputs, beside: KernelOutputs | None, like: Tensor, backward: bool
 ) -> EpilogueLaunch:
-    """The same where amaxes of blocks are asked for, of these results or of others beside them, or of both alike."""
+    """`plan_epilogue` if amaxes of blocks are requested, for these results, for the kernel's other results, or for
+    both."""
     _, _, high, amax, nan_flag, sums, measured = outputs
-    of_tile = measured or (beside and beside.measured)
-    assert of_tile, "nothing is measured"
+    request = measured or (beside and beside.measured)
+    assert request, "nothing is measured"
     assert outputs.specs == (None, None) and sums is None, "what is quantized, or summed, is measured by another launch"
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
-    plan = plan_amaxes(like.shape, of_tile.one, of_tile.two)
-    # kernels do not compare a tuple that holds None
-    kinds, spans, (one, two) = plan.kinds, (plan.spans or (0, 0), plan.other_spans or (0, 0)), of_tile.grids
+    plan = plan_amaxes(like.shape, request.one, request.two)
+    # kernels cannot compare a tuple with None in it
+    kinds, spans, (grid, transposed_grid) = (
+        plan.kinds,
+        (plan.spans or (0, 0), plan.other_spans or (0, 0)),
+        request.grids,
+    )
     if measured is None:
-        kinds, one, two = dict.fromkeys(kinds), None, None
+        kinds, grid, transposed_grid = dict.fromkeys(kinds), None, None
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, None, 0, spans)
     constants = {"TILE": plan.tile, **kinds, **_launch_options(plan.tile, backward)}
-    arguments = plan.where, sink, one, plan.other, two, *NO_KEY, *NO_STREAMS
+    arguments = plan.where, sink, grid, plan.other, transposed_grid, *NO_KEY, *NO_STREAMS
     return EpilogueLaunch((None, None), plan.programs, arguments, constants, None, None)
 
 
@@ -172,39 +180,48 @@ def _plan(
     specs: Specs, beside: Specs | None, shape: Pair, dtype: torch.dtype, device: torch.device, backward: bool,
     rounding: Rounding | None, other_rounding: Rounding | None,
 ) -> QuantizePlan:  # fmt: skip
-    (spec, other), leader, (rows, cols) = specs, specs, shape
+    (spec, transposed_spec), leader, (rows, cols) = specs, specs, shape
     tile = TILE
     if specs != (None, None) or beside not in (None, (None, None)):
         tile = _joint(_tile(*specs), _tile(*(beside or specs)))
         leader = specs if specs != (None, None) or beside is None else beside
-    one = two = None
+    rowwise = columnwise = None
     if spec is not None:
-        one = layout(spec, (rows, cols), dtype, device, tile, rounding)
-    if other is not None:
-        two = layout(other, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
-    first, second = leader
-    origin = first.origin if first is not None else second.origin[::-1] if second is not None else (0, 0)
-    where = Region(rows, cols + padding(cols, first), cols, *origin)
+        rowwise = layout(spec, (rows, cols), dtype, device, tile, rounding)
+    if transposed_spec is not None:
+        columnwise = layout(transposed_spec, (cols, rows), dtype, device, tile, other_rounding, transposed=True)
+    lead_spec, lead_other = leader
+    origin = (
+        lead_spec.origin if lead_spec is not None else lead_other.origin[::-1] if lead_other is not None else (0, 0)
+    )
+    where = Region(rows, cols + padding(cols, lead_spec), cols, *origin)
     programs = (  # either direction may pad
-        touched(where.row_origin, rows + padding(rows, second), tile.rows),
+        touched(where.row_origin, rows + padding(rows, lead_other), tile.rows),
         touched(where.col_origin, where.cols, tile.cols),
     )
-    constants = {"TILE": tile, "H": one and one.how, "T": two and two.how, **_launch_options(tile, backward)}
-    return QuantizePlan(one, two, where, programs, constants)
+    constants = {
+        "TILE": tile,
+        "H": rowwise and rowwise.how,
+        "T": columnwise and columnwise.how,
+        **_launch_options(tile, backward),
+    }
+    return QuantizePlan(rowwise, columnwise, where, programs, constants)
 
 
 def _tile(spec: QuantizeSpec | None, other: QuantizeSpec | None) -> TileShape:
-    """The smallest that has whole blocks of both directions, and is written fast in both."""
-    one, two = ((1, 1) if each is None else each.block for each in (spec, other))
-    blocks = TileShape(max(one[0], two[1]), max(one[1], two[0]))
+    """The smallest tile of whole blocks for both directions that stores efficiently in both."""
+    block, transposed_block = ((1, 1) if item is None else item.block for item in (spec, other))
+    blocks = TileShape(max(block[0], transposed_block[1]), max(block[1], transposed_block[0]))
     if other is None:
         return blocks
     return blocks._replace(together=16) if other.scaling.random_hadamard else smallest_tile(blocks)
 
 
 def _joint(one: TileShape, other: TileShape) -> TileShape:
-    """Whole blocks of both. Rows are held in order unless the transpose has scales of its own: beside what such a
-    kernel computes, another order is slower."""
+    """A tile of whole blocks of both tiles.
+
+    Rows stay in order unless the transpose has its own scales: another order slows down the kernel's other work.
+    """
     joint = TileShape(*map(max, one, other))
     if joint.together == BOTH_WAYS.together:
         return joint
@@ -212,29 +229,29 @@ def _joint(one: TileShape, other: TileShape) -> TileShape:
 
 
 def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
-    """Warps and, where the compiler would take more, the registers of a thread with which two programs run beside each
-    other, or three of four warps, as some wait for memory or for their threads.
+    """Warps and register limit, so that two programs run at a time (three of four warps) and hide latency.
 
-    Measured on an H200; forward, in one direction, a bound makes the compiler take more registers than without. Where
-    columns are transformed, a warp has the rows of a block, and then the compiler does best.
+    Measured on an H200. There is no limit for forward in one direction, where the compiler would use more registers
+    with a limit than without. If columns are transformed, a warp has the rows of a block, and the compiler's choice is
+    best.
     """
     if tile.together == 16:
         return {"num_warps": tile.warps}
-    size, both = tile.rows * tile.cols, tile.together == BOTH_WAYS.together
-    if both:
+    size, both_ways = tile.rows * tile.cols, tile.together == BOTH_WAYS.together
+    if both_ways:
         warps = tile.warps
     else:
         warps = min(max(WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
     most = registers(warps, 3 if backward and warps == 4 else 2)
-    bound = both or (backward and tile.together == 1)
+    bound = both_ways or (backward and tile.together == 1)
     return {"num_warps": warps, "maxnreg": most if bound and most <= _MOST_REGISTERS else None}
 
 
 def matrix(x: Tensor) -> Tensor:
-    """x [..., C] as [R, C]; a scalar as [1, 1]."""
+    """Reshape x [..., C] to [R, C]; a scalar becomes [1, 1]."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), *(x.shape[-1:] or (1,)))
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """x [R, C] with the elements of a row next to each other, as kernels read it; itself if they are."""
+    """Return x [R, C] with adjacent elements in each row, as kernels need it; a copy only if necessary."""
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()

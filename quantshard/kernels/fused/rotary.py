@@ -3,10 +3,10 @@
     (a, b)   -> (a cos - b sin, b cos + a sin)          each plane of a head's features, by its angle at the position
     backward    (da cos + db sin, db cos - da sin)      the rotation by the negative angle
 
-in float32, rounded once. The planes lie as in `modules.rotary`: feature i with i + rotated / 2, or interleaved. Cosines
-and sines come from tables that torch made from the angles, so results equal the oracle's to the bit; a table has an
-entry for each feature, as the angles have, and the two of a plane are read apart. Features that are not rotated are
-copied.
+in float32, rounded once. The layout of planes is as in `modules.rotary`: feature i with i + rotated / 2, or
+interleaved. Cosines and sines come from tables that torch computed from the angles, so results equal the oracle's bit
+for bit. Like the angles, a table has an entry for each feature; the two entries of a plane are loaded separately.
+Features that are not rotated are copied.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from quantshard.kernels import language as ql
 from quantshard.kernels.launch import launch_kernel
 
 LEAST_HEADS, MOST_HEADS = 8, 32
-"""The fewest and the most heads of a token in one program, if the token has so many. The program reads the cosines and
-sines of the token once for all of them."""
+"""The fewest and the most heads of a token in one program, if the token has as many. The program loads the token's
+cosines and sines once for all of them."""
 
 
 @triton.jit
 def load_planes(ptr, valued, p, half, PLANES: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both features of planes p of each row of a tile: float32 [rows, PLANES]. ptr: [rows, 1], of the first feature."""
-    if INTERLEAVED:  # neighbours are read in one piece
-        both = tl.arange(0, 2 * PLANES)[None, :]
-        x = ql.widen(tl.load(ptr + both, mask=valued & (both < 2 * half), other=0.0))
+    """Load both features of planes p for each row of a tile: float32 [rows, PLANES]. ptr: first features, [rows, 1]."""
+    if INTERLEAVED:  # one load for neighbours
+        features = tl.arange(0, 2 * PLANES)[None, :]
+        x = ql.widen(tl.load(ptr + features, mask=valued & (features < 2 * half), other=0.0))
         return tl.split(tl.reshape(x, (ptr.shape[0], PLANES, 2)))
     else:
         mask = valued & (p < half)
@@ -65,9 +65,9 @@ def rotate_kernel(
     out_a = tl.where(h < rotated_heads, out_a, ql.narrow(a, dtype))
     out_b = tl.where(h < rotated_heads, out_b, ql.narrow(b, dtype))
     if INTERLEAVED:
-        both = tl.arange(0, 2 * PLANES)[None, :]
+        features = tl.arange(0, 2 * PLANES)[None, :]
         out = tl.reshape(tl.join(out_a, out_b), (HEADS, 2 * PLANES))
-        tl.store(out_ptr + both, out, mask=valued & (both < 2 * half))
+        tl.store(out_ptr + features, out, mask=valued & (features < 2 * half))
     else:
         tl.store(out_ptr + p, out_a, mask=valued & (p < half))
         tl.store(out_ptr + p + half, out_b, mask=valued & (p < half))
@@ -81,8 +81,7 @@ def rotate_kernel(
 
 
 class RotaryTiling(NamedTuple):
-    """What a program holds of a token: heads, planes of each, and features that are not rotated, as powers of two; by
-    how many warps."""
+    """A program's part of a token: heads, planes per head, unrotated features (all powers of two), and warps."""
 
     heads: int
     planes: int
@@ -92,8 +91,8 @@ class RotaryTiling(NamedTuple):
 
 @lru_cache(maxsize=64)
 def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
-    """For heads of `dim` features, of which the first `rotated` are rotated."""
-    together = min(heads & -heads, MOST_HEADS)  # so many that no program has fewer
+    """Return the layout for heads of `dim` features with the first `rotated` of them rotated."""
+    together = min(heads & -heads, MOST_HEADS)  # the largest power of two that divides `heads`
     if together < LEAST_HEADS:
         together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
     planes = triton.next_power_of_2(max(rotated // 2, 1))
@@ -102,7 +101,7 @@ def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
 
 
 def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [S, rotated], of the angles [S, 1, 1, rotated] of `RotaryPositionEmbedding`."""
+    """Return cosines and sines, float32 [S, rotated], of angles [S, 1, 1, rotated] from `RotaryPositionEmbedding`."""
     flat = angles.reshape(angles.shape[0], angles.shape[-1]).float()
     return flat.cos(), flat.sin()
 
@@ -121,14 +120,14 @@ def rotate(
     """Rotate the first features of every head; oracle: `modules.rotary.apply_rotary_pos_emb`.
 
     Args:
-        t: queries or keys, [s, b, h, d] or, with tensor_format "bshd", [b, s, h, d], of any strides but that the
-            features of a head are adjacent; for `backward` the gradient of the result.
-        cos, sin: float32 [at least s, at most d], from `tables`; or with dims of size 1 in between.
+        t: queries or keys, [s, b, h, d], or [b, s, h, d] for tensor_format "bshd", with adjacent features and otherwise
+            any strides; for `backward` the gradient of the result.
+        cos, sin: float32 [at least s, at most d], from `tables`; dims of size 1 in between are allowed.
         tensor_format: "sbhd" or "bshd".
         interleaved: the layout of the planes.
         backward: rotate by the negative angles.
-        out: where the result goes, of the shape and dtype of t; it may be t itself. Default: a new tensor.
-        rotated_heads: how many heads are rotated, the others behind them being copied. Default: all.
+        out: memory for the result, of the shape and dtype of t; can be t itself. Default: a new tensor.
+        rotated_heads: number of heads to rotate; the rest are copied. Default: all.
     """
     (length, batch), rotated = (t.shape[:2] if tensor_format == "sbhd" else (t.shape[1], t.shape[0])), cos.shape[-1]
     heads, dim = t.shape[2:]

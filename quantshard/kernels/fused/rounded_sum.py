@@ -1,4 +1,5 @@
-"""The sum of several tensors, taken in float32 in their order and rounded once: out[i] = round(a[i] + b[i] + ...)."""
+"""The sum of several tensors, accumulated in float32 in their order and rounded once: out[i] = round(a[i] + b[i] +
+...)."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ SIZE = 4096
 
 @triton.jit
 def sum_kernel(parts, out_ptr, numel, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = at < numel
-    total = ql.widen(tl.load(parts[0] + at, mask=inside, other=0.0))
+    offsets = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = offsets < numel
+    total = ql.widen(tl.load(parts[0] + offsets, mask=inside, other=0.0))
     for part in tl.static_range(1, PARTS):
-        total += ql.widen(tl.load(parts[part] + at, mask=inside, other=0.0))
-    tl.store(out_ptr + at, ql.narrow(total, out_ptr.dtype.element_ty), mask=inside)
+        total += ql.widen(tl.load(parts[part] + offsets, mask=inside, other=0.0))
+    tl.store(out_ptr + offsets, ql.narrow(total, out_ptr.dtype.element_ty), mask=inside)
 
 
 def rounded_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Tensors of one shape, float32, bfloat16 or float16 -> their sum, of `dtype`, one of these."""
+    """Return the sum of tensors of one shape, float32, bfloat16 or float16, rounded to one of these dtypes."""
     tensors: tuple[Any, ...] = tuple([part.contiguous() for part in parts])
     out = torch.empty(tensors[0].shape, dtype=dtype, device=tensors[0].device)
     if out.numel() > 0:
