@@ -68,9 +68,9 @@ class KernelVariants:
             return
         if len(self.compiled) >= MOST_VARIANTS:
             self.compiled.clear()
-        rest = (None,) * (self.parameters - given)
+        placeholders = (None,) * (self.parameters - given)
         stream = driver.active.get_current_stream
-        self.compiled[key] = compiled.run, stream, compiled.function, compiled.packed_metadata, rest, compiled
+        self.compiled[key] = compiled.run, stream, compiled.function, compiled.packed_metadata, placeholders, compiled
 
 
 _VARIANTS: dict[int, KernelVariants] = {}
@@ -120,11 +120,11 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], device: torch.device, *arg
     if variant is None:
         variants.keep(key, kernel[grid](*args, **options), len(args))
         return
-    run, stream, function, metadata, rest, _ = variant
+    run, stream, function, metadata, placeholders, _ = variant
     dims = len(grid)
     run(
         grid[0], grid[1] if dims > 1 else 1, grid[2] if dims > 2 else 1, stream(index), function, metadata,
-        None, None, None, *args, *rest,
+        None, None, None, *args, *placeholders,
     )  # fmt: skip
 
 

@@ -304,15 +304,15 @@ def weight_gradients(a: EncodedRows, b: EncodedRows, segments: ExpertSegments, d
     launch = WEIGHTS_LAUNCH[a.block]
     grid: Any = (-(cols // -launch.cols), -(rows // -launch.rows), experts)
     operands = (a.codes, b.codes, a.scales, b.scales)
-    shared: dict[str, Any] = {
+    common_options: dict[str, Any] = {
         "A": a.element(), "B": b.element(), "ROWS": launch.rows, "COLS": launch.cols, "SUMMED": launch.summed,
         "num_warps": launch.warps, "num_stages": launch.stages,
     }  # fmt: skip
     if a.block:
         launch_kernel(
             weights_by_blocks_kernel, grid, out.device,
-            *operands, a.nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **shared,
+            *operands, a.nan_flag, segments.spans, out, rows, cols, segments.total, BLOCK=a.block, **common_options,
         )  # fmt: skip
     else:
-        launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **shared)
+        launch_kernel(weights_kernel, grid, out.device, *operands, segments.spans, out, rows, cols, **common_options)
     return out

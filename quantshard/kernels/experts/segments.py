@@ -118,9 +118,9 @@ def segments_kernel(
     expert, e = tl.program_id(0), tl.arange(0, EXPERTS)
     unchecked_counts = tl.load(counts + e, mask=e < experts, other=0).to(tl.int64)
     count = tl.minimum(tl.maximum(unchecked_counts, 0), values)  # clamped: invalid counts cause no writes out of bounds
-    spaces = (UNIT - count % UNIT) % UNIT
-    start = tl.sum(tl.where(e < expert, count + spaces, 0))
-    shift = tl.sum(tl.where(e < expert, spaces, 0))
+    padding = (UNIT - count % UNIT) % UNIT
+    start = tl.sum(tl.where(e < expert, count + padding, 0))
+    shift = tl.sum(tl.where(e < expert, padding, 0))
     first = tl.sum(tl.where(e < expert, (count + ROWS - 1) // ROWS, 0))  # the number of its first tile
     end = start + tl.sum(tl.where(e == expert, count, 0))
     is_last = expert == experts

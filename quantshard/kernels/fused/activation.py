@@ -44,7 +44,7 @@ GATED: Final = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "s
 """Gated activations, with two inputs, and the function of their gate."""
 PLAIN: Final = tuple(GATED.values())
 
-# used to the right of a tile, because Triton 3.7's interpreter makes a constant of the other order
+# right operands of a tile: Triton 3.7's interpreter treats constant * tile as a constant
 QUICK = tl.constexpr(1.702)
 TWICE_ROOT = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 CUBIC = tl.constexpr(0.044715)
@@ -196,15 +196,15 @@ def activate_and_quantize(gate: Tensor, activation: str, up: Tensor | None, outp
     """
     kind = function(activation, up)
     assert up is None or (up.shape == gate.shape and up.dtype == gate.dtype), "gate and up differ"
-    p = epilogue.plan_epilogue(outputs, gate)
+    plan = epilogue.plan_epilogue(outputs, gate)
     gate, up = epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         launch_kernel(
-            activate_kernel, p.programs, gate.device,
-            gate, gate.stride(0), up, 0 if up is None else up.stride(0), *p.arguments,
-            KIND=kind, **p.constants, enable_fp_fusion=False,
+            activate_kernel, plan.programs, gate.device,
+            gate, gate.stride(0), up, 0 if up is None else up.stride(0), *plan.arguments,
+            KIND=kind, **plan.constants, enable_fp_fusion=False,
         )  # fmt: skip
-    return p.finish()
+    return plan.finish()
 
 
 def activate_backward_and_quantize(
@@ -225,19 +225,22 @@ def activate_backward_and_quantize(
     """
     kind = function(activation, up)
     assert dh.shape == gate.shape and (up is None) == (d_up is None), "shapes differ, or d_up without up"
-    p = epilogue.plan_epilogue(d_gate, gate, d_up, backward=True)
-    q = epilogue.plan_epilogue(d_up or KernelOutputs(), gate, d_gate, backward=True)
-    assert (p.arguments[0], p.programs) == (q.arguments[0], q.programs), "both gradients need one origin and padding"
-    options = {name: value for name, value in p.constants.items() if name not in ("H", "T")}
+    gate_plan = epilogue.plan_epilogue(d_gate, gate, d_up, backward=True)
+    up_plan = epilogue.plan_epilogue(d_up or KernelOutputs(), gate, d_gate, backward=True)
+    assert (gate_plan.arguments[0], gate_plan.programs) == (up_plan.arguments[0], up_plan.programs), (
+        "both gradients need one origin and padding"
+    )
+    options = {name: value for name, value in gate_plan.constants.items() if name not in ("H", "T")}
     dh, gate, up = epilogue.by_rows(dh), epilogue.by_rows(gate), None if up is None else epilogue.by_rows(up)
     if gate.numel() > 0:
         launch_kernel(
-            activate_backward_kernel, p.programs, gate.device,
+            activate_backward_kernel, gate_plan.programs, gate.device,
             dh, dh.stride(0), gate, gate.stride(0), up, 0 if up is None else up.stride(0),
-            *p.arguments, *q.arguments[1:], KIND=kind, GATE_H=p.constants["H"], GATE_T=p.constants["T"],
-            UP_H=q.constants["H"], UP_T=q.constants["T"], **options, enable_fp_fusion=False,
+            *gate_plan.arguments, *up_plan.arguments[1:], KIND=kind,
+            GATE_H=gate_plan.constants["H"], GATE_T=gate_plan.constants["T"],
+            UP_H=up_plan.constants["H"], UP_T=up_plan.constants["T"], **options, enable_fp_fusion=False,
         )  # fmt: skip
-    return p.finish(), q.finish()
+    return gate_plan.finish(), up_plan.finish()
 
 
 def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]) -> list[Targets]:
@@ -250,12 +253,12 @@ def quantize_gradients(grads: Sequence[Tensor], outputs: Sequence[KernelOutputs]
     plans = [epilogue.plan_epilogue(requested, grad) for requested, grad in zip(outputs, grads, strict=True)]
     grads = [epilogue.by_rows(grad) for grad in grads]
     if grads[0].numel() > 0:
-        where, _, _, other_where, *_ = plans[0].arguments
+        region, _, _, other_region, *_ = plans[0].arguments
         _, sinks, outs, _, transposed, *_ = zip(*[plan.arguments for plan in plans], strict=True)
         keys, streams, _ = random_arguments_of(outputs)
         launch_kernel(
             deliver_kernel, (*plans[0].programs, len(grads)), grads[0].device,
-            tuple(grads), grads[0].stride(0), where, sinks, outs, other_where, transposed, *keys, *streams,
+            tuple(grads), grads[0].stride(0), region, sinks, outs, other_region, transposed, *keys, *streams,
             PARTS=len(grads), **plans[0].constants, enable_fp_fusion=False,
         )  # fmt: skip
     return [plan.finish() for plan in plans]

@@ -142,8 +142,8 @@ def plan_epilogue(
     partial, cols = None, like.shape[1]
     assert high is None or high.shape == like.shape, "high must have the shape of the results"
     if sums is not None:
-        new = torch.empty if like.numel() > 0 else torch.zeros
-        partial = new((plan.programs[0], cols), dtype=torch.float32, device=like.device)
+        allocate = torch.empty if like.numel() > 0 else torch.zeros
+        partial = allocate((plan.programs[0], cols), dtype=torch.float32, device=like.device)
     targets = plan.outputs(request, transposed_request, like.device)
     sink = EpilogueArguments(high, 0 if high is None else high.stride(0), amax, nan_flag, partial, cols)
     arguments = plan.where, sink, targets[0], plan.two and plan.two.where, targets[1], *key, *streams
@@ -194,10 +194,10 @@ def _plan(
     origin = (
         lead_spec.origin if lead_spec is not None else lead_other.origin[::-1] if lead_other is not None else (0, 0)
     )
-    where = Region(rows, cols + padding(cols, lead_spec), cols, *origin)
+    region = Region(rows, cols + padding(cols, lead_spec), cols, *origin)
     programs = (  # either direction may pad
-        touched(where.row_origin, rows + padding(rows, lead_other), tile.rows),
-        touched(where.col_origin, where.cols, tile.cols),
+        touched(region.row_origin, rows + padding(rows, lead_other), tile.rows),
+        touched(region.col_origin, region.cols, tile.cols),
     )
     constants = {
         "TILE": tile,
@@ -205,7 +205,7 @@ def _plan(
         "T": columnwise and columnwise.how,
         **_launch_options(tile, backward),
     }
-    return QuantizePlan(rowwise, columnwise, where, programs, constants)
+    return QuantizePlan(rowwise, columnwise, region, programs, constants)
 
 
 def _tile(spec: QuantizeSpec | None, other: QuantizeSpec | None) -> TileShape:
@@ -242,9 +242,9 @@ def _launch_options(tile: TileShape, backward: bool) -> dict[str, Any]:
         warps = tile.warps
     else:
         warps = min(max(WARPS, size // (512 if backward and tile.together == 1 else 1024)), 16)
-    most = registers(warps, 3 if backward and warps == 4 else 2)
-    bound = both_ways or (backward and tile.together == 1)
-    return {"num_warps": warps, "maxnreg": most if bound and most <= _MOST_REGISTERS else None}
+    max_registers = registers(warps, 3 if backward and warps == 4 else 2)
+    is_limited = both_ways or (backward and tile.together == 1)
+    return {"num_warps": warps, "maxnreg": max_registers if is_limited and max_registers <= _MOST_REGISTERS else None}
 
 
 def matrix(x: Tensor) -> Tensor:

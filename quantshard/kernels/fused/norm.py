@@ -152,7 +152,7 @@ def statistics_kernel(
             tl.store(ql.as_bits(amax_of_row_ptr + i), amax_of_row, mask=i < rows)
 
 
-@triton.jit(do_not_specialize=RANDOM)  # otherwise a draw of 1 or a multiple of 16 would recompile
+@triton.jit(do_not_specialize=RANDOM)  # a draw of 1 or a multiple of 16 would recompile the kernel
 def normalize_kernel(
     x_ptr, x_stride, mean_ptr, rstd_ptr, gamma_ptr, beta_ptr, where, sink, out, other_where, other_out,
     k0, k1, draw, stream, width, other_stream, other_width,
@@ -330,9 +330,9 @@ def row_tiling(size: int, longest: int = LONGEST) -> RowTiling:
 @lru_cache(maxsize=64)
 def backward_row_tiling(size: int, centered: bool) -> RowTiling:
     """Return the layout for backward: in pieces if registers cannot hold a row and its sums."""
-    whole = size <= (LONGEST_CENTERED if centered else LONGEST)
-    r = row_tiling(size, LONGEST if whole else LONGEST_CENTERED)
-    return r._replace(warps=min(r.warps, 16))
+    fits = size <= (LONGEST_CENTERED if centered else LONGEST)
+    tiling = row_tiling(size, LONGEST if fits else LONGEST_CENTERED)
+    return tiling._replace(warps=min(tiling.warps, 16))
 
 
 def _addressed(x: Tensor | None) -> tuple[Tensor | None, int]:
@@ -373,14 +373,15 @@ def norm_statistics(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     statistics = NormStatistics(rstd, torch.empty_like(rstd) if centered else None)
     gamma, beta, offset = parameters or NormParameters(rstd)  # without an amax the kernel does not read them
-    r = row_tiling(size)
+    tiling = row_tiling(size)
     # enable_fp_fusion=False: a fused multiply-add in one kernel would make its y differ from the other kernel's
     if rows > 0:
         launch_kernel(
-            statistics_kernel, (-(rows // -r.rows),), x.device,
+            statistics_kernel, (-(rows // -tiling.rows),), x.device,
             *rows_of_x, *rows_of_residual, total, statistics.mean, rstd,
             gamma, beta, amax, *of_rows, rows, size, eps, CENTERED=centered,
-            OFFSET=offset, ROWS=r.rows, PIECE=r.piece, PIECES=r.pieces, num_warps=r.warps, enable_fp_fusion=False,
+            OFFSET=offset, ROWS=tiling.rows, PIECE=tiling.piece, PIECES=tiling.pieces,
+            num_warps=tiling.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return statistics, x if total is None else total
 
@@ -398,16 +399,16 @@ def normalize_and_quantize(
         parameters: parameters of the normalization.
         outputs: outputs for the result, which has the shape and dtype of x.
     """
-    p = epilogue.plan_epilogue(outputs, x)
+    plan = epilogue.plan_epilogue(outputs, x)
     x = epilogue.by_rows(x)
     if x.numel() > 0:
         launch_kernel(
-            normalize_kernel, p.programs, x.device,
+            normalize_kernel, plan.programs, x.device,
             x, x.stride(0), statistics.mean, statistics.rstd, parameters.gamma, parameters.beta,
-            *p.arguments, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
-            **p.constants, enable_fp_fusion=False,
+            *plan.arguments, CENTERED=statistics.mean is not None, OFFSET=parameters.offset,
+            **plan.constants, enable_fp_fusion=False,
         )  # fmt: skip
-    return p.finish()
+    return plan.finish()
 
 
 def norm_backward(
@@ -429,25 +430,25 @@ def norm_backward(
         for_parameters: whether to compute dgamma and dbeta; dbeta is also None without a beta.
     """
     rows, size = math.prod(x.shape[:-1]), x.shape[-1]
-    r = backward_row_tiling(size, statistics.mean is not None)
-    grid = min(-(rows // -r.rows), PROGRAMS) if r.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
+    tiling = backward_row_tiling(size, statistics.mean is not None)
+    grid = min(-(rows // -tiling.rows), PROGRAMS) if tiling.pieces == 1 else min(rows, PROGRAMS_IN_PIECES)
     rows_of_dy, rows_of_x, rows_of_residual = _addressed(dy), _addressed(x), _addressed(residual_gradient)
     dx = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
     # zeros, because the kernel in pieces adds to them, and no kernel runs without rows or columns
-    new = torch.zeros if r.pieces > 1 or rows * size == 0 else torch.empty
-    dgamma = new((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
+    allocate = torch.zeros if tiling.pieces > 1 or rows * size == 0 else torch.empty
+    dgamma = allocate((grid, size), dtype=torch.float32, device=x.device) if for_parameters else None
     dbeta = None
     if dgamma is not None and parameters.beta is not None:
-        dbeta = new((grid, size), dtype=torch.float32, device=x.device)
+        dbeta = allocate((grid, size), dtype=torch.float32, device=x.device)
     if rows * size > 0:
-        kernel, layout = backward_kernel, {"ROWS": r.rows}
-        if r.pieces > 1:
-            kernel, layout = backward_pieces_kernel, {"PIECES": r.pieces}
+        kernel, layout = backward_kernel, {"ROWS": tiling.rows}
+        if tiling.pieces > 1:
+            kernel, layout = backward_pieces_kernel, {"PIECES": tiling.pieces}
         launch_kernel(
             kernel, (grid,), x.device,
             *rows_of_dy, *rows_of_x, statistics.mean, statistics.rstd, parameters.gamma,
             *rows_of_residual, dx, dgamma, dbeta, rows, size,
-            CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=r.piece,
-            num_warps=r.warps, enable_fp_fusion=False, **layout,
+            CENTERED=statistics.mean is not None, OFFSET=parameters.offset, PIECE=tiling.piece,
+            num_warps=tiling.warps, enable_fp_fusion=False, **layout,
         )  # fmt: skip
     return dx, None if dgamma is None else dgamma.sum(0), None if dbeta is None else dbeta.sum(0)

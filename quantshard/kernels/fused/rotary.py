@@ -92,12 +92,12 @@ class RotaryTiling(NamedTuple):
 @lru_cache(maxsize=64)
 def rotary_tiling(heads: int, rotated: int, dim: int) -> RotaryTiling:
     """Return the layout for heads of `dim` features with the first `rotated` of them rotated."""
-    together = min(heads & -heads, MOST_HEADS)  # the largest power of two that divides `heads`
-    if together < LEAST_HEADS:
-        together = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
+    program_heads = min(heads & -heads, MOST_HEADS)  # the largest power of two that divides `heads`
+    if program_heads < LEAST_HEADS:
+        program_heads = min(triton.next_power_of_2(max(heads, 1)), MOST_HEADS)
     planes = triton.next_power_of_2(max(rotated // 2, 1))
     rest = triton.next_power_of_2(dim - rotated) if dim > rotated else 0
-    return RotaryTiling(together, planes, rest, min(max(together * planes // 256, 1), 8))
+    return RotaryTiling(program_heads, planes, rest, min(max(program_heads * planes // 256, 1), 8))
 
 
 def tables(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,13 +138,13 @@ def rotate(
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device) if out is None else out
     assert out.shape == t.shape and (out.stride(-1) == 1 or dim == 1), "out needs the shape of t, and adjacent features"
     order = (0, 1, 2) if tensor_format == "sbhd" else (1, 0, 2)
-    r = rotary_tiling(heads, rotated, dim)
+    tiling = rotary_tiling(heads, rotated, dim)
     if t.numel() > 0:
         launch_kernel(
-            rotate_kernel, (length * batch, -(heads // -r.heads)), t.device,
+            rotate_kernel, (length * batch, -(heads // -tiling.heads)), t.device,
             t, *(t.stride(dim) for dim in order), out, *(out.stride(dim) for dim in order), cos, sin, rotated,
             batch, heads, heads if rotated_heads is None else rotated_heads, rotated // 2, dim - rotated,
-            BACKWARD=backward, INTERLEAVED=interleaved, HEADS=r.heads, PLANES=r.planes, REST=r.rest,
-            num_warps=r.warps, enable_fp_fusion=False,
+            BACKWARD=backward, INTERLEAVED=interleaved, HEADS=tiling.heads, PLANES=tiling.planes, REST=tiling.rest,
+            num_warps=tiling.warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -149,14 +149,14 @@ def tensor_amaxes(tensors: Sequence[Tensor]) -> Tensor:
 
     Tensors: any shapes, on one device, float32, bfloat16 or float16. One launch per dtype.
     """
-    reading, addresses, codes, _held = _read(tensors)
-    return reading.amaxes(addresses, codes)
+    reader, addresses, codes, _inputs = _read(tensors)
+    return reader.amaxes(addresses, codes)
 
 
 def exceeding(tensors: Sequence[Tensor], largest: float) -> Tensor:
     """Return `numerics.exceeds` of each tensor, float32 [tensors]; tensors as for `tensor_amaxes`."""
-    reading, addresses, codes, _held = _read(tensors)
-    return reading.exceeding(addresses, codes, largest)
+    reader, addresses, codes, _inputs = _read(tensors)
+    return reader.exceeding(addresses, codes, largest)
 
 
 # --------------------------------------------------------------------------------------------------------------- scales
@@ -239,15 +239,15 @@ def corrections_kernel(
     tl.store(groups + group * GROUP + 1, step)
     tl.store(settings + group * SETTINGS, tl.load(rates + group * 2))
     tl.store(settings + group * SETTINGS + KEPT, tl.load(rates + group * 2 + 1))
-    for which in tl.static_range(3):
-        decay = tl.load(decays + group * 3 + which)
+    for index in tl.static_range(3):
+        decay = tl.load(decays + group * 3 + index)
         base = decay
         power = base * 0.0 + 1.0
         for bit in tl.static_range(32):
             power = tl.where(((step >> bit) & 1) != 0, power * base, power)
             base = base * base
-        if which == 2:
+        if index == 2:
             tl.store(settings + group * SETTINGS + SHARE, ((1.0 - decay) / (1.0 - power)).to(tl.float32))
         else:
             correction = tl.where(tl.load(corrected + group) != 0, (1.0 / (1.0 - power)).to(tl.float32), 1.0)
-            tl.store(settings + group * SETTINGS + CORRECTION + which, correction)
+            tl.store(settings + group * SETTINGS + CORRECTION + index, correction)

@@ -114,17 +114,17 @@ class StepLaunchPlan:
                 "an optimizer's step in a CUDA graph: its tables cannot be made while it is captured; run a step "
                 "before, and none of its tensors may be replaced between the two"
             )
-        self._ways = [passes_of(p) for p in self.parameters]
+        self._ways = [passes_of(parameter) for parameter in self.parameters]
         self._workspace = self._reserved()
         self._workspace.allocate(device)
-        w = self._workspace
-        self.amaxes = [AmaxGrid(*key, w.view(key)) for key in w.places if key[2] not in (_USED, _REDO)]
-        aligned = [is_aligned(p) for p in self.parameters]
+        workspace = self._workspace
+        self.amaxes = [AmaxGrid(*key, workspace.view(key)) for key in workspace.places if key[2] not in (_USED, _REDO)]
+        aligned = [is_aligned(parameter) for parameter in self.parameters]
         self._aligned = aligned
         self._first, self._last = self._launches()
         self._scales = self._scale_tables()
         self._histories = self._history_tables()
-        numels = [p.rectangle.shape[0] * p.rectangle.shape[1] for p in self.parameters]
+        numels = [parameter.rectangle.shape[0] * parameter.rectangle.shape[1] for parameter in self.parameters]
         self._reading = km.TensorReader(numels, len(ks.GRADIENT), device)
         count = len(self.parameters) * len(ks.GRADIENT) + rows * (len(ks.GROUP) + 4)
         count += -(rows * len(SETTINGS) // -2)
@@ -140,8 +140,8 @@ class StepLaunchPlan:
 
     def _reserved(self) -> _AmaxWorkspace:
         workspace = _AmaxWorkspace()
-        for number, p in enumerate(self.parameters):
-            for role, state in p.scaled.items():
+        for number, parameter in enumerate(self.parameters):
+            for role, state in parameter.scaled.items():
                 for copy in state.fmt.copies.values():
                     if state.is_given(copy):
                         shape = state.shard.component_shape(copy.scale)
@@ -157,18 +157,20 @@ class StepLaunchPlan:
         """Launches of `update` and of `finish`; parameters with equal constants share a launch."""
         first: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
         last: dict[tuple[Any, ks.StepKernelConfig, bool], list[int]] = {}
-        for number, (p, passes, aligned) in enumerate(zip(self.parameters, self._ways, self._aligned, strict=True)):
+        for number, (parameter, passes, aligned) in enumerate(
+            zip(self.parameters, self._ways, self._aligned, strict=True)
+        ):
             once, twice = passes is StepPasses.ONCE, passes is StepPasses.TWICE
-            delayed = isinstance(p.weight, ScaledTensor) and p.weight.history is not None
+            delayed = isinstance(parameter.weight, ScaledTensor) and parameter.weight.history is not None
             measures = not once or delayed
-            first_config = step_kernel_config(p, aligned, measures, not twice, once)
+            first_config = step_kernel_config(parameter, aligned, measures, not twice, once)
             first.setdefault((kp.step_kernel, first_config, False), []).append(number)
             if twice:
-                last.setdefault((kp.step_kernel, step_kernel_config(p, aligned, False, True, True), False), []).append(
-                    number
-                )
+                last.setdefault(
+                    (kp.step_kernel, step_kernel_config(parameter, aligned, False, True, True), False), []
+                ).append(number)
             elif not once or delayed:
-                config = step_kernel_config(p, aligned, False, False, True)
+                config = step_kernel_config(parameter, aligned, False, False, True)
                 last.setdefault((kp.requantize_kernel, config, once), []).append(number)
         return tuple(
             [self._launch(kernel, config, members, redo) for (kernel, config, redo), members in groups.items()]
@@ -189,22 +191,23 @@ class StepLaunchPlan:
         return _KernelLaunch(kernel, how, members, device_table(table, self.device), entries, firsts[-1], redo)
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
-        p = self.parameters[number]
+        parameter = self.parameters[number]
         redo = self._workspace.address(number, WEIGHT, _REDO)
         row = [
-            number, p.group, *p.rectangle.shape, *p.rectangle.origin, p.rectangle.global_shape[1], across, first,
-            p.stream, p.key, p.key_stream, redo,
+            number, parameter.group, *parameter.rectangle.shape, *parameter.rectangle.origin,
+            parameter.rectangle.global_shape[1], across, first,
+            parameter.stream, parameter.key, parameter.key_stream, redo,
         ]  # fmt: skip
-        for role in p.roles:
-            row += self._slot(number, role, p.stored.get(role), Orientation.ROWWISE)
-        row += self._slot(number, WEIGHT, p.weight, Orientation.COLUMNWISE)
-        return row + self._slot(number, AVERAGE, p.stored.get(AVERAGE), Orientation.ROWWISE)
+        for role in parameter.roles:
+            row += self._slot(number, role, parameter.stored.get(role), Orientation.ROWWISE)
+        row += self._slot(number, WEIGHT, parameter.weight, Orientation.COLUMNWISE)
+        return row + self._slot(number, AVERAGE, parameter.stored.get(AVERAGE), Orientation.ROWWISE)
 
     def _slot(self, number: int, role: str, thing: StoredTensor | None, which: Orientation) -> list[int]:
         """Addresses for the `ks.SLOT` columns."""
         if not isinstance(thing, ScaledTensor):
-            present = thing is not None and which is Orientation.ROWWISE
-            return [thing.tensor.data_ptr() if present and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
+            is_stored = thing is not None and which is Orientation.ROWWISE
+            return [thing.tensor.data_ptr() if is_stored and thing is not None else 0] + [0] * (len(ks.SLOT) - 1)
         copy = thing.fmt.copies.get(which)
         if copy is None:
             return [0] * len(ks.SLOT)
@@ -227,8 +230,8 @@ class StepLaunchPlan:
     def _scale_tables(self) -> list[tuple[sr.ScaleRule, int, Tensor]]:
         """Rule, number of entries and table of each launch of `km.tensor_scales_kernel`."""
         rows: dict[sr.ScaleRule, list[list[int]]] = {}
-        for number, p in enumerate(self.parameters):
-            for role, state in p.scaled.items():
+        for number, parameter in enumerate(self.parameters):
+            for role, state in parameter.scaled.items():
                 for copy in state.fmt.copies.values():
                     if not state.is_later(copy):
                         continue
@@ -247,8 +250,8 @@ class StepLaunchPlan:
     def _history_tables(self) -> list[tuple[bool, int, Tensor]]:
         """For delayed scaling: whether to use only the newest amax, the longest history, and the table."""
         rows: dict[bool, list[list[int]]] = {}
-        for number, p in enumerate(self.parameters):
-            for role, state in p.scaled.items():
+        for number, parameter in enumerate(self.parameters):
+            for role, state in parameter.scaled.items():
                 if state.history is None:
                     continue
                 (copy,) = state.fmt.copies.values()
@@ -302,14 +305,14 @@ class StepLaunchPlan:
 
     def make_directions(self) -> None:
         """Write Muon's matrices to orthogonalize into the `directions` passed to `take`. States do not change."""
-        present, _, _, _, settings = self._parts
+        gradient_table, _, _, _, settings = self._parts
         for launch in self._first:
             if launch.how.algorithm != Algorithm.MUON or launch.programs == 0:
                 continue
             for code in self._codes_of(launch):
                 launch_kernel(
                     kp.momentum_kernel, (launch.programs,), self.device,
-                    launch.table, launch.entries, present, settings, km.TYPES[GRADIENT_DTYPES[code - 1]], code,
+                    launch.table, launch.entries, gradient_table, settings, km.TYPES[GRADIENT_DTYPES[code - 1]], code,
                     launch.how, num_warps=WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
 
@@ -330,18 +333,18 @@ class StepLaunchPlan:
 
     def finish(self) -> None:
         """Run the second part of a step, which uses the reduced `amaxes`."""
-        present, stride = self._parts[0], len(ks.GRADIENT)
+        gradient_table, stride = self._parts[0], len(ks.GRADIENT)
         for most_recent, length, table in self._histories:
             launch_kernel(
                 km.tensor_record_kernel, (len(table),), self.device,
-                table, present, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1,
+                table, gradient_table, self._skip, stride, most_recent, triton.next_power_of_2(length), num_warps=1,
             )  # fmt: skip
         for launch in self._last:
             self._run(launch)
         for rule, count, table in self._scales:  # last, because the launches above still read the old scales
             launch_kernel(
                 km.tensor_scales_kernel, (count, 4), self.device,
-                table, present, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False,
+                table, gradient_table, self._skip, stride, 512, rule, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
         self._held = []
 
@@ -393,19 +396,19 @@ class StepLaunchPlan:
     def _run(self, launch: _KernelLaunch) -> None:
         if launch.programs == 0:
             return
-        present, groups, _, _, settings = self._parts
+        gradient_table, groups, _, _, settings = self._parts
         options = launch_options(launch.how)
         if launch.kernel is kp.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch_kernel(
                 launch.kernel, grid, self.device,
-                launch.table, launch.entries, present, self._skip, launch.how, launch.redo, **options,
+                launch.table, launch.entries, gradient_table, self._skip, launch.how, launch.redo, **options,
             )  # fmt: skip
             return
         for code in self._codes_of(launch):
             launch_kernel(
                 launch.kernel, (launch.programs,), self.device,
-                launch.table, launch.entries, present, groups, settings, self._skip,
+                launch.table, launch.entries, gradient_table, groups, settings, self._skip,
                 km.TYPES[GRADIENT_DTYPES[code - 1]], code, launch.how, **options,
             )  # fmt: skip
 

@@ -1,5 +1,8 @@
-"""Settings of a step in the form that multi-tensor kernels read: a row for each group or, where settings depend on
-shapes (Muon), for each shape in a group. This file does not import Triton."""
+"""Settings of a step, in the form that multi-tensor kernels read.
+
+There is a row for each group or, where settings depend on shapes (Muon), for each shape in a group. This file does not
+import Triton.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Adam, Lion and Muon over many tensors. One launch updates the states and weights of all parameters with the same
-storage and formula (`formulas`), and then the averages of their weights (`numerics.averages.moved`), if there are any.
-`states` describes the tables.
+"""Adam, Lion and Muon over many tensors. `states` describes the tables that the kernels read.
 
-For Muon's matrices, `momentum_kernel` first writes the matrices to orthogonalize, and the step reads the orthogonalized
-ones.
+One launch updates the states and weights of all parameters with the same storage and formula (`formulas`). It also
+moves the averages of their weights (`numerics.averages.moved`), if there are any. For Muon's matrices,
+`momentum_kernel` first writes the matrices to orthogonalize, and the step reads the orthogonalized ones.
 
 A program works on a tile of whole scale blocks of the global block grid, so it quantizes the new weight in the same
 pass. If a scale needs more than the tile (one scale for a tensor or row, or a block shared by ranks), one pass measures

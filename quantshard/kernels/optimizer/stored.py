@@ -1,5 +1,7 @@
-"""The description of a parameter for multi-tensor kernels: addresses and storage of the parameter and its states, and
-the formula of its step. This file does not import Triton."""
+"""Description of a parameter for multi-tensor kernels: storage of the parameter and its states, and its update formula.
+
+This file does not import Triton.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,7 @@ class Algorithm(IntEnum):
 
 
 class MatrixRegion(NamedTuple):
-    """Part of a global matrix. A vector is a matrix of one row. Tensors with more dims are flattened to the first dim
-    by the rest."""
+    """Part of a global matrix. A vector has one row; further dims than two are flattened into the columns."""
 
     global_shape: tuple[int, int]
     origin: tuple[int, int]

@@ -140,14 +140,15 @@ class AmaxPlan(NamedTuple):
         if self.spans == (1, 1) and self.other_spans is None:
             return [(workspace.zero(x.device), None) for _ in range(parts)]
         # zeros: several programs share an entry, or none runs
-        new = torch.zeros if self.zeroed or x.numel() == 0 else torch.empty
-        large = [spans for spans in (self.spans, self.other_spans) if spans is not None and spans != (1, 1)]
+        allocate = torch.zeros if self.zeroed or x.numel() == 0 else torch.empty
+        large_spans = [spans for spans in (self.spans, self.other_spans) if spans is not None and spans != (1, 1)]
         pieces: Sequence[Tensor] = ()
-        if len(large) * parts == 1:
-            pieces = [new(large[0], dtype=torch.float32, device=x.device)]
-        elif large:
-            sizes = [-(rows * cols // -4) * 4 for rows, cols in large] * parts  # each starts at a multiple of 16 bytes
-            pieces = new(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
+        if len(large_spans) * parts == 1:
+            pieces = [allocate(large_spans[0], dtype=torch.float32, device=x.device)]
+        elif large_spans:
+            # each grid starts at a multiple of 16 bytes
+            sizes = [-(rows * cols // -4) * 4 for rows, cols in large_spans] * parts
+            pieces = allocate(sum(sizes), dtype=torch.float32, device=x.device).split(sizes)
         remaining = iter(pieces)
 
         def grid(spans: Pair | None) -> Tensor | None:
@@ -168,9 +169,9 @@ def plan_amaxes(shape: Pair, one: BlockAmaxes | None, two: BlockAmaxes | None, o
     if second is not None and transposed_region is not None:
         down, across = tiles(transposed_region, second)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
-    shared = [config.row_all or config.col_all for config in (first, second) if config is not None]
+    shares_entries = [config.row_all or config.col_all for config in (first, second) if config is not None]
     kinds = {"H": first, "T": second}
-    return AmaxPlan(region, spans, transposed_region, transposed_spans, programs, tile, any(shared), kinds)
+    return AmaxPlan(region, spans, transposed_region, transposed_spans, programs, tile, any(shares_entries), kinds)
 
 
 def _measured(

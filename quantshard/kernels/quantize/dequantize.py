@@ -81,22 +81,22 @@ def dequantize_matrices(
 ) -> list[Tensor]:
     """Dequantize several matrices on one device with one kernel."""
     device = stored[0][0][copy.codes.name].device
-    how, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
+    config, arguments, grid, results = tiles_of(copy, device), [], [0, 0], []
     for parts, shape, origin in stored:
         codes, scale = parts[copy.codes.name], parts[copy.scale.name]
-        out, where = torch.empty(shape, dtype=dtype, device=device), Region(*shape, shape[1], *origin)
+        out, region = torch.empty(shape, dtype=dtype, device=device), Region(*shape, shape[1], *origin)
         results.append(out)
         if out.numel() > 0:
             amax = None if copy.amax is None else parts[copy.amax.name]
             arguments.append((
                 (codes, codes.stride(0), codes.shape[1]), (scale, amax, nan_flag, *scale.stride(), *scale.shape),
-                out, out.stride(0), where,
+                out, out.stride(0), region,
             ))  # fmt: skip
-            grid = [*map(max, grid, tiles(where, how))]
+            grid = [*map(max, grid, tiles(region, config))]
     if arguments:
         launch_kernel(
             dequantize_kernel, (*grid, len(arguments)), device, tuple(arguments),
-            PARTS=len(arguments), H=how, num_warps=WARPS, enable_fp_fusion=False,
+            PARTS=len(arguments), H=config, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return results
 

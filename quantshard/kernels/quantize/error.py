@@ -340,11 +340,11 @@ def add_error(
     second = parts[copy.amax.name] if copy.amax is not None else None
     turned = x.stride(0) == 1 < x.stride(1)
     every = EVERY if partial and x.numel() >= LARGE else 1
-    where, counted, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned, every)
+    region, tile_counts, grid, constants = _plan(copy, x.shape, origin, x.device, hadamard, turned, every)
     launch_kernel(
         error_kernel, grid, x.device,
         x, *x.stride(), (codes, codes.stride(0), codes.shape[1]), (scale, second, *scale.stride(), *scale.shape),
-        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], where, *counted, **constants,
+        sums, sums.stride(0), extremes, extremes.stride(0), sums.shape[0], region, *tile_counts, **constants,
     )  # fmt: skip
 
 
@@ -366,8 +366,8 @@ def _plan(
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)
     tile = max(64 if turned else 16, rows), max(64 if turned else 256 if rows <= 16 else 128, cols)
     config = tiling(copy.block, tile, sr.scale_rule(copy, Scaling(), torch.float32, device))._replace(hadamard=hadamard)
-    where = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
-    touched_rows, touched_cols = tiles(where, config)
+    region = Region(shape[0], shape[1] + (-shape[1] % 16 if hadamard else 0), shape[1], *origin)
+    touched_rows, touched_cols = tiles(region, config)
     warps = min(16, tile[0] * tile[1] // (32 * ELEMENTS))
     constants = {"BEYOND": beyond(copy.codes.encoding), "STEPS": STEPS, "EVERY": every, "TURNED": turned, "H": config}
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
@@ -376,5 +376,5 @@ def _plan(
     programs = -(touched_rows // -STEPS), -(touched_cols // -every)
     first = origin[1] // tile[1] * tile[1]
     starts = range(first, first + touched_cols * tile[1], every * tile[1])
-    cols = sum(min(start + tile[1], origin[1] + where.cols) - max(start, origin[1]) for start in starts)
-    return where, (touched_rows, where.rows * cols), programs, {**constants, **options}
+    cols = sum(min(start + tile[1], origin[1] + region.cols) - max(start, origin[1]) for start in starts)
+    return region, (touched_rows, region.rows * cols), programs, {**constants, **options}

@@ -97,8 +97,8 @@ def _four_words(call, words):
 @triton.jit
 def _one_word(element_index, words):
     w0, w1, w2, w3 = _philox_at(element_index >> 2, words)
-    which = element_index & 3
-    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+    index = element_index & 3
+    return tl.where(index < 2, tl.where(index == 0, w0, w1), tl.where(index == 2, w2, w3))
 
 
 @triton.jit

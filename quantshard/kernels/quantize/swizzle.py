@@ -74,15 +74,15 @@ def _swizzle(matrix, row, col, S: tl.constexpr):
     scale_ptr, scale_row, scale_col, swizzled_ptr = scales
     if S.turned:
         _transpose(codes, row, col, rows, cols, S.bits, S.tile)
-        down, across, of_rows, of_cols = col, row, cols, rows
+        down, across, result_rows, result_cols = col, row, cols, rows
     else:
-        down, across, of_rows, of_cols = row, col, rows, cols
+        down, across, result_rows, result_cols = row, col, rows, cols
     is_nan = tl.load(ql.as_bits(nan_flag_ptr)) != 0 if nan_flag_ptr is not None else False  # NaN, else 0
-    blocks = (of_cols + S.wide - 1) // S.wide
+    blocks = (result_cols + S.wide - 1) // S.wide
     tiles = (blocks + 3) // 4
     i = down * S.tile + tl.arange(0, S.tile)
     j = across * (S.tile // S.wide) + tl.arange(0, S.tile // S.wide)
-    inside = (i < of_rows)[:, None] & (j < blocks)[None, :]
+    inside = (i < result_rows)[:, None] & (j < blocks)[None, :]
     scale = tl.load(scale_ptr + (i // S.high)[:, None] * scale_row + j[None, :] * scale_col, mask=inside, other=0)
     if second is None and nan_flag_ptr is not None:
         scale = tl.where(inside & is_nan, 0xFF, scale).to(tl.uint8)

@@ -350,20 +350,20 @@ def plan_quantization(
     adjacent: bool = True, rounding: Rounding | None = None, other_rounding: Rounding | None = None,
 ) -> QuantizePlan:  # fmt: skip
     """Plan the launch for matrices of `shape` [R, C] and their transposes; `adjacent`: rows are contiguous."""
-    shared = tile(spec, other, dtype)
-    if not adjacent and shared.together < 16:  # neighbours in a column are read together already
-        shared = shared._replace(together=1)
-    rowwise = layout(spec, shape, dtype, device, shared, rounding)
+    shared_tile = tile(spec, other, dtype)
+    if not adjacent and shared_tile.together < 16:  # neighbours in a column are read together already
+        shared_tile = shared_tile._replace(together=1)
+    rowwise = layout(spec, shape, dtype, device, shared_tile, rounding)
     columnwise = None
     programs = tiles(rowwise.where, rowwise.how)
     if other is not None:
-        columnwise = layout(other, shape[::-1], dtype, device, shared, other_rounding, transposed=True)
+        columnwise = layout(other, shape[::-1], dtype, device, shared_tile, other_rounding, transposed=True)
         down, across = tiles(columnwise.where, columnwise.how)
         programs = max(programs[0], across), max(programs[1], down)  # either may pad
     constants = {
         "H": rowwise.how,
         "T": columnwise and columnwise.how,
-        **quantize_launch_options(shared, rowwise.how, columnwise is not None, dtype),
+        **quantize_launch_options(shared_tile, rowwise.how, columnwise is not None, dtype),
     }
     return QuantizePlan(rowwise, columnwise, rowwise.where, programs, constants)
 
