@@ -493,5 +493,5 @@ def quantize_launch_options(shared: TileShape, how: KernelConfig, both: bool, dt
 
 def registers(warps: int, beside: int) -> int:
     """Return the registers per thread with which this many programs fit on a multiprocessor of an NVIDIA GPU
-    (65536)."""
+    (65536 registers)."""
     return 65536 // (beside * 32 * warps) // 8 * 8
