@@ -39,12 +39,12 @@ def asks_for_a_gpu(source: str) -> bool:
 def offences(sources: dict[str, str], listed: set[str], without: set[str]) -> list[str]:
     """What GPU_TESTS lacks, and what is listed there, or as an exception, and is no such file. Sources by path."""
 
-    def block_shape(entry: str, path: str) -> bool:
+    def covers(entry: str, path: str) -> bool:
         return path == entry or path.startswith(f"{entry}/")
 
     asking = {path for path, source in sources.items() if asks_for_a_gpu(source)}
-    found = [f"{path} is missing" for path in asking - without if not any(block_shape(entry, path) for entry in listed)]
-    found += [f"{entry} does not exist" for entry in listed if not any(block_shape(entry, path) for path in sources)]
+    found = [f"{path} is missing" for path in asking - without if not any(covers(entry, path) for entry in listed)]
+    found += [f"{entry} does not exist" for entry in listed if not any(covers(entry, path) for path in sources)]
     return sorted([*found, *(f"{path} does not ask for a GPU, or is listed" for path in without - (asking - listed))])
 
 

@@ -255,7 +255,7 @@ def row_amaxes(cells: CellPair, like: Tensor, both: bool) -> BothAmaxes:
 
 
 @lru_cache(MOST_PLANS)
-def block_shape(dtype: torch.dtype, cells: CellPair) -> bool:
+def can_quantize(dtype: torch.dtype, cells: CellPair) -> bool:
     """True if kernels quantize whole matrices of this dtype by these cells."""
     return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
 

@@ -1,5 +1,7 @@
 """Public names of the torchtitan integration; torchtitan finds an override by the module that defines it, so here."""
 
+from __future__ import annotations
+
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.linear import Linear as PlainLinear

@@ -71,7 +71,7 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
 
 
 def _recipe_fits(recipe: Recipe, dtype: torch.dtype) -> bool:
-    return bool(recipe.table) and all([producers.block_shape(dtype, pair) for pair in recipe.activations.values()])
+    return bool(recipe.table) and all([producers.can_quantize(dtype, pair) for pair in recipe.activations.values()])
 
 
 @private_torch.constant_in_graphs

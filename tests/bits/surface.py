@@ -26,7 +26,7 @@ from quantshard.tools.cli import app
 from tests.bits.cells import MORE_OPTIMIZERS, OPTIMIZERS, RECIPES, WRAPPINGS, Cell, built, optimizer_of, save_checkpoint
 from tests.distributed.pool import run_ranks
 
-INTERNAL = tuple(f"quantshard.{name}" for name in ("cli", "doctor", "foreign", "kernels", "private_torch", "trainer"))
+INTERNAL = tuple(f"quantshard.{name}" for name in ("foreign", "interop", "kernels", "private_torch", "tools"))
 """Modules that only the library imports, though some have an `__all__`."""
 WITHOUT_ALL = ("quantshard.errors", "quantshard.recipe")
 

@@ -173,7 +173,7 @@ def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorSource]) -
 
 
 def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> bool:
-    return split is None and kernel_dispatch.has_kernels(values) and producers.block_shape(values.dtype, by)
+    return split is None and kernel_dispatch.has_kernels(values) and producers.can_quantize(values.dtype, by)
 
 
 def cells(recipe: Recipe, role: TensorRole) -> CellPair:
@@ -341,7 +341,7 @@ def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
     first, second = pair
     if second is None or not serves_both(first, second):
         return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.block_shape(values.dtype, pair)
+    return kernel_dispatch.kernels_on(values.device) and producers.can_quantize(values.dtype, pair)
 
 
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
