@@ -1,4 +1,4 @@
-"""Modules: drop-in layers whose weights may be low-precision numbers."""
+"""Drop-in layers that can store their weights in low precision, and the contexts and graphs around them."""
 
 from quantshard.distributed.experts import Dispatch, dispatch_tokens
 from quantshard.modules.attention import DotProductAttention, MultiheadAttention

@@ -1,4 +1,4 @@
-"""LayerNormLinear: a normalization and the linear layer behind it in one module."""
+"""LayerNormLinear: a normalization followed by a linear layer, in one module."""
 
 from __future__ import annotations
 
@@ -19,22 +19,27 @@ from quantshard.modules.norm import Normalization
 
 
 class LayerNormLinear(QuantizedModule):
-    """y = norm(x) @ weight^T + bias. The normalization runs in high precision, the GEMMs as in `Linear`.
+    """A normalization followed by a linear layer: y = norm(x) @ weight^T + bias.
 
-    Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight` [out_features, in_features], which
-    is stored quantized if built under `quantized_model_init`, and `bias` (None without).
+    The normalization runs in high precision, the GEMMs run as in `Linear`. Parameters: `layer_norm_weight`,
+    `layer_norm_bias` (None for RMSNorm), `weight` [out_features, in_features], stored quantized under
+    `quantized_model_init`, and `bias` (None without bias).
 
     Args:
-        eps: of the normalization.
+        eps: constant added to the variance (LayerNorm) or the mean square (RMSNorm).
         normalization: "LayerNorm" or "RMSNorm".
-        return_bias: return the bias behind the output instead of adding it.
-        return_layernorm_output: return the normalized input too, last.
-        return_layernorm_output_gathered: under sequence parallelism, return the whole of it.
+        return_bias: return the bias after the output instead of adding it.
+        return_layernorm_output: also return the normalized input, as the last result.
+        return_layernorm_output_gathered: under sequence parallelism, gather the returned normalized input.
         parallel_mode: "column" or None; see `Linear`.
-        zero_centered_gamma: the normalization multiplies by 1 + layer_norm_weight, which starts at 0.
-        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device,
-            name: see `Linear`.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        zero_centered_gamma: multiply by 1 + layer_norm_weight, with a weight initialized to 0.
+        in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name:
+            see `Linear`.
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
+
+    Raises:
+        ConfigurationError: `normalization` is unknown, `parallel_mode` is "row", or an argument of `Linear` is invalid.
     """
 
     @shows_parallelism(before="device")
@@ -59,13 +64,13 @@ class LayerNormLinear(QuantizedModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        asked = parallelism("LayerNormLinear", others)
+        tp_config = parallelism("LayerNormLinear", others)
         if parallel_mode == "row":
             raise ConfigurationError(
                 "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
                 "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
             )
-        super().__init__(device, params_dtype, asked)
+        super().__init__(device, params_dtype, tp_config)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs
@@ -77,9 +82,11 @@ class LayerNormLinear(QuantizedModule):
 
     @by_own_recipe
     def forward(self, inp: Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
+        """Apply the layer: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
+        `torch.autocast`.
 
-        With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
+        With `return_bias` or `return_layernorm_output` the result is a tuple: output, bias, normalized input. Errors:
+        see `Linear.forward`.
         """
         unsupported.refuse("LayerNormLinear.forward", others)
         inp = self._input(inp)
@@ -91,11 +98,11 @@ class LayerNormLinear(QuantizedModule):
             normed, _ = front.normalized()
             outputs = self._project(normed, self._layer, with_bias=not self.return_bias, ready=layer)
         out = outputs if self.separate_outputs else joined(outputs)
-        more: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
+        extras: tuple[Tensor | None, ...] = (self._joined_bias(self._layer, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
-            more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
-        return (out, *more) if more else out
+            extras += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
+        return (out, *extras) if extras else out
 
     def extra_repr(self) -> str:
         return (

@@ -1,9 +1,8 @@
-"""LayerNormMLP: normalization, linear layer, activation, linear layer in one module.
+"""LayerNormMLP: normalization, linear layer, activation and linear layer in one module.
 
-The activation runs in float32 and is rounded once; for backward only its input is kept, in its own dtype or in 8 bits
-(`activation_storage`). A gated activation (GLU) is `act(gate) * up`, where gate and up are the outputs of two weights.
-They are two parameters, not the halves of one: so each is cut by tensor parallelism as its own, and has its own grid of
-blocks.
+The activation runs in float32 and is rounded once. Backward keeps only its input, unchanged or in 8 bits
+(`activation_storage`). A gated activation (GLU) computes `act(gate) * up` from the outputs of two weights. They are two
+parameters rather than halves of one, so that tensor parallelism shards each of them and each has its own block grid.
 """
 
 from __future__ import annotations
@@ -38,14 +37,15 @@ _QGELU = 1.702  # x * sigmoid(1.702 x), the quick approximation of gelu
 
 
 class ActivationFunction(NamedTuple):
-    """An elementwise function, and its gradient: (gradient of the output, input) -> gradient of the input."""
+    """An elementwise function and its gradient: (gradient of the output, input) -> gradient of the input."""
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
 
 
 def _relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy * torch.where(x.isnan(), x, (x > 0).to(x.dtype))  # a slope of 0 would hide what is not finite
+    # a slope of 0 would hide NaN inputs
+    return dy * torch.where(x.isnan(), x, (x > 0).to(x.dtype))
 
 
 def _qgelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -68,12 +68,13 @@ ACTIVATIONS = (*_CURVES, *_GATED)
 
 
 def is_gated(activation: str) -> bool:
-    """True for the activations of `ACTIVATIONS` that take two inputs."""
+    """Return True for the activations in `ACTIVATIONS` that take two inputs."""
     return activation in _GATED
 
 
 def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
-    """Apply one of `ACTIVATIONS` to x [...], of its dtype; if it is gated multiply by `up`, of the same shape."""
+    """Apply one of `ACTIVATIONS` to x [...], in its dtype. A gated activation multiplies by `up`, which has the shape
+    of x."""
     if _has_kernels(x, up):
         out = _KernelActivation.apply(x, up, activation)
     else:
@@ -84,15 +85,15 @@ def activate(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
 def activate_stored(
     x: Tensor, activation: str, up: Tensor | None, storage: ActivationStorage
 ) -> tuple[Tensor, RecomputedInput]:
-    """The same, where backward reads what `storage` keeps of the inputs; and how it computes the result again of
-    that."""
+    """Apply `activate`, keeping its inputs for backward as `storage` does. Also return how to recompute the result from
+    the kept tensors."""
     if storage is not AS_IS:
         storage = storage.for_backward(x, up)
     if storage is AS_IS:
         return activate(x, activation, up), RecomputedInput(partial(_activate_kept, activation), (x, up))
-    kept = storage.keep((x, up))
-    again = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(kept))
-    return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *kept)), again
+    tensors = storage.keep((x, up))
+    recomputed = RecomputedInput(partial(_activate_decoded, activation, storage, x.dtype), tuple(tensors))
+    return cast(Tensor, _StoredActivation.apply(x, up, activation, storage, *tensors)), recomputed
 
 
 def _activate_kept(activation: str, x: Tensor, up: Tensor | None) -> Tensor:
@@ -114,7 +115,7 @@ def _curve(activation: str) -> ActivationFunction:
 
 
 def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, curve: ActivationFunction) -> tuple[Tensor, Tensor | None]:
-    """Of x, and of up."""
+    """Return the gradients of x and up."""
     dy, high = dy.float(), x.float()
     if up is None:
         return curve.gradient(dy, high).to(x.dtype), None
@@ -157,23 +158,23 @@ class _KernelActivation(torch.autograd.Function):
 
 def _value_by_kernel(x: Tensor, up: Tensor | None, activation: str) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    gate, other = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
+    gate, up_rows = epilogue.matrix(x), None if up is None else epilogue.matrix(up)
     outputs = epilogue.KernelOutputs(high=epilogue.matrix(out))
-    activation_kernel.activate_and_quantize(gate, activation, other, outputs)
+    activation_kernel.activate_and_quantize(gate, activation, up_rows, outputs)
     return out
 
 
 def _gradients_by_kernel(dy: Tensor, x: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    dh, gate, other = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
+    dh, gate, up_rows = epilogue.matrix(dy), epilogue.matrix(x), None if up is None else epilogue.matrix(up)
     dx = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = None if other is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = None if up_rows is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     into_x, into_up = epilogue.KernelOutputs(high=dx), None if dup is None else epilogue.KernelOutputs(high=dup)
-    activation_kernel.activate_backward_and_quantize(dh, gate, activation, other, into_x, into_up)
+    activation_kernel.activate_backward_and_quantize(dh, gate, activation, up_rows, into_x, into_up)
     return dx.view(x.shape), None if dup is None else dup.view(x.shape)
 
 
 class _StoredActivation(torch.autograd.Function):
-    """One whose backward reads `kept` in place of its inputs: what a storage keeps of them."""
+    """An activation with a backward that reads its inputs from `kept`, the tensors that a storage keeps of them."""
 
     @staticmethod
     def forward(
@@ -189,48 +190,56 @@ class _StoredActivation(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("derivative of codes", f"activation {ctx.activation!r}"))
-        kept = list(ctx.saved_tensors)
-        x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(kept, ctx.dtype))
+        tensors = list(ctx.saved_tensors)
+        x, *ups = (value.view(ctx.shape) for value in ctx.storage.values(tensors, ctx.dtype))
         up, dy = ups[0] if ups else None, private_torch.plain(grads[0])
         by_kernel = _has_kernels(x, up)
-        found = _gradients_by_kernel(dy, x, up, ctx.activation) if by_kernel else None
-        dx, dup = found or _gradients(dy, x, up, _curve(ctx.activation))
+        kernel_grads = _gradients_by_kernel(dy, x, up, ctx.activation) if by_kernel else None
+        dx, dup = kernel_grads or _gradients(dy, x, up, _curve(ctx.activation))
         return dx, dup, None, None, *[None] * len(ctx.needs_input_grad[4:])
 
 
 class LayerNormMLP(QuantizedModule):
-    """y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
+    """A normalization and a two-layer MLP: y = act(norm(x) @ fc1_weight^T + fc1_bias) @ fc2_weight^T + fc2_bias.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [ffn_hidden_size, hidden_size],
     `fc1_bias`, `fc2_weight` [hidden_size, ffn_hidden_size], `fc2_bias` (biases are None without bias). A gated
-    activation has `fc1_gate_weight`, which it is applied to, and `fc1_up_weight`, and their biases, instead of
-    those of fc1; state dicts may have TransformerEngine's `fc1_weight`, gate over up. Weights are stored quantized
-    if built under `quantized_model_init`. Under delayed scaling there are amax histories `fc1_...` and `fc2_...`.
+    activation has `fc1_gate_weight`, which feeds the activation, and `fc1_up_weight`, with their biases, in place of
+    fc1's. State dicts can also have TransformerEngine's `fc1_weight`, gate over up.
+
+    Weights are stored quantized under `quantized_model_init`. Delayed scaling adds the amax histories `fc1_...` and
+    `fc2_...`.
 
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers.
-        init_method: fills the whole of each fc1 weight in place (default: N(0, 0.023**2) by the counter generator).
+        init_method: function that fills each full (unsharded) fc1 weight in place. Default: N(0, 0.023**2), drawn by
+            global element index.
         activation: "gelu" (the tanh approximation, as in TransformerEngine), "relu", "silu", "srelu" (relu squared),
-            "qgelu" (x * sigmoid(1.702 x)), or gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
-        output_layer_init_method: the same for fc2_weight.
-        return_bias: return fc2_bias behind the output instead of adding it.
-        set_parallel_mode: let tensor parallelism cut the weights: fc1 by columns, fc2 by rows.
-        recompute_activation: backward computes the activation again, and quantizes it, rather than that forward keeps
-            it quantized: `ffn_hidden_size` bytes less for a token in FP8, for no GEMM more. Where kernels run, the same
-            goes for the normalization, and the gradients of the two inputs of a gated activation are made one after
-            the other. Gradients have the same bits. It does nothing in high precision, nor where `torch.compile` puts
-            activations into its graph, and decides itself what to keep: without kernels.
-        activation_storage: how what the activation reads (gate and up, the outputs of fc1) is kept for its backward:
-            "high_precision", as it is, or "fp8", as E4M3 codes with a float32 scale for each 128 features of a token
-            (`modules/activation_storage.py`), 1.03 bytes in place of 2 or 4 for each. Outputs have the same bits;
-            gradients are those of inputs that differ by at most 1/16 of themselves, or 5e-6 of the largest of 128.
-            With `recompute_activation` the activation, and so the gradient of fc2's weights, is computed again of the
-            codes. In high precision it does the same.
+            "qgelu" (x * sigmoid(1.702 x)), or one of the gated "geglu", "reglu", "swiglu", "sreglu", "qgeglu".
+        output_layer_init_method: `init_method` for fc2_weight.
+        return_bias: return fc2_bias after the output instead of adding it.
+        set_parallel_mode: let tensor parallelism shard the weights: fc1 by columns, fc2 by rows.
+        recompute_activation: recompute and requantize the activation in backward instead of keeping its quantized
+            result. This saves `ffn_hidden_size` bytes per token in FP8 and needs no extra GEMM. With kernels, the
+            normalization is recomputed too, and the gradients of the two inputs of a gated activation are computed one
+            after the other. Gradients keep the same bits. The option has no effect in high precision, or if
+            `torch.compile` traces the activation without kernels and decides itself what to keep.
+        activation_storage: format in which the inputs of the activation (gate and up, the outputs of fc1) are kept for
+            backward. "high_precision" keeps them unchanged. "fp8" keeps E4M3 codes with a float32 scale for each 128
+            features of a token (`modules/activation_storage.py`): 1.03 bytes per element instead of 2 or 4. Outputs
+            have the same bits. Gradients are computed from inputs that differ by at most 1/16 of themselves, or 5e-6
+            of the largest of 128. With `recompute_activation` the activation, and thus the gradient of fc2's weight, is
+            recomputed from the codes. The option works the same way in high precision.
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
+
+    Raises:
+        ConfigurationError: `activation`, `activation_storage` or `normalization` is unknown, or an argument of `Linear`
+            is invalid.
     """
 
     @shows_parallelism(before="device")
@@ -257,13 +266,13 @@ class LayerNormMLP(QuantizedModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        asked = parallelism("LayerNormMLP", others)
+        tp_config = parallelism("LayerNormMLP", others)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
         check_storage("LayerNormMLP", activation_storage)
-        super().__init__(device, params_dtype, asked)
+        super().__init__(device, params_dtype, tp_config)
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.recompute_activation, self.activation_storage = recompute_activation, activation_storage
@@ -295,15 +304,15 @@ class LayerNormMLP(QuantizedModule):
     def forward(
         self, inp: Tensor, *, residual: Tensor | None = None, **others: Any
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Input [..., hidden_size] -> the same shape and dtype, or that of `torch.autocast`.
+        """Apply the MLP: [..., hidden_size] -> the same shape and dtype, or the dtype of `torch.autocast`.
 
-        With `return_bias`, `return_layernorm_output` or `residual` a tuple: output, then fc2_bias, then normalized
-        input, then residual + inp.
+        With `return_bias`, `return_layernorm_output` or `residual` the result is a tuple: output, fc2_bias, normalized
+        input, residual + inp. Errors: see `Linear.forward`.
 
         Args:
             inp: the input.
-            residual: of the input's shape; added to it before the normalization, in whose kernel.
-            **others: TransformerEngine's other arguments; see `unsupported`.
+            residual: tensor of the input's shape, added to the input before the normalization, in the same kernel.
+            **others: other arguments of TransformerEngine; see `unsupported`.
         """
         unsupported.refuse("LayerNormMLP.forward", others)
         inp = self._input(inp)
@@ -317,18 +326,18 @@ class LayerNormMLP(QuantizedModule):
             out, total = fused.mlp(front, fc1, self.activation, fc2, self.recompute_activation, storage)
         else:
             normed, total = front.normalized()
-            hidden, made = self._activate(*self._project(normed, self._fc1, ready=fc1))
-            again = made if self.recompute_activation else None
+            hidden, recomputed_input = self._activate(*self._project(normed, self._fc1, ready=fc1))
+            recomputed = recomputed_input if self.recompute_activation else None
             if isinstance(fc2, TracedLinear):
                 self._check_traced(fc2)
-            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=again)
-        more: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
+            (out,) = self._project(hidden, self._fc2, with_bias=not self.return_bias, ready=fc2, again=recomputed)
+        extras: tuple[Tensor | None, ...] = (self._joined_bias(self._fc2, inp.dtype),) if self.return_bias else ()
         if self.return_layernorm_output:
             assert normed is not None
-            more += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
+            extras += (self._gathered(normed) if self.return_layernorm_output_gathered else normed,)
         if residual is not None:
-            more += (total,)
-        return (out, *more) if more else out
+            extras += (total,)
+        return (out, *extras) if extras else out
 
     def _check_traced(self, fc2: TracedLinear) -> None:
         reads_codes = self.recompute_activation and self.activation_storage != HIGH_PRECISION

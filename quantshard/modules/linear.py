@@ -1,4 +1,4 @@
-"""Linear: y = x @ weight^T + bias, with a weight that may be stored quantized."""
+"""Linear layer with an optionally quantized weight: y = x @ weight^T + bias."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from quantshard.modules.contexts import unsupported
 
 
 class Linear(QuantizedModule):
-    """A linear layer whose three GEMMs are quantized by the recipe of the surrounding `autocast`.
+    """A linear layer that runs its three GEMMs by the recipe of the surrounding `autocast`.
 
-    The weight is [out_features, in_features], stored quantized if built under `quantized_model_init`.
+    The weight is [out_features, in_features]. Under `quantized_model_init` it is stored quantized.
 
     Args:
         in_features: size of the last dim of the input.
         out_features: size of the last dim of the output.
         bias: add a bias [out_features], kept in high precision.
-        init_method: fills the whole weight in place (default: N(0, 0.023**2) by the counter generator).
-        params_dtype: (nominal) dtype of the parameters; default: torch's default dtype.
-        return_bias: return (output without bias, bias) instead of adding it.
-        parameters_split: make several weights instead of one, which read the same input: names and out_features of
-            each (a dict), or names of equal parts. "query" has the parameters `query_weight` and `query_bias`.
-        separate_outputs: return a tuple of the parts' outputs instead of one concatenated output.
-        parallel_mode: how tensor parallelism cuts the weight: "column" (out_features; the output stays cut) or "row"
-            (in_features; the input is cut).
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`. Default: the current
+        init_method: function that fills the full (unsharded) weight in place. Default: N(0, 0.023**2), drawn by global
+            element index.
+        params_dtype: dtype of the parameters, nominal for a quantized weight. Default: torch's default dtype.
+        return_bias: return (output without bias, bias) instead of adding the bias.
+        parameters_split: split the weight into several parameters that read the same input: a dict of name ->
+            out_features, or a sequence of names for equal parts. The part "query" has the parameters `query_weight` and
+            `query_bias`.
+        separate_outputs: return a tuple with the output of each part instead of one concatenated output.
+        parallel_mode: dim that tensor parallelism shards: "column" (out_features; the output stays sharded) or "row"
+            (in_features; the input must be sharded).
+        device: device of the parameters; "meta" leaves the initialization to `reset_parameters`. Default: the current
             accelerator, or the CPU.
-        name: shown in printed tables and messages.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        name: name shown in printed tables and messages.
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
+
+    Raises:
+        ConfigurationError: sizes, `parameters_split` or the arguments of tensor parallelism are invalid.
     """
 
     @shows_parallelism(before="device")
@@ -64,9 +70,15 @@ class Linear(QuantizedModule):
 
     @by_own_recipe
     def forward(self, inp: Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
+        """Apply the layer: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
+        `torch.autocast`.
 
-        See the arguments for tuples.
+        `return_bias` and `separate_outputs` make the result a tuple.
+
+        Raises:
+            ConfigurationError: the input has another last dim, has no floating dtype, or is a DTensor.
+            RecipeMismatchError: the weight is stored in another format than the recipe needs.
+            FallbackError: `autocast` is strict and a GEMM would fall back.
         """
         unsupported.refuse("Linear.forward", others)
         outputs = self._project(inp, self._layer, with_bias=not self.return_bias)

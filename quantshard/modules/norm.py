@@ -1,14 +1,14 @@
-"""LayerNorm and RMSNorm, as modules and as the first part of a fused one.
+"""LayerNorm and RMSNorm, as modules and as the first part of fused modules.
 
     LayerNorm   y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta
     RMSNorm     y = x / sqrt(mean(x**2) + eps) * gamma
 
-over the last dim, in float32 whatever the dtypes, rounded once to the dtype of x. With `zero_centered_gamma` the stored
-weight is gamma - 1, so that it starts at 0 and weight decay pulls gamma towards 1. Weights and biases are never
-quantized. For backward only the input is kept, and by kernels its statistics, two numbers a row, which plain PyTorch
-takes again.
+Both run over the last dim, in float32 for all dtypes, and round once to the dtype of x. With `zero_centered_gamma` the
+stored weight is gamma - 1, which starts at 0, so that weight decay pulls gamma towards 1. Weights and biases are never
+quantized.
 
-A second derivative is always that of the formulas in PyTorch.
+Backward keeps the input. Kernels also keep two statistics per row, which plain PyTorch recomputes. Second derivatives
+always use the formulas in PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ KINDS = ("LayerNorm", "RMSNorm")
 
 
 class NormConfig(NamedTuple):
-    """Which normalization: with centering LayerNorm, without it RMSNorm; gamma is the weight plus `offset`."""
+    """The kind and constants of a normalization. LayerNorm is `centered`, RMSNorm is not; gamma is the weight plus
+    `offset`."""
 
     eps: float
     centered: bool
@@ -44,12 +45,12 @@ class NormConfig(NamedTuple):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
+    """Apply LayerNorm over the last dim of x [..., size]; weight and bias are [size]."""
     return _normalize(x, weight, bias, NormConfig(eps, True, float(zero_centered_gamma)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = False) -> Tensor:
-    """RMSNorm over the last dim of x [..., size]; weight is [size]."""
+    """Apply RMSNorm over the last dim of x [..., size]; weight is [size]."""
     return _normalize(x, weight, None, NormConfig(eps, False, float(zero_centered_gamma)))
 
 
@@ -64,9 +65,9 @@ def _normalize(x: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig)
 def _add_and_normalize(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, rule: NormConfig
 ) -> tuple[Tensor, Tensor]:
-    """The normalized sum, and the sum."""
-    alike = x.shape == residual.shape and x.dtype == residual.dtype
-    if alike and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
+    """Return the normalized sum of x and residual, and the sum."""
+    same_layout = x.shape == residual.shape and x.dtype == residual.dtype
+    if same_layout and kernel_dispatch.has_float_kernels(x, residual, weight, bias):
         out, total = _KernelNorm.apply(x, residual, weight, bias, rule)
         return out, total
     total = residual + x
@@ -74,7 +75,8 @@ def _add_and_normalize(
 
 
 def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """x of float32 with its rows centered (LayerNorm only) and scaled to mean square 1, and the scales [..., 1]."""
+    """Return x (float32) with each row scaled to mean square 1, and the scales [..., 1]. `centered` subtracts the mean
+    first."""
     if centered:
         x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -82,7 +84,7 @@ def _unit(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
 
 
 class NormGradMask(NamedTuple):
-    """Of which inputs gradients are needed."""
+    """Flags for the gradients that are needed."""
 
     x: bool
     weight: bool
@@ -90,7 +92,7 @@ class NormGradMask(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of x, weight and bias."""
+"""Gradients of x, weight and bias."""
 
 
 def _gradients(
@@ -128,19 +130,19 @@ class _OracleNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        found = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, NormGradMask(*ctx.needs_input_grad[:3]))
-        return *found, None, None, None
+        input_grads = _gradients(grads[0], x, weight, ctx.bias_dtype, ctx.rule, NormGradMask(*ctx.needs_input_grad[:3]))
+        return *input_grads, None, None, None
 
 
 def parameters_of(weight: Tensor, bias: Tensor | None, rule: NormConfig) -> norm_kernel.NormParameters:
-    """The parameters of a normalization as its kernels take them."""
+    """Pack the parameters of a normalization for its kernels."""
     return norm_kernel.NormParameters(weight.contiguous(), None if bias is None else bias.contiguous(), rule.offset)
 
 
 class _KernelNorm(torch.autograd.Function):
-    """The same by kernels: x, or x + residual, normalized; and that sum, or None.
+    """Normalization by kernels: returns the normalized x, or x + residual, and that sum (None without residual).
 
-    The gradient of the sum, which a residual connection reads again, is added in the kernel of backward.
+    A residual connection reads the sum again, so the kernel of backward also adds the sum's gradient.
     """
 
     @staticmethod
@@ -149,8 +151,8 @@ class _KernelNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = private_torch.plain(x)
-        other = None if residual is None else private_torch.plain(residual)
-        statistics, total = norm_kernel.norm_statistics(x, rule.eps, rule.centered, residual=other)
+        plain_residual = None if residual is None else private_torch.plain(residual)
+        statistics, total = norm_kernel.norm_statistics(x, rule.eps, rule.centered, residual=plain_residual)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outputs = epilogue.KernelOutputs(high=epilogue.matrix(out))
         parameters = parameters_of(weight, bias, rule)
@@ -161,23 +163,24 @@ class _KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, of_sum = grads
+        dy, sum_grad = grads
         z, weight, bias, *statistics = ctx.saved_tensors
-        needed = NormGradMask(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
+        grad_mask = NormGradMask(any(ctx.needs_input_grad[:2]), *ctx.needs_input_grad[2:4])
         bias_dtype = None if bias is None else bias.dtype
         if dy is None:
-            dx, dweight, dbias = of_sum, None, None
-        elif torch.is_grad_enabled():  # create_graph=True: kernels have no derivative
-            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, needed)
-            dx = dx if dx is None or of_sum is None else dx + of_sum
+            dx, dweight, dbias = sum_grad, None, None
+        elif torch.is_grad_enabled():
+            # create_graph=True: kernels have no derivative
+            dx, dweight, dbias = _gradients(dy, z, weight, bias_dtype, ctx.rule, grad_mask)
+            dx = dx if dx is None or sum_grad is None else dx + sum_grad
         else:
             dx, dweight, dbias = norm_kernel.norm_backward(
                 private_torch.plain(dy),
                 z,
                 norm_kernel.NormStatistics(*statistics),
                 parameters_of(weight, bias, ctx.rule),
-                residual_gradient=None if of_sum is None else private_torch.plain(of_sum),
-                for_parameters=needed.weight or needed.bias,
+                residual_gradient=None if sum_grad is None else private_torch.plain(sum_grad),
+                for_parameters=grad_mask.weight or grad_mask.bias,
             )
             dweight = None if dweight is None else dweight.to(weight.dtype)
             dbias = None if dbias is None else dbias.to(bias_dtype)
@@ -186,9 +189,9 @@ class _KernelNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Normalization:
-    """How a module normalizes rows of `size` elements, with parameters that the module owns.
+    """A normalization of rows of `size` elements. The module that uses it owns the parameters.
 
-    `rule`: the numbers that it is computed by.
+    `rule`: kind and constants, derived from the other fields.
 
     Raises:
         ConfigurationError: `kind` is not one of `KINDS`.
@@ -205,10 +208,11 @@ class Normalization:
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
         check_arguments(self.kind, NUMBER, eps=self.eps)
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
-        object.__setattr__(self, "rule", rule)  # no cached property: Dynamo cannot trace one on Python 3.11
+        # not a cached property: Dynamo cannot trace one on Python 3.11
+        object.__setattr__(self, "rule", rule)
 
     def add_parameters(self, module: QuantizedModule, prefix: str = "") -> None:
-        """Register `weight` and, for LayerNorm, `bias` (else None), their names behind `prefix`."""
+        """Register `weight` and `bias` (None for RMSNorm) on a module, with names that start with `prefix`."""
         module.add_vector(prefix + "weight", self.size, 0.0 if self.zero_centered_gamma else 1.0)
         if self.zero_centered_gamma:
             module.zero_centered_gammas = (prefix + "weight",)
@@ -218,18 +222,19 @@ class Normalization:
             module.register_parameter(prefix + "bias", None)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., size] normalized, in its dtype."""
+        """Normalize x [..., size], in its dtype."""
         self.check(x)
         return _normalize(x, weight, bias, self.rule)
 
     def with_residual(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """residual + x [..., size], normalized; and that sum."""
+        """Return residual + x [..., size] normalized, and the sum."""
         self.check(x)
         return _add_and_normalize(x, residual, weight, bias, self.rule)
 
     def check(self, x: Tensor) -> None:
-        """Raise ConfigurationError if the rows of x are not of `size` elements."""
-        if x.shape[-1] != self.size:  # else a last dim of 1 would be broadcast
+        """Raise ConfigurationError if the last dim of x is not `size`."""
+        # a last dim of 1 would be broadcast
+        if x.shape[-1] != self.size:
             raise ConfigurationError(
                 f"{self.kind} of {self.size} elements got an input of shape {tuple(x.shape)}; its last dim must be "
                 f"{self.size}"
@@ -241,7 +246,7 @@ class Normalization:
 
 
 class _NormModule(QuantizedModule):
-    """What LayerNorm and RMSNorm share; the class's name is the kind."""
+    """Base of LayerNorm and RMSNorm."""
 
     @shows_parallelism(before="device")
     def __init__(
@@ -262,17 +267,17 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        asked = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)}, "_NormModule")
-        super().__init__(device, params_dtype or dtype, asked)
+        tp_config = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)}, "_NormModule")
+        super().__init__(device, params_dtype or dtype, tp_config)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """Input [..., size] -> the same shape and dtype, or that of `torch.autocast`.
+        """Normalize the input [..., size] -> the same shape and dtype, or the dtype of `torch.autocast`.
 
         Raises:
-            ConfigurationError: rows are spread over ranks (`sequence_parallel`), but it is not known which; or the
-                input is a DTensor, or not of a floating dtype.
+            ConfigurationError: `sequence_parallel` is set on several ranks without a mesh or group, the last dim is not
+                `size`, or the input is a DTensor or has no floating dtype.
         """
         inp = self._input(inp)
         if self.sequence_parallel and self.tp_mesh is None and world() is not None and dist.get_world_size() > 1:
@@ -288,35 +293,38 @@ class _NormModule(QuantizedModule):
 
 
 class LayerNorm(_NormModule):
-    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dim, in float32.
+    """Layer normalization over the last dim: y = (x - mean) / sqrt(var + eps) * weight + bias, in float32.
 
     Args:
         normalized_shape: size of the last dim.
-        eps: added to the variance.
-        params_dtype: dtype of the parameters; default: torch's default dtype. `dtype` is the same.
-        zero_centered_gamma: multiply by 1 + weight, with a weight that starts at 0.
+        eps: constant added to the variance.
+        params_dtype: dtype of the parameters; `dtype` is a synonym. Default: torch's default dtype.
+        zero_centered_gamma: multiply by 1 + weight, with a weight initialized to 0.
         hidden_size: TransformerEngine's old name for `normalized_shape`.
-        sequence_parallel: the input's rows (dim 0) are spread over the ranks of tensor parallelism, so that the
-            gradients of the parameters are summed over them.
-        tp_group, tp_size, tp_mesh, weight_mesh: see `module_meshes.TensorParallelConfig`; the parameters are whole on
-            every rank.
-        device: where the parameters are made; "meta" leaves them to `reset_parameters`.
+        sequence_parallel: the input's rows (dim 0) are sharded over the tensor-parallel ranks, so the gradients of the
+            parameters are summed over these ranks.
+        tp_group, tp_size, tp_mesh, weight_mesh: see `module_meshes.TensorParallelConfig`; the parameters are
+            replicated.
+        device: device of the parameters; "meta" leaves the initialization to `reset_parameters`.
+
+    Raises:
+        ConfigurationError: the size is missing, is given twice, or has more than one dim; or `params_dtype` and `dtype`
+            differ.
     """
 
 
 class RMSNorm(_NormModule):
-    """y = x / sqrt(mean(x**2) + eps) * weight over the last dim, in float32. Arguments: those of `LayerNorm`."""
+    """Root mean square normalization over the last dim: y = x / sqrt(mean(x**2) + eps) * weight, in float32. Arguments:
+    see `LayerNorm`."""
 
 
 def _size(kind: str, shape: int | Sequence[int] | None, hidden_size: int | Sequence[int] | None) -> int:
     if (shape is None) == (hidden_size is None):
         raise ConfigurationError(f"{kind} needs the size of the last dim, once: normalized_shape or hidden_size")
-    given = hidden_size if shape is None else shape
-    check_arguments(kind, SIZES, **{"hidden_size" if shape is None else "normalized_shape": given})
-    sizes: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    dims = hidden_size if shape is None else shape
+    check_arguments(kind, SIZES, **{"hidden_size" if shape is None else "normalized_shape": dims})
+    sizes: list[Any] = list(dims) if isinstance(dims, Iterable) else [dims]
     if len(sizes) != 1:
-        raise ConfigurationError(
-            f"{kind}({given}): only the last dim is normalized; flatten the last {len(sizes)} dims"
-        )
+        raise ConfigurationError(f"{kind}({dims}): only the last dim is normalized; flatten the last {len(sizes)} dims")
     size: int = sizes[0]
     return size
