@@ -1,7 +1,7 @@
-"""Attention: the core (`DotProductAttention`) and with its projections (`MultiheadAttention`).
+"""Attention: the core (`DotProductAttention`) and the core with its projections (`MultiheadAttention`).
 
-The core is PyTorch's scaled_dot_product_attention in high precision, whichever the recipe; what a recipe quantizes are
-the projections.
+The core is PyTorch's scaled_dot_product_attention, in high precision for all recipes. A recipe quantizes only the
+projections.
 """
 
 from __future__ import annotations
@@ -40,17 +40,13 @@ Window = tuple[int, int]
 
 
 def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise unless an argument is one of its choices.
-
-    Raises:
-        ConfigurationError: naming the argument, its value and the choices.
-    """
+    """Raise ConfigurationError if an argument is not one of its `choices`."""
     if value not in choices:
         raise ConfigurationError(f"{owner}({argument}={value!r}) is not supported; use one of: {', '.join(choices)}")
 
 
 def check_window(owner: str, window_size: Window | None, attn_mask_type: str) -> None:
-    """Raise for a sliding window; TransformerEngine's None, (-1, -1) and for causal masks (-1, 0) ask for none."""
+    """Raise ConfigurationError for a sliding window. None, (-1, -1) and, with a causal mask, (-1, 0) mean no window."""
     check_arguments(owner, ITERABLE.or_none, window_size=window_size)
     if window_size is None or tuple(window_size) == (-1, -1):
         return
@@ -66,32 +62,34 @@ def check_window(owner: str, window_size: Window | None, attn_mask_type: str) ->
 
 
 class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
-    """softmax(q @ k^T * softmax_scale) @ v, for every head, in high precision.
+    """Attention for every head, in high precision: softmax(q @ k^T * softmax_scale) @ v.
 
-    Mask types: "no_mask"; "causal" (a query sees the keys at its position and before) and "causal_bottom_right" (the
-    same counted from the ends, where there are more keys than queries); "padding" and "padding_causal", with a mask
-    [b, 1, 1, keys] that is True where a key is padding; "arbitrary", with a mask that is True where a key is hidden
-    from a query and that broadcasts to [b, h, queries, keys]. A query that sees no key at all gets zeros.
+    Mask types: "no_mask"; "causal" (a query sees the keys up to its position) and "causal_bottom_right" (positions are
+    counted from the ends if there are more keys than queries); "padding" and "padding_causal", with a mask
+    [b, 1, 1, keys] that is True where a key is padding; "arbitrary", with a mask that is True where a key is hidden and
+    that broadcasts to [b, h, queries, keys]. A query that sees no key gets zeros.
 
     Args:
-        num_attention_heads: heads of the queries.
+        num_attention_heads: number of query heads.
         kv_channels: features of a head.
-        num_gqa_groups: heads of keys and values, each shared by as many successive heads of the queries (default: one
-            each).
-        attention_dropout: probability with which a softmax weight is dropped in training.
+        num_gqa_groups: number of key and value heads, each shared by consecutive query heads (default: one each).
+        attention_dropout: probability of dropping a softmax weight in training.
         qkv_format: "sbhd" (sequence first) or "bshd" (batch first).
-        attn_mask_type: see above; `forward` can ask for another.
-        window_size: only what means "no window" is supported.
-        tp_size, tp_group, tp_mesh: tensor parallelism: this rank computes `num_attention_heads` / size heads of the
-            queries and `num_gqa_groups` / size of keys and values.
-        weight_mesh: checked against `tp_mesh`; there are no weights here.
-        sequence_parallel: without effect; it is that of the projections around.
+        attn_mask_type: default mask type, see above; `forward` can override it.
+        window_size: only values that mean "no window" are supported.
+        tp_size, tp_group, tp_mesh: tensor parallelism; this rank computes `num_attention_heads` / size query heads and
+            `num_gqa_groups` / size key and value heads.
+        weight_mesh: checked against `tp_mesh`; this module has no weights.
+        sequence_parallel: no effect here; the surrounding projections use it.
         layer_number: shown in printed tables.
-        attention_type: only "self"; queries and keys may nevertheless differ in length.
-        softmax_scale: default 1 / sqrt(kv_channels).
-        attention_backend: "auto", "flash", "cudnn", "efficient" or "math": see `attention_backends`. Ours alone.
+        attention_type: only "self"; queries and keys can still differ in length.
+        softmax_scale: factor of q @ k^T. Default: 1 / sqrt(kv_channels).
+        attention_backend: "auto", "flash", "cudnn", "efficient" or "math"; see `attention_backends`.
         name: shown in printed tables and messages.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        **others: other arguments of TransformerEngine; see `unsupported`.
+
+    Raises:
+        ConfigurationError: an argument has an unsupported value, or `tp_size` does not divide the heads.
     """
 
     @shows_parallelism(before="layer_number")
@@ -115,7 +113,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         **others: Any,
     ) -> None:
         owner = "DotProductAttention"
-        asked = parallelism(owner, others)
+        config = parallelism(owner, others)
         _check_attention_type(owner, attention_type)
         check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
@@ -132,15 +130,11 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         self.attention_backend = attention_backend
         self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
         self._check_heads()
-        self.set_tensor_parallel_group(asked.tp_group)
-        self.set_device_mesh(asked.tp_mesh, asked.weight_mesh)
+        self.set_tensor_parallel_group(config.tp_group)
+        self.set_device_mesh(config.tp_mesh, config.weight_mesh)
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Divide the heads over the tensor-parallel axis of a mesh.
-
-        Raises:
-            ConfigurationError: a mesh of the wrong size, or one that does not divide the heads.
-        """
+        """Divide the heads over the tensor-parallel axis of a mesh; its size must divide both kinds of heads."""
         if tp_mesh is not None:
             check_meshes("DotProductAttention", tp_mesh, weight_mesh, self.tp_size)
             self.tp_size = tp_mesh.size()
@@ -174,14 +168,17 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         checkpoint_core_attention: bool = False,
         **others: Any,
     ) -> Tensor:
-        """Queries [s, b, h, d], keys and values [s', b, groups, d] -> [s, b, h * d]; [b, s, ...] for "bshd".
+        """Attend: queries [s, b, h, d], keys and values [s', b, groups, d] -> [s, b, h * d]; [b, s, ...] for "bshd".
 
         Args:
-            query_layer, key_layer, value_layer: of one dtype.
-            attention_mask: bool, True where masked out; for the mask types that take one.
-            qkv_format, attn_mask_type, window_size: instead of the module's.
-            checkpoint_core_attention: keep nothing of the attention for backward but run it again.
-            **others: TransformerEngine's other arguments; see `unsupported`.
+            query_layer, key_layer, value_layer: tensors of one dtype.
+            attention_mask: bool, True where masked out; required by the mask types that use a mask.
+            qkv_format, attn_mask_type, window_size: override the module's values.
+            checkpoint_core_attention: recompute the attention in backward instead of saving its activations.
+            **others: other arguments of TransformerEngine; see `unsupported`.
+
+        Raises:
+            ConfigurationError: the shapes, the mask or its type do not fit, or no backend supports the inputs.
         """
         owner = "DotProductAttention.forward"
         unsupported.refuse(owner, others)
@@ -222,7 +219,7 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         return self.attention_dropout if self.training else 0.0
 
     def describe_backend(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Which backend would run on a device, without mask and dropout; for `explain`."""
+        """Name the backend that a device would use without mask and dropout; for `explain`."""
         return attention_backends.described(self.attention_backend, device, dtype, self.kv_channels)
 
     def _check_shapes(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -245,15 +242,15 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
 
 
 def _visible(kind: str, masked_out: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """True where a query sees a key, broadcastable to [b, h, queries, keys]; None if that is all, or plainly causal."""
+    """Return where a query sees a key, broadcastable to [b, h, queries, keys]; None for no mask or plain causality."""
     if (kind in _TAKES_MASK) != (masked_out is not None):
-        takes = "needs an attention_mask" if kind in _TAKES_MASK else "takes no attention_mask"
+        requirement = "needs an attention_mask" if kind in _TAKES_MASK else "takes no attention_mask"
         raise ConfigurationError(
-            f"attention: attn_mask_type={kind!r} {takes}; the types that take one are {', '.join(_TAKES_MASK)}"
+            f"attention: attn_mask_type={kind!r} {requirement}; the types that take one are {', '.join(_TAKES_MASK)}"
         )
     if masked_out is not None and (not isinstance(masked_out, Tensor) or masked_out.dtype != torch.bool):
-        given = masked_out.dtype if isinstance(masked_out, Tensor) else type(masked_out).__name__
-        raise ConfigurationError(f"attention_mask must be one bool tensor, True where masked out; got {given}")
+        actual = masked_out.dtype if isinstance(masked_out, Tensor) else type(masked_out).__name__
+        raise ConfigurationError(f"attention_mask must be one bool tensor, True where masked out; got {actual}")
     if masked_out is None:
         shifted = kind == "causal_bottom_right" and queries != keys
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries) if shifted else None
@@ -263,35 +260,36 @@ def _visible(kind: str, masked_out: Tensor | None, queries: int, keys: int, devi
 
 
 class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
-    """Self-attention with its projections, optionally behind a normalization.
+    """Self-attention with its projections, optionally after a normalization.
 
     Children: `qkv`, a `Linear`, or with `input_layernorm` `layernorm_qkv`, a `LayerNormLinear`; `core_attention`;
-    `proj`, a `Linear`. Queries, keys and values have a weight each, `query_weight`, `key_weight` and `value_weight`,
-    head by head. With `fuse_qkv_params=True` they are one weight, `weight`, whose rows are group by group, the group's
-    queries, its key, its value; or, with `qkv_weight_interleaved=False`, all queries, then all keys, then all values.
+    `proj`, a `Linear`. Queries, keys and values have the weights `query_weight`, `key_weight` and `value_weight`, head
+    by head. With `fuse_qkv_params` they share one `weight`, with rows group by group: the group's queries, its key, its
+    value. If also `qkv_weight_interleaved=False`, the rows are all queries, then all keys, then all values.
 
     Args:
         hidden_size: size of the last dim of input and output.
-        num_attention_heads: heads of the queries.
-        kv_channels: features of a head (default: hidden_size / num_attention_heads).
-        init_method: fills the whole weight of the qkv projection (default: N(0, 0.023**2) by the counter generator).
-        output_layer_init_method: the same for `proj`.
-        num_gqa_groups: heads of keys and values (default: as many as of queries).
-        return_bias: return the bias of `proj` behind the output instead of adding it.
+        num_attention_heads: number of query heads.
+        kv_channels: features of a head. Default: hidden_size / num_attention_heads.
+        init_method: fills the full qkv weight in place. Default: N(0, 0.023**2), drawn by global element index.
+        output_layer_init_method: `init_method` for `proj`.
+        num_gqa_groups: number of key and value heads. Default: num_attention_heads.
+        return_bias: return the bias of `proj` after the output instead of adding it.
         input_layernorm: normalize the input.
         attention_type: only "self".
-        fuse_qkv_params: one weight for queries, keys and values, see above.
-        qkv_weight_interleaved: see above; without effect unless `fuse_qkv_params`.
-        rotary_pos_interleaved: the layout of the rotary embedding.
-        set_parallel_mode: let tensor parallelism cut the heads: qkv by columns, `proj` by rows. With one fused weight
-            its rows must be interleaved by group, as they are by default.
+        fuse_qkv_params: store queries, keys and values in one weight, see above.
+        qkv_weight_interleaved: order of the rows of the fused weight, see above.
+        rotary_pos_interleaved: layout of the rotary embedding.
+        set_parallel_mode: let tensor parallelism shard the heads: qkv by columns, `proj` by rows. A fused weight must
+            be interleaved (the default).
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         attention_dropout, layer_number, attn_mask_type, window_size, attention_backend: see `DotProductAttention`.
         qk_norm_type, qk_norm_eps, qk_norm_before_rope: normalize the heads of queries and keys; see `head_norms`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
     """
 
     @shows_parallelism(before="device")
@@ -331,7 +329,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         **others: Any,
     ) -> None:
         owner = "MultiheadAttention"
-        asked = parallelism(owner, others)
+        config = parallelism(owner, others)
         _check_attention_type(owner, attention_type)
         super().__init__()
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
@@ -344,7 +342,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         kv_features = self.num_gqa_groups * self.kv_channels
         parts = {"query": num_attention_heads * self.kv_channels, "key": kv_features, "value": kv_features}
         features = sum(parts.values())
-        common: dict[str, Any] = {**vars(asked), "bias": bias, "params_dtype": params_dtype, "device": device}
+        common: dict[str, Any] = {**vars(config), "bias": bias, "params_dtype": params_dtype, "device": device}
         self.set_parallel_mode = set_parallel_mode
         qkv = {
             **common, "parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method,
@@ -362,13 +360,13 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         norm = {"params_dtype": params_dtype, "device": device}
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm, self.k_norm = (
-            head_norms.head_norm(owner, qk_norm_type, self.kv_channels, qk_norm_eps, asked, **norm) for _ in range(2)
+            head_norms.head_norm(owner, qk_norm_type, self.kv_channels, qk_norm_eps, config, **norm) for _ in range(2)
         )
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
             window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
             attention_backend=attention_backend,
-            **(vars(replace(asked, weight_mesh=None)) if set_parallel_mode else {}),
+            **(vars(replace(config, weight_mesh=None)) if set_parallel_mode else {}),
         )  # fmt: skip
         self.proj = Linear(
             num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
@@ -392,12 +390,12 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             )
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Put the parameters on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
+        """Shard the parameters over the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
         super().set_device_mesh(tp_mesh, weight_mesh)
         self._on_mesh(type(self).__name__)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
-        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        """Shard the parameters over a process group. Under FSDP2 use `set_device_mesh`."""
         super().set_tensor_parallel_group(tp_group)
         self._on_mesh(type(self).__name__)
 
@@ -415,17 +413,17 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         rotary_pos_emb: RotaryEmbedding | None = None,
         **others: Any,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        """Input [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
+        """Attend: [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
 
-        With `return_bias` or `return_layernorm_output` a tuple: output, then bias, then normalized input.
+        With `return_bias` or `return_layernorm_output` the result is a tuple: output, bias, normalized input.
 
         Args:
             hidden_states: the input.
-            attention_mask: bool, True where masked out; for the mask types that take one.
-            attn_mask_type, window_size: instead of the module's.
-            checkpoint_core_attention: keep nothing of the core attention for backward but run it again.
-            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them, for queries and for keys.
-            **others: TransformerEngine's other arguments; see `unsupported`.
+            attention_mask: bool, True where masked out; required by the mask types that use a mask.
+            attn_mask_type, window_size: override the module's values.
+            checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
+            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
+            **others: other arguments of TransformerEngine; see `unsupported`.
         """
         unsupported.refuse("MultiheadAttention.forward", others)
         projected = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states)
@@ -443,7 +441,8 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         return (*out, normed) if self.return_bias else (out, normed)
 
     def _split_and_rotate(self, qkv: Tensor | Sequence[Tensor], freqs: RotaryEmbedding | None) -> Sequence[Tensor]:
-        """[..., features], or three parts of it -> queries [..., h, d], keys and values [..., groups, d]."""
+        """Split [..., features], or take its three parts, into queries [..., h, d], keys and values [..., groups, d];
+        rotate queries and keys."""
         layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
         heads, groups = self._local_heads()
         at_once = not self.interleaved and self.q_norm is None
@@ -460,7 +459,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         return q, k, v
 
     def _local_heads(self) -> tuple[int, int]:
-        """Heads of the queries on this rank, and of keys and values."""
+        """Return this rank's number of query heads, and of key and value heads."""
         tp_size = self.core_attention.tp_size
         return self.num_attention_heads // tp_size, self.num_gqa_groups // tp_size
 

@@ -1,15 +1,15 @@
-"""Which of PyTorch's implementations of scaled_dot_product_attention runs: its "backends".
+"""Choice among PyTorch's implementations ("backends") of scaled_dot_product_attention.
 
-PyTorch takes the first that works of an order of its own, which begins with flash. On Hopper cuDNN is faster: causal
-attention of 2 x 8192 tokens in bf16, 32 heads of 128 features over 8 of keys, takes 7.1 ms of an H200 forward and
-backward by cuDNN, 13.0 by flash. So "auto" puts cuDNN first there, for the kind of input that this was measured on: 16
-bits, no mask, no dropout, heads of a multiple of 8 features up to 128. cuDNN plans each new shape once, which takes a
-while; what it does not take goes on to the next.
+PyTorch runs the first backend that works, in its own order, which starts with flash. On Hopper cuDNN is faster: causal
+attention over 2 x 8192 tokens in bf16, with 32 query heads and 8 key heads of 128 features, takes 7.1 ms forward and
+backward on an H200 by cuDNN and 13.0 ms by flash. Hence "auto" tries cuDNN first on Hopper for the inputs that this was
+measured on: 16 bits, no mask, no dropout, heads of up to 128 features, in multiples of 8. cuDNN plans each new shape
+once, which takes a while; inputs that cuDNN does not support go to the next backend.
 
-What the caller disabled (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) stays so under "auto".
-With `torch.use_deterministic_algorithms(True)` flash is first, and cuDNN left out: its gradients differ between runs,
-as those of flash do without that setting. Any other choice than "auto" is tried alone, and raises where it does not
-work.
+"auto" respects backends that the caller disabled (`torch.nn.attention.sdpa_kernel`,
+`torch.backends.cuda.enable_*_sdp`). Under `torch.use_deterministic_algorithms(True)` flash comes first and cuDNN is
+left out, since cuDNN's gradients differ between runs (as do flash's without that setting). Any choice other than "auto"
+is the only one tried, and raises if it does not work.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _KINDS = {
 BACKENDS = (AUTO, *_KINDS)
 
 _HOPPER = 9
-"""Compute capability, the major number."""
+"""Major number of the compute capability."""
 
 _NONE_WORKS = ("No available kernel", "No viable backend")
-"""How PyTorch's messages begin, on GPUs and on the CPU."""
+"""Starts of PyTorch's error messages, on GPUs and on the CPU."""
 
 Order = tuple[str, ...]
-"""Names of backends in the order in which they are tried; empty: PyTorch's own."""
+"""Names of backends in the order in which they are tried. Empty: PyTorch's own order."""
 
 
 @private_torch.constant_in_graphs
 def order(asked: str, device: torch.device, dtype: torch.dtype, head_size: int, plain: bool) -> Order:
-    """Which backends are tried, without any if PyTorch's order is left as it is.
+    """Return the backends to try, in order; empty for PyTorch's own order.
 
     Args:
         asked: one of `BACKENDS`.
-        device, dtype: of queries, keys and values.
+        device, dtype: device and dtype of queries, keys and values.
         head_size: features of a head.
-        plain: neither mask nor dropout.
+        plain: there is neither a mask nor dropout.
     """
     if asked != AUTO:
         return (asked,)
@@ -86,10 +86,10 @@ def _enabled(*names: str) -> Order:
 
 
 def attend(tried: Order, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """PyTorch's scaled_dot_product_attention by the first of the backends in `tried` that works.
+    """Run PyTorch's scaled_dot_product_attention on the first backend in `tried` that works.
 
     Raises:
-        ConfigurationError: none works.
+        ConfigurationError: no backend works.
     """
     if not tried:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -107,8 +107,8 @@ def attend(tried: Order, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Ten
 
 
 def described(asked: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """What `order` gives without mask and dropout, in words."""
-    is_there = device.type != "cuda" or torch.cuda.is_available()
-    tried = order(asked, device, dtype, head_size, True) if is_there else ()
-    first, *others = tried or ("PyTorch's own choice",)
-    return first + (f", else {', '.join(others)}" if others else "")
+    """Describe the result of `order` without mask and dropout."""
+    is_available = device.type != "cuda" or torch.cuda.is_available()
+    backends = order(asked, device, dtype, head_size, True) if is_available else ()
+    first, *fallbacks = backends or ("PyTorch's own choice",)
+    return first + (f", else {', '.join(fallbacks)}" if fallbacks else "")

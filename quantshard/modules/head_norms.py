@@ -1,7 +1,7 @@
 """Normalization of queries and keys, head by head, before the core attention (`qk_norm_type`).
 
-"RMSNorm" and "LayerNorm" have one weight, of a head's size, for all heads of the queries and one for those of the keys.
-"L2Normalization" has none:
+"RMSNorm" and "LayerNorm" have one weight of a head's size for all query heads, and one for all key heads.
+"L2Normalization" has no weight:
 
     y = x / sqrt(sum(x**2) + eps)
 
@@ -26,14 +26,14 @@ _WITH_WEIGHTS: Final = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 
 
 class L2Normalization(CompositeModule):
-    """y = x / sqrt(sum(x**2) + eps) over the last dim."""
+    """L2 normalization over the last dim: y = x / sqrt(sum(x**2) + eps)."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
+        """Normalize x [..., size], keeping its shape and dtype."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -42,23 +42,24 @@ class L2Normalization(CompositeModule):
 
 
 def head_norm(owner: str, kind: str | None, size: int, eps: float, asked: TensorParallelConfig, **options: Any) -> Any:
-    """The normalization of heads of `size` features, or None.
+    """Create the normalization of heads with `size` features; None if `kind` is None.
 
     Raises:
-        ConfigurationError: there is no such kind.
+        ConfigurationError: `kind` is unknown.
     """
     if kind is None:
         return None
     if kind == _L2:
         return L2Normalization(eps)
-    if kind not in tuple(_WITH_WEIGHTS):  # it may be of any type
-        known = ", ".join([_L2, *_WITH_WEIGHTS])
-        raise ConfigurationError(f"{owner}(qk_norm_type={kind!r}): choose one of: {known}, or None")
+    # a tuple, because `kind` can be unhashable
+    if kind not in tuple(_WITH_WEIGHTS):
+        kinds = ", ".join([_L2, *_WITH_WEIGHTS])
+        raise ConfigurationError(f"{owner}(qk_norm_type={kind!r}): choose one of: {kinds}, or None")
     return _WITH_WEIGHTS[kind](size, eps, **vars(replace(asked, sequence_parallel=False)), **options)
 
 
 def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:
-    """Let the gradients of a normalization's weights be summed over the ranks of tensor parallelism, where each has
-    other heads (`cut`), as they are where each has other rows."""
+    """Sum the gradients of a normalization's weights over the tensor-parallel ranks if the heads are sharded (`cut`),
+    as sequence parallelism does for sharded rows."""
     if isinstance(norm, RMSNorm | LayerNorm):
         norm.sequence_parallel = cut and norm.tp_mesh is not None

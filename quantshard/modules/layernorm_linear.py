@@ -64,13 +64,13 @@ class LayerNormLinear(QuantizedModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        tp_config = parallelism("LayerNormLinear", others)
+        config = parallelism("LayerNormLinear", others)
         if parallel_mode == "row":
             raise ConfigurationError(
                 "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
                 "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
             )
-        super().__init__(device, params_dtype, tp_config)
+        super().__init__(device, params_dtype, config)
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs

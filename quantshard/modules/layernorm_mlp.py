@@ -266,13 +266,13 @@ class LayerNormMLP(QuantizedModule):
         name: str | None = None,
         **others: Any,
     ) -> None:
-        tp_config = parallelism("LayerNormMLP", others)
+        config = parallelism("LayerNormMLP", others)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
         check_storage("LayerNormMLP", activation_storage)
-        super().__init__(device, params_dtype, tp_config)
+        super().__init__(device, params_dtype, config)
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.recompute_activation, self.activation_storage = recompute_activation, activation_storage

@@ -267,8 +267,8 @@ class _NormModule(QuantizedModule):
             raise ConfigurationError(
                 f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
             )
-        tp_config = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)}, "_NormModule")
-        super().__init__(device, params_dtype or dtype, tp_config)
+        config = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)}, "_NormModule")
+        super().__init__(device, params_dtype or dtype, config)
         self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 

@@ -1,12 +1,12 @@
-"""Rotary position embedding (Su et al., 2021): queries and keys are rotated by angles that grow with the position.
+"""Rotary position embedding (Su et al., 2021): rotates queries and keys by angles that grow with the position.
 
-The d features of a head form d / 2 planes; plane i of a token at position p is rotated by p * base**(-2 i / d). Two
-layouts of the planes exist: feature i with feature i + d / 2, or, interleaved, feature 2 i with feature 2 i + 1. They
-are not interchangeable for a trained model.
+The d features of a head form d / 2 planes. Plane i of a token at position p is rotated by p * base**(-2 i / d). A plane
+consists of features i and i + d / 2 or, in the interleaved layout, of features 2 i and 2 i + 1. A trained model works
+with one of the two layouts only.
 
-Nothing is stored in a module: the frequencies are computed in every forward, so that they are right on any device, and
-after the meta device, where a buffer would hold whatever lay in memory. Cosines and sines are kept as long as the
-angles that they are of: all layers of a step share one table.
+The modules store nothing. Frequencies are computed in every forward, so they are right on any device and after the meta
+device, where a buffer would be uninitialized. Cosines and sines are cached as long as their angles live, so all layers
+of a step share one table.
 """
 
 from __future__ import annotations
@@ -27,21 +27,25 @@ if kernels.USABLE:
     from quantshard.kernels.fused import rotary as rotary_kernel
 
 RotaryEmbedding = Tensor | tuple[Tensor, Tensor]
-"""The angles of queries and keys, or of each."""
+"""Angles for both queries and keys, or a pair (angles for queries, angles for keys)."""
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """The angles for `apply_rotary_pos_emb`.
+    """Computes the angles for `apply_rotary_pos_emb`.
 
     Args:
         dim: features of a head.
-        rotary_percent: the share of them that is rotated.
-        seq_len_interpolation_factor: with `pretrained_max_position_embeddings`, positions are divided by this factor
-            (position interpolation), or by sequence length / pretrained length where that is more.
-        pretrained_max_position_embeddings: the longest sequence that the model was trained on.
-        rotary_base: the base of the frequencies.
-        interleaved: the layout of the planes; give the same to `apply_rotary_pos_emb`, or as
-            `rotary_pos_interleaved` to the attention module.
+        rotary_percent: fraction of the features to rotate.
+        seq_len_interpolation_factor: with `pretrained_max_position_embeddings`, divide positions by this factor
+            (position interpolation), or by sequence length / pretrained length if that is larger.
+        pretrained_max_position_embeddings: longest sequence that the model was trained on.
+        rotary_base: base of the frequencies.
+        interleaved: layout of the planes. Pass the same value to `apply_rotary_pos_emb`, or as `rotary_pos_interleaved`
+            to the attention module.
+
+    Raises:
+        ConfigurationError: the number of rotated features is not a positive even number, or only one of the two
+            interpolation arguments is set.
     """
 
     @suggests_names
@@ -72,23 +76,23 @@ class RotaryPositionEmbedding(nn.Module):
         self.rotary_base, self.interleaved = rotary_base, interleaved
 
     def forward(self, max_seq_len: int, offset: int = 0, device: torch.device | str | None = None) -> Tensor:
-        """The angles of positions offset, ..., offset + max_seq_len - 1: float32 [max_seq_len, 1, 1, dim].
+        """Return the angles of positions offset, ..., offset + max_seq_len - 1: float32 [max_seq_len, 1, 1, dim].
 
-        On `device`; by default on the current accelerator, or the CPU.
+        `device`: device of the result. Default: the current accelerator, or the CPU.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         positions = torch.arange(max_seq_len, dtype=torch.float32, device=device) + offset
         angles = torch.outer(positions / self._stretch(max_seq_len), 1.0 / self.rotary_base**exponents)
-        both = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
-        return both.view(max_seq_len, 1, 1, self.dim)
+        per_feature = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        return per_feature.view(max_seq_len, 1, 1, self.dim)
 
     def _stretch(self, max_seq_len: int) -> float:
-        trained = self.pretrained_max_position_embeddings
-        if trained is None or self.seq_len_interpolation_factor is None:
+        pretrained_length = self.pretrained_max_position_embeddings
+        if pretrained_length is None or self.seq_len_interpolation_factor is None:
             return 1.0
-        return max(max_seq_len / trained, self.seq_len_interpolation_factor)
+        return max(max_seq_len / pretrained_length, self.seq_len_interpolation_factor)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, rotary_base={self.rotary_base:g}, interleaved={self.interleaved}"
@@ -97,15 +101,19 @@ class RotaryPositionEmbedding(nn.Module):
 def apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False, **others: Any
 ) -> Tensor:
-    """Rotate the first features of every head, in float32, rounded once to the dtype of t; the rest stay as they are.
+    """Rotate the first features of every head, in float32, and round once to the dtype of t. Other features are
+    unchanged.
 
     Args:
         t: queries or keys, [s, b, h, d] or, with `tensor_format="bshd"`, [b, s, h, d].
-        freqs: angles [at least s, 1, 1, at most d], from `RotaryPositionEmbedding`. Their cosines and sines are kept
-            while they stay as they are; what is written to `.data`, or by a collective, is not noticed.
+        freqs: angles [at least s, 1, 1, at most d], from `RotaryPositionEmbedding`. Their cosines and sines are cached
+            until the angles change; writes through `.data` or by a collective are not noticed.
         tensor_format: "sbhd" or "bshd".
-        interleaved: the layout of the planes, that of `freqs`.
-        **others: TransformerEngine's other arguments; see `unsupported`.
+        interleaved: layout of the planes; must match `freqs`.
+        **others: other arguments of TransformerEngine; see `unsupported`.
+
+    Raises:
+        ConfigurationError: `tensor_format` is unknown, or `freqs` has too few positions or too many features.
     """
     unsupported.refuse("apply_rotary_pos_emb", others)
     if tensor_format not in ("sbhd", "bshd"):
@@ -115,18 +123,19 @@ def apply_rotary_pos_emb(
 
 
 class HeadLayout(NamedTuple):
-    """Of queries or keys: "sbhd" or "bshd", and which features make a plane."""
+    """Layout of queries or keys: "sbhd" or "bshd", and whether planes are interleaved."""
 
     tensor_format: str
     interleaved: bool
 
     def length(self, t: Tensor) -> int:
-        """Positions of queries or keys."""
+        """Return the number of positions of queries or keys."""
         return t.shape[self.tensor_format.index("s")]
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_pos_emb` of both, whose cosines and sines are taken once if their angles are the same."""
+    """Apply `apply_rotary_pos_emb` to queries and keys. If their angles are the same, cosines and sines are computed
+    once."""
     for_q, for_k = freqs if isinstance(freqs, tuple) else (freqs, freqs)
     table = _table(q, for_q, layout)
     shared = for_k is for_q and layout.length(k) == layout.length(q)
@@ -136,16 +145,16 @@ def rotate_queries_and_keys(q: Tensor, k: Tensor, freqs: RotaryEmbedding, layout
 def rotate_projection(
     qkv: Tensor, heads: int, groups: int, freqs: Tensor, layout: HeadLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, of which the first two are rotated, of one tensor that holds all their heads.
+    """Split one tensor with all heads into queries, keys and values, and rotate queries and keys.
 
-    By kernels they are views of a new one, so that nobody keeps the given one, and its gradient is written in place.
+    Kernels return views of one new tensor, so that `qkv` can be freed, and write its gradient in place.
 
     Args:
         qkv: [s, b, heads + 2 * groups, d], or [b, s, ...] in "bshd": all queries, then all keys, then all values.
-        heads: of the queries.
-        groups: heads of the keys, and of the values.
-        freqs: the angles of queries and keys.
-        layout: of `qkv` and `freqs`.
+        heads: number of query heads.
+        groups: number of key heads, and of value heads.
+        freqs: angles of queries and keys.
+        layout: layout of `qkv` and `freqs`.
     """
     table = _table(qkv, freqs, layout)
     if _has_kernel(qkv, table, layout):
@@ -163,7 +172,7 @@ class RotaryTable(NamedTuple):
 
 
 class _SharedTable(NamedTuple):
-    """A table, the angles that it is of, and what it depends on besides."""
+    """A cached table, the angles it was made from, and the other conditions under which it is valid (`asked`)."""
 
     angles: weakref.ReferenceType[Tensor]
     asked: Hashable
@@ -171,8 +180,8 @@ class _SharedTable(NamedTuple):
 
 
 _kept: dict[int, _SharedTable] = {}
-"""By the id of the angles, with which a table goes. They are not an attribute of the tensor, with which they would be
-pickled."""
+"""Cached tables by the id of their angles; an entry is dropped with the angles. Attributes of the tensor would be
+pickled with it."""
 
 
 def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
@@ -185,22 +194,23 @@ def _table(t: Tensor, freqs: Tensor, layout: HeadLayout) -> RotaryTable:
         )
     if not _is_lasting(freqs):
         return _made(freqs, length, layout, t.device)
-    # another stream would have to wait for the one that makes the table
+    # part of the key: another stream would have to wait for the one that computes the table
     stream = torch.cuda.current_stream(t.device) if t.device.type == "cuda" else None
-    asked, at = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
-    found = _kept.get(at)
-    if found is None or found.angles() is not freqs or found.asked != asked:
+    conditions, key = (length, layout.tensor_format, t.device, private_torch.in_place_changes(freqs), stream), id(freqs)
+    entry = _kept.get(key)
+    if entry is None or entry.angles() is not freqs or entry.asked != conditions:
         table = _made(freqs, length, layout, t.device)
-        if private_torch.is_traced(table.cos):  # of real angles, where a mode makes results fake
+        # a fake tensor mode makes results fake even for real angles
+        if private_torch.is_traced(table.cos):
             return table
-        angles = weakref.ref(freqs, lambda _: _kept.pop(at, None))
-        found = _kept[at] = _SharedTable(angles, asked, table)
-    return found.table
+        angles = weakref.ref(freqs, lambda _: _kept.pop(key, None))
+        entry = _kept[key] = _SharedTable(angles, conditions, table)
+    return entry.table
 
 
 def _is_lasting(freqs: Tensor) -> bool:
-    """True if a table of these angles is right later too: not one that is differentiated, traced, or written by the
-    replays of a graph; nor one of inference mode, which autograd could not keep."""
+    """Return True if a table of these angles can be reused. Excluded are angles that are differentiated, traced or
+    rewritten by graph replays, and tables of inference mode, which autograd cannot save."""
     return not (
         freqs.requires_grad
         or private_torch.is_traced(freqs)
@@ -218,7 +228,8 @@ def _made(freqs: Tensor, length: int, layout: HeadLayout, device: torch.device) 
 
 
 def _has_kernel(t: Tensor, table: RotaryTable, layout: HeadLayout) -> bool:
-    """Kernels take angles for constants, one for each position and feature; they run as operators, so in graphs too."""
+    """Return True if a kernel can rotate t. Kernels need constant angles, one per position and feature; they are custom
+    operators, so graphs can hold them."""
     by_position = table.cos.numel() == layout.length(table.cos) * table.cos.shape[-1]
     return by_position and kernel_dispatch.kernels_read(t) and not table.cos.requires_grad
 
@@ -246,7 +257,7 @@ torch.library.define(
 def _launch(
     t: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool, backward: bool, rotated_heads: int
 ) -> Tensor:
-    """The first `rotated_heads` heads of t rotated, and the others as they are."""
+    """Rotate the first `rotated_heads` heads of t and copy the others."""
     return rotary_kernel.rotate(
         t, cos, sin, tensor_format, interleaved=interleaved, backward=backward, rotated_heads=rotated_heads
     )
@@ -263,7 +274,8 @@ def _(t: Tensor, *others: Any) -> Tensor:
 def _launch_back(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, tensor_format: str, interleaved: bool
 ) -> Tensor:
-    """The gradient of a projection from those of its queries and keys, which are rotated, and values."""
+    """Join the gradients of queries, keys and values into the gradient of their projection, rotating the first two
+    back."""
     out = _back_shapes(dq, dk, dv)
     into_q, into_k, into_v = out.split([grad.shape[-2] for grad in (dq, dk, dv)], dim=-2)
     for grad, into in ((dq, into_q), (dk, into_k)):
@@ -281,14 +293,15 @@ def _back_shapes(dq: Tensor, dk: Tensor, dv: Tensor, *others: Any) -> Tensor:
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool, heads: int) -> Tensor:
-    """`_launch`, as an operator where a graph is traced."""
+    """Call `_launch`, as a custom operator while a graph is traced."""
     launch: Any = torch.ops.quantshard.rotate if private_torch.is_traced(t) else _launch
     out: Tensor = launch(private_torch.plain(t), cos, sin, *layout, backward, heads)
     return out
 
 
 class _KernelRotate(torch.autograd.Function):
-    """A rotation is linear, and its gradient that by the negative angles: so is any further one."""
+    """Rotation by kernels. A rotation is linear, so each derivative is a rotation by the negative angles of the
+    previous one."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout, backward: bool) -> Tensor:
@@ -327,7 +340,7 @@ class _KernelRotateProjection(torch.autograd.Function):
 
 
 def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
-    """Each plane's (a, b) -> (-b, a)."""
+    """Rotate each plane by 90 degrees: (a, b) -> (-b, a)."""
     if interleaved:
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((-b, a), dim=-1).flatten(-2)

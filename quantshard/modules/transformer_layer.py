@@ -1,4 +1,4 @@
-"""TransformerLayer: attention and MLP with their residual connections, one block of a decoder-only or encoder model."""
+"""TransformerLayer: attention and MLP with residual connections, one block of a decoder-only or encoder model."""
 
 from __future__ import annotations
 
@@ -23,34 +23,39 @@ from quantshard.modules.norm import LayerNorm, RMSNorm
 
 
 class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
-    """x + attention(norm(x)), then the same with the MLP.
+    """A transformer block: x = x + attention(norm(x)), then x + mlp(norm(x)).
 
     Children: `self_attention` (`MultiheadAttention`), `layernorm_mlp` (`LayerNormMLP`) and, with `output_layernorm`,
-    `layernorm`. A Llama-like layer is normalization="RMSNorm", activation="swiglu", bias=False, num_gqa_groups=...,
-    hidden_dropout=0, attention_dropout=0, with `rotary_pos_emb` given to `forward`; a GPT-like one is the default.
+    `layernorm`. The defaults give a GPT-like layer. For a Llama-like layer use normalization="RMSNorm",
+    activation="swiglu", bias=False, num_gqa_groups=..., hidden_dropout=0, attention_dropout=0, and pass
+    `rotary_pos_emb` to `forward`.
 
     Args:
         hidden_size: size of the last dim of input and output.
         ffn_hidden_size: features between the two linear layers of the MLP.
-        hidden_dropout: probability with which an element of a block's output is dropped in training, before the
-            residual is added. Under tensor parallelism torch's CPU generator must be in one state on the ranks of a
-            tensor-parallel group; of several groups each may have its own.
-        init_method: fills the whole weight of the qkv and the first MLP projection (default: N(0, 0.023**2) by the
-            counter generator).
-        output_layer_init_method: the same for the projections that end the two blocks.
-        self_attn_mask_type: `attn_mask_type` of `DotProductAttention`; `forward` can ask for another.
+        hidden_dropout: probability of dropping an element of a block's output in training, before the residual is
+            added. Under tensor parallelism, torch's CPU generator must have the same state on all ranks of a
+            tensor-parallel group; different groups can have different states.
+        init_method: function that fills the full qkv weight and the full fc1 weights in place. Default: N(0, 0.023**2),
+            drawn by global element index.
+        output_layer_init_method: `init_method` for the last projection of attention and of MLP.
+        self_attn_mask_type: `attn_mask_type` of `DotProductAttention`; `forward` can override it.
         output_layernorm: normalize the layer's output instead of the attention's input.
-        parallel_attention_mlp: both blocks read the layer's input (Falcon), and their outputs are added.
+        parallel_attention_mlp: attention and MLP both read the layer's input (Falcon), and their outputs are added.
         layer_type: only "encoder", which with a causal mask is also the layer of a decoder-only model.
-        set_parallel_mode: let tensor parallelism cut the heads, and the features of the MLP.
+        set_parallel_mode: let tensor parallelism shard the heads and the features of the MLP.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
         num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, window_size, fuse_qkv_params,
             qkv_weight_interleaved, rotary_pos_interleaved, attention_backend, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope: see `MultiheadAttention`.
-        activation, recompute_activation, activation_storage: of the MLP; see `LayerNormMLP`.
+        activation, recompute_activation, activation_storage: see `LayerNormMLP`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
+
+    Raises:
+        ConfigurationError: an argument is unsupported, or two arguments exclude each other.
     """
 
     @shows_parallelism(before="device")
@@ -93,7 +98,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         qk_norm_before_rope: bool = False,
         **others: Any,
     ) -> None:
-        asked = parallelism("TransformerLayer", others)
+        config = parallelism("TransformerLayer", others)
         if layer_type != "encoder":
             raise ConfigurationError(
                 f"TransformerLayer(layer_type={layer_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}; for "
@@ -108,7 +113,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
-            **vars(asked), "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
+            **vars(config), "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         common = {
             **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,
@@ -142,15 +147,15 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         rotary_pos_emb: RotaryEmbedding | None = None,
         **others: Any,
     ) -> Tensor:
-        """Input [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
+        """Apply the block: [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
 
         Args:
             hidden_states: the input.
-            attention_mask: bool, True where masked out; for the mask types that take one.
-            self_attn_mask_type, window_size: instead of the module's.
-            checkpoint_core_attention: keep nothing of the core attention for backward but run it again.
-            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them, for queries and for keys.
-            **others: TransformerEngine's other arguments; see `unsupported`.
+            attention_mask: bool, True where masked out; required by the mask types that use a mask.
+            self_attn_mask_type, window_size: override the module's values.
+            checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
+            rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
+            **others: other arguments of TransformerEngine; see `unsupported`.
         """
         unsupported.refuse("TransformerLayer.forward", others)
         hidden_states = inputs.autocast_input(hidden_states)
@@ -162,7 +167,8 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
             return hidden_states + self._dropped(attended + self.layernorm_mlp(hidden_states))
         if isinstance(self.layernorm_mlp, LayerNormMLP) and not private_torch.has_hooks(self.layernorm_mlp):
             block, hidden_states = self.layernorm_mlp(self._dropped(attended), residual=hidden_states)
-        else:  # another module in its place, or one whose inputs are seen, or cast: of them the residual is none
+        else:
+            # a replacement takes no residual, and hooks that read or cast the inputs do not expect one
             hidden_states = hidden_states + self._dropped(attended)
             block = self.layernorm_mlp(hidden_states)
         out = hidden_states + self._dropped(block)
@@ -171,10 +177,10 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
     def _dropped(self, block: Tensor) -> Tensor:
         if not self.training or self.hidden_dropout == 0:
             return block
-        # asked of the first that is cut: another module may be in the place of each
-        ours = (module for module in self.modules() if isinstance(module, QuantizedModule))
-        cut = next((module for module in ours if module.tp_mesh is not None), None)
-        tp = tensor_parallel.NONE if cut is None else cut.tensor_parallel_of(None)
+        # read from the first sharded module: users can replace any of the children
+        modules = (module for module in self.modules() if isinstance(module, QuantizedModule))
+        sharded = next((module for module in modules if module.tp_mesh is not None), None)
+        tp = tensor_parallel.NONE if sharded is None else sharded.tensor_parallel_of(None)
         return tensor_parallel.dropout(block, self.hidden_dropout, tp)
 
     def extra_repr(self) -> str:
