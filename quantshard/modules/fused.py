@@ -1,13 +1,15 @@
-"""A normalization, the linear layers behind it and an activation between them as one step of autograd, by kernels.
+"""A normalization, the linear layers after it and the activation between them as one autograd function, run by kernels.
 
     [x, residual] -> z = x + residual -> normalization -> fc1 -> activation -> fc2
 
-What one of them hands to the next is quantized by the kernel that computes it, forward and backward, and is never
-written in high precision. For backward z, the outputs of fc1 and the codes that wgrad of fc2 reads are kept; those that
-wgrad of fc1 reads are made again from z, unless that took two reads. If recomputation is asked for, all codes are made
-again, and the gradients of the outputs of fc1, of which codes may be kept (`activation_storage`), one after the other.
-The bits are those of the steps one by one, but for the gradient of fc1's bias, whose float32 sum another kernel takes
-in its order. In a graph of torch.compile all of it is one operator, with the same bits.
+The kernel that computes the input of a GEMM also quantizes it, in forward and backward, so these inputs are never
+written in high precision. Backward keeps z, the outputs of fc1 and the codes that wgrad of fc2 reads. It remakes the
+codes that wgrad of fc1 reads from z, unless that would take two reads.
+
+With recomputation, backward remakes all codes, and computes the gradients of fc1's outputs one after the other. The
+outputs of fc1 can be kept as codes (`activation_storage`). Results have the same bits as the separate steps, except the
+gradient of fc1's bias: another kernel sums it in float32, in another order. In a graph of torch.compile everything is
+one operator, with the same bits.
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ if kernels.USABLE:
 def front(
     module: QuantizedModule, normalization: Normalization, x: Tensor, residual: Tensor | None = None
 ) -> NormInput:
-    """That of a module with a normalization in front, whose parameters begin with "layer_norm_"."""
+    """Return the input of a module's normalization, with the parameters "layer_norm_weight" and "layer_norm_bias"."""
     normalization.check(x)
     weight, bias = module.whole_on_rows("layer_norm_weight", "layer_norm_bias")
     return NormInput(x, residual, weight, bias, normalization)
 
 
 def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
-    """True if `norm_linear` and `mlp` work on these."""
+    """Return True if `norm_linear` and `mlp` support these inputs and layers."""
     x, residual, weight, bias, _ = front
     has_kernels = (
         kernel_dispatch.has_float_kernels if isinstance(layers[0], PreparedLinear) else kernel_dispatch.kernels_read
@@ -64,7 +66,7 @@ def fits(front: NormInput, *layers: PreparedLinear | TracedLinear) -> bool:
             if not _setting_fits(layer.setting, x.dtype):
                 return False
         elif layer.state.tp.mode is not None and layer.state.tp.size > 1:
-            return False  # some operand is a piece, which no kernel quantizes by itself
+            return False  # an operand is sharded, and a kernel cannot quantize a shard alone
         elif not _recipe_fits(layer.call.recipe, x.dtype):
             return False
     return _alike(layers)
@@ -80,21 +82,23 @@ def _setting_fits(setting: str, dtype: torch.dtype) -> bool:
 
 
 def _alike(layers: Sequence[PreparedLinear | TracedLinear]) -> bool:
-    """True unless they are traced and their weights differ: an operator takes all quantized or none, of one dtype."""
+    """Return True if one operator can take these layers: the weights of traced layers must have one dtype and be all
+    quantized or all plain."""
     traced = [layer for layer in layers if isinstance(layer, TracedLinear)]
     if not traced:
         return True
-    stored = {layer.stored for layer in traced}
+    kinds = {layer.stored for layer in traced}
     dtypes = {weight.dtype for layer in traced for weight in layer.weights}
-    return len(stored) <= 1 and len(dtypes) <= 1
+    return len(kinds) <= 1 and len(dtypes) <= 1
 
 
 def norm_linear(front: NormInput, layer: PreparedLinear | TracedLinear) -> tuple[Sequence[Tensor], Tensor | None]:
-    """The outputs of a linear layer [..., out_features] behind a normalization; and x + residual, if that is there."""
+    """Apply a normalization and a linear layer. Returns the outputs [..., out_features] and x + residual (None without
+    residual)."""
     if isinstance(layer, TracedLinear):
         return _traced("norm_linear", front, [layer], [_remakes_in_graph(layer.setting, False, True)])
-    keeps = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, operands.is_large(front.x)))
-    *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, keeps), *layer.tensors)
+    policy = SavedInputPolicy.of(layer, _remakes(layer.call.recipe, False, operands.is_large(front.x)))
+    *outputs, total = _NormLinearFunction.apply(*front[:_FRONT], (front.normalization, layer, policy), *layer.tensors)
     return outputs, total
 
 
@@ -106,9 +110,11 @@ def mlp(
     recomputes: bool = False,
     storage: ActivationStorage = AS_IS,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of a normalization, two linear layers and an activation between them.
+    """Apply a normalization, two linear layers and the activation between them. Returns the output and x + residual
+    (None without residual).
 
-    `recomputes`: backward makes what wgrads read of normalized rows and activation. `storage`: of the latter's inputs.
+    `recomputes`: backward remakes the operands of wgrad. `storage`: format of the activation's inputs that backward
+    keeps.
     """
     if storage is not AS_IS:
         storage = storage.for_backward(*front[:_FRONT], *fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases)
@@ -124,34 +130,35 @@ def mlp(
         front.normalization is not None and _remakes(fc1.call.recipe, recomputes, operands.is_large(front.x)),
         _remakes(fc2.call.recipe, recomputes, False),
     ]
-    keeps = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
-    others = (front.normalization, fc1, activation, fc2, keeps, storage)
-    out, total = _MLPFunction.apply(*front[:_FRONT], others, *fc1.tensors, *fc2.tensors)
+    policies = (SavedInputPolicy.of(fc1, remakes[0]), SavedInputPolicy.of(fc2, remakes[1]))
+    options = (front.normalization, fc1, activation, fc2, policies, storage)
+    out, total = _MLPFunction.apply(*front[:_FRONT], options, *fc1.tensors, *fc2.tensors)
     return out, total
 
 
 class SavedInputPolicy(NamedTuple):
-    """Of what wgrad reads of an input: whether forward keeps the codes, or backward makes them again."""
+    """How wgrad gets its input operand. `codes`: forward keeps the codes. `rereads`: backward quantizes the input
+    again."""
 
     codes: bool
     rereads: bool
 
     @staticmethod
     def of(layer: PreparedLinear, remakes: bool) -> SavedInputPolicy:
-        """For a layer whose codes backward could make again, if it needs them."""
-        needed = functional.keeps_input(layer.weights)
-        return SavedInputPolicy(needed and not remakes, needed and remakes)
+        """Return the policy of a layer; `remakes`: backward can quantize the input again."""
+        needs_input = functional.keeps_input(layer.weights)
+        return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 
 def _remakes(recipe: Recipe, asked: bool, cheap: bool) -> bool:
-    """True if backward makes codes again, of normalized rows or of an activation; `asked`: it is to, if it can.
+    """Return True if backward quantizes normalized rows or an activation again. `asked`: recomputation was requested.
 
-    `cheap`: of many normalized rows. Those that one read makes, by the amax that forward took, are always made again:
-    that costs less than the memory until then.
+    `cheap`: there are many normalized rows. If forward's amax is enough to quantize them again in one read, that is
+    always done, because it costs less than keeping the codes until backward.
     """
     if not asked:
-        read = recipe.activations[TensorRole.INPUT]
-        if not cheap or None in read or not operands.scales_by_one_amax(read):
+        pair = recipe.activations[TensorRole.INPUT]
+        if not cheap or None in pair or not operands.scales_by_one_amax(pair):
             return False
     return not recipe.input_draws
 
@@ -164,30 +171,30 @@ def _remakes_in_graph(setting: str, asked: bool, cheap: bool) -> bool:
 def _traced(
     step: str, front: NormInput, layers: Sequence[TracedLinear], remakes: Sequence[bool], between: tuple[str, ...] = ()
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """The same as an operator in a graph that is being traced; `between`: an activation and its storage."""
+    """Call a step as an operator in a graph that is being traced; `between`: the activation and its storage."""
     x, residual, weight, bias, norm = front
     fused = FusedSteps(None, None, "", 0.0, False, *between)
     if norm is not None:
         fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, *between)
-    found = compiled.call_operator(step, x, layers, remakes, fused, residual)
-    return (found, None) if residual is None else (found[:-1], found[-1])
+    outputs = compiled.call_operator(step, x, layers, remakes, fused, residual)
+    return (outputs, None) if residual is None else (outputs[:-1], outputs[-1])
 
 
 # Forward and backward, run at once or as an operator -----------------------------------------------------------------
 
 
-_FRONT = 4  # tensors of it that may need a gradient
+_FRONT = 4  # tensors of a NormInput that can need a gradient
 _FRONT_SAVED = len(NormBackward._fields)
 
 
 def _front_needs(ctx: Any) -> list[bool]:
-    """Whether gradients of z, weight and bias are needed."""
+    """Return whether gradients of z, weight and bias are needed."""
     x, residual, weight, bias = ctx.needs_input_grad[:_FRONT]
     return [x or residual, weight, bias]
 
 
 def _of_front(ctx: Any, dz: Tensor | None, dweight: Tensor | None, dbias: Tensor | None) -> list[Tensor | None]:
-    """The gradients of x, residual, weight and bias."""
+    """Return the gradients of x, residual, weight and bias."""
     x, residual = ctx.needs_input_grad[:2]
     return [dz if x else None, dz if residual else None, dweight, dbias]
 
@@ -200,10 +207,10 @@ def _no_second_derivative() -> None:
 def _run_norm_linear(
     front: NormInput, layer: PreparedLinear, keeps: bool
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
-    """The outputs, and what backward needs."""
-    entered, source = enter(front, layer.call.recipe, keeps)
-    outputs, kept = functional.forward_gemms(source, front.x.shape, *layer, keeps)
-    return outputs, entered, kept
+    """Return the outputs, and the tensors that backward needs."""
+    norm, source = enter(front, layer.call.recipe, keeps)
+    outputs, wgrad_operand = functional.forward_gemms(source, front.x.shape, *layer, keeps)
+    return outputs, norm, wgrad_operand
 
 
 class _NormLinearFunction(torch.autograd.Function):
@@ -218,39 +225,41 @@ class _NormLinearFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        normalization, layer, keeps = others
+        normalization, layer, policy = others
         front = NormInput(x, residual, weight, bias, normalization)
-        outputs, entered, kept = _run_norm_linear(front, layer, keeps.codes)
+        outputs, norm, wgrad_operand = _run_norm_linear(front, layer, policy.codes)
         ctx.rule = normalization.rule
-        ctx.layer, saved = layer.saved(kept, x.shape, x.dtype, keeps.rereads)
-        ctx.save_for_backward(*entered, *saved)
-        return (*outputs, None if residual is None else entered.z)
+        ctx.layer, layer_tensors = layer.saved(wgrad_operand, x.shape, x.dtype, policy.rereads)
+        ctx.save_for_backward(*norm, *layer_tensors)
+        return (*outputs, None if residual is None else norm.z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        *of_outputs, of_total = grads
-        entered, saved = _split(ctx.saved_tensors, _FRONT_SAVED)
+        *output_grads, total_grad = grads
+        norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
         layer: LinearBackward = ctx.layer
-        given = functional.filled(of_outputs, [weight.shape[0] for weight in saved[: layer.parts]])
+        filled_grads = functional.filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.parts]])
         dy: Tensor | None = None
         dtensors: list[Tensor | None] = [None] * layer.tensors
-        front, needs = NormBackward(*entered), _front_needs(ctx)
-        if given:
-            needed = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-            dy, dtensors = layer.backward(given, saved, needed, front.again(layer, ctx.rule, needed))
-        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, of_total, needs)), None, *dtensors)
+        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        if filled_grads:
+            grad_mask = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
+            dy, dtensors = layer.backward(
+                filled_grads, layer_tensors, grad_mask, front.again(layer, ctx.rule, grad_mask)
+            )
+        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *dtensors)
 
 
 def _run_mlp(
     front: NormInput, fc1: PreparedLinear, activation: str, fc2: PreparedLinear, keeps: Sequence[bool]
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
-    """The output, and what backward needs."""
-    entered, source = enter(front, fc1.call.recipe, keeps[0])
-    inner, kept1 = functional.forward_gemms(source, None, *fc1, keeps[0])
+    """Return the output, and the tensors that backward needs."""
+    norm, source = enter(front, fc1.call.recipe, keeps[0])
+    inner, wgrad1 = functional.forward_gemms(source, None, *fc1, keeps[0])
     between = ActivationInputs(*inner)
-    (out,), kept2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
-    return out, entered, between, [kept1, kept2]
+    (out,), wgrad2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
+    return out, norm, between, [wgrad1, wgrad2]
 
 
 def _mlp_gradients(
@@ -261,18 +270,19 @@ def _mlp_gradients(
     activation: str,
     layers: Sequence[SavedLinear],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Of the normalized rows, and of weights and biases of both layers.
+    """Return the gradients of the normalized rows, and of the weights and biases of both layers.
 
-    What is kept for an MLP is most of a block's memory: so the lists of what was kept of the outputs of fc1 and of what
-    fc2 saved are emptied behind their last use.
+    The tensors kept for an MLP are most of a block's memory, so the lists `inner.tensors` and `fc2.tensors` are emptied
+    after their last use.
     """
     fc1, fc2 = layers
     hidden = fc2.saved.reread(lambda: inner.read().activated(activation), fc2.needed)
-    dh, of_fc2 = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
+    dh, fc2_grads = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
     del hidden
     fc2.tensors.clear()
     weight_operands = None
-    if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):  # else their codes are made when dh is gone
+    # the codes of plain weights are made after dh is freed
+    if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):
         weight_operands = fc1.saved.weight_operands(fc1.tensors)
     out_grads = through_activation(
         dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, weight_operands
@@ -280,8 +290,8 @@ def _mlp_gradients(
     del dh
     inner.tensors.clear()
     x_wgrad = front.again(fc1.saved, rule, fc1.needed)
-    dy, of_fc1 = fc1.saved.gradients(out_grads, fc1.tensors, fc1.needed, x_wgrad, weight_operands)
-    return dy, of_fc1, of_fc2
+    dy, fc1_grads = fc1.saved.gradients(out_grads, fc1.tensors, fc1.needed, x_wgrad, weight_operands)
+    return dy, fc1_grads, fc2_grads
 
 
 class _MLPFunction(torch.autograd.Function):
@@ -296,36 +306,38 @@ class _MLPFunction(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        normalization, fc1, activation, fc2, keeps, storage = others  # those of `mlp`
+        normalization, fc1, activation, fc2, policies, storage = others  # from `mlp`
         front = NormInput(x, residual, weight, bias, normalization)
-        out, entered, between, kept = _run_mlp(front, fc1, activation, fc2, [each.codes for each in keeps])
+        out, norm, between, wgrad_operands = _run_mlp(
+            front, fc1, activation, fc2, [policy.codes for policy in policies]
+        )
         ctx.rule, ctx.activation = None if normalization is None else normalization.rule, activation
-        ctx.fc1, saved1 = fc1.saved(kept[0], x.shape, x.dtype, keeps[0].rereads)
-        ctx.fc2, saved2 = fc2.saved(kept[1], between.gate.shape, x.dtype, keeps[1].rereads)
+        ctx.fc1, saved1 = fc1.saved(wgrad_operands[0], x.shape, x.dtype, policies[0].rereads)
+        ctx.fc2, saved2 = fc2.saved(wgrad_operands[1], between.gate.shape, x.dtype, policies[1].rereads)
         inner = storage.keep(between)
         ctx.storage, ctx.sizes = storage, (_FRONT_SAVED, len(inner), len(saved1))
-        ctx.save_for_backward(*entered, *inner, *saved1, *saved2)
-        return out, None if residual is None else entered.z
+        ctx.save_for_backward(*norm, *inner, *saved1, *saved2)
+        return out, None if residual is None else norm.z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        dout, of_total = grads
+        dout, total_grad = grads
         fc1: LinearBackward = ctx.fc1
         fc2: LinearBackward = ctx.fc2
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
-        entered, needs, of_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
+        norm, needs, need_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
-        of_fc1: list[Tensor | None] = [None] * fc1.tensors
-        of_fc2: list[Tensor | None] = [None] * fc2.tensors
+        fc1_grads: list[Tensor | None] = [None] * fc1.tensors
+        fc2_grads: list[Tensor | None] = [None] * fc2.tensors
         if dout is not None:
             layers = (
-                SavedLinear(fc1, saved1, fc1.needed(any(needs), of_tensors[: fc1.tensors])),
-                SavedLinear(fc2, saved2, fc2.needed(True, of_tensors[fc1.tensors :])),
+                SavedLinear(fc1, saved1, fc1.needed(any(needs), need_tensors[: fc1.tensors])),
+                SavedLinear(fc2, saved2, fc2.needed(True, need_tensors[fc1.tensors :])),
             )
             between = StoredInputs(inner, ctx.storage, fc1.dtype)
-            dy, of_fc1, of_fc2 = _mlp_gradients(dout, entered, ctx.rule, between, ctx.activation, layers)
-        return (*_of_front(ctx, *entered.gradients(ctx.rule, dy, of_total, needs)), None, *of_fc1, *of_fc2)
+            dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, ctx.rule, between, ctx.activation, layers)
+        return (*_of_front(ctx, *norm.gradients(ctx.rule, dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
 
 
 def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
@@ -359,41 +371,41 @@ def _results(
     inner: Sequence[Tensor | None] = (),
 ) -> ForwardResults:
     total = [] if asked.residual is None else [entered.z]
-    made = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
-    return ForwardResults([*outputs, *total], inputs, made)
+    statistics = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
+    return ForwardResults([*outputs, *total], inputs, statistics)
 
 
 def _entered_again(
     asked: BackwardArguments, others: list[Tensor]
 ) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
-    """The normalization in backward, and what was saved besides."""
+    """Rebuild the normalization for backward; also return the other saved tensors."""
     x, layers = asked.x, asked.layers
     normalization = None if x is None else _normalization(x, layers)
     if x is None or normalization is None or layers.norm_weight is None:
         return NO_NORM, None, others
-    rule, (rstd, *left) = normalization.rule, others
-    mean = left.pop(0) if rule.centered else None
-    return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, left
+    rule, (rstd, *rest) = normalization.rule, others
+    mean = rest.pop(0) if rule.centered else None
+    return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, rest
 
 
 def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     keeps = asked.layers.structure.layers[0].keeps
-    outputs, entered, kept = _run_norm_linear(_front_of(asked), ready[0], keeps)
-    return _results(asked, outputs, entered, [kept])
+    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(asked), ready[0], keeps)
+    return _results(asked, outputs, norm, [wgrad_operand])
 
 
 def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, _ = _entered_again(asked, others)
-    saved, tensors, needed = layers[0]
-    dy, dtensors = saved.backward(asked.grads, tensors, needed, front.again(saved, rule, needed))
+    layer, tensors, grad_mask = layers[0]
+    dy, dtensors = layer.backward(asked.grads, tensors, grad_mask, front.again(layer, rule, grad_mask))
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [dtensors])
 
 
 def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     (fc1, fc2), structure = ready, asked.layers.structure
     keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
-    out, entered, between, kept = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
-    return _results(asked, [out], entered, kept, storage.keep(between))
+    out, norm, between, wgrad_operands = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
+    return _results(asked, [out], norm, wgrad_operands, storage.keep(between))
 
 
 def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:

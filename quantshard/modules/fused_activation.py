@@ -1,5 +1,5 @@
-"""An activation between two linear layers, by kernels: its result, and in backward the gradients of its inputs, are
-quantized by the kernel that computes them."""
+"""An activation between two linear layers, by kernels that also quantize its result and, in backward, the gradients of
+its inputs."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ if kernels.USABLE:
 
 
 class ActivationInputs(NamedTuple):
-    """The inputs [tokens, features] of an activation, `up` if it is gated: outputs of the layer in front of it."""
+    """Inputs [tokens, features] of an activation, which are outputs of fc1; `up` is None unless the activation is
+    gated."""
 
     gate: Tensor
     up: Tensor | None = None
 
     def activated(self, activation: str) -> ActivationProducer:
-        """Its result as a source."""
+        """Return the activation's result as an operand source."""
         return ActivationProducer(self.gate, activation, self.up)
 
 
 @dataclass
 class StoredInputs:
-    """What forward kept of them by a `storage`, in backward; `dtype`: of the values that this is read as.
+    """The inputs of an activation as forward kept them. `read` decodes them in backward.
 
-    Codes that were read go for the values. `tensors`: a list that the caller may empty.
+    `tensors`: the kept tensors, in a list that the caller can empty; codes are replaced by values once read. `storage`:
+    format of `tensors`. `dtype`: dtype of the decoded values.
     """
 
     tensors: list[Tensor]
@@ -52,7 +54,7 @@ class StoredInputs:
     dtype: torch.dtype
 
     def read(self) -> ActivationInputs:
-        """The inputs."""
+        """Return the inputs, decoding them if needed."""
         if self.storage.cell is not None:
             self.tensors[:] = self.storage.values(self.tensors, self.dtype)
             self.storage = AS_IS
@@ -68,49 +70,52 @@ def through_activation(
     apart: bool = False,
     weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
-    """Gradients of the outputs of fc1 as its GEMMs read them, from that of the activation's result; `rights`: its
-    weights, as of `gemm_operands`.
+    """Yield the gradients of fc1's outputs as GEMM operands, computed from `dh`, the gradient of the activation's
+    result.
 
-    `apart`: of a gated activation each in a pass of its own, once it is asked for, if no bias needs a sum: a third of
-    the memory less, for reading dh and the gate twice.
+    `apart`: compute the two gradients of a gated activation in separate passes, each on demand, unless a bias needs a
+    sum. This takes a third less memory and reads dh and the gate twice. `weight_operands`: fc1's weights, see
+    `gemm_operands`.
 
-    Large gradients that emulated products read as values are written once, and quantized one after the other: in both
-    directions they are twice the bytes of codes, for which there is room once the inputs of the activation are gone.
+    Large gradients that emulated GEMMs read as values are written once and quantized one after the other. Codes in both
+    directions take twice the bytes, which are free only once the inputs of the activation are released.
     """
     assert dh is not None
     gate, up = between
-    parts = 1 if up is None else 2
-    asked = [
+    num_parts = 1 if up is None else 2
+    requests = [
         OperandRequest(
             TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part, gate
         )
-        for part in range(parts)
+        for part in range(num_parts)
     ]
     rows = epilogue.matrix(dh)
-    if apart and up is not None and not any(each.wanted.sums for each in asked):
-        return _one_at_a_time(asked, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
+    if apart and up is not None and not any(item.wanted.sums for item in requests):
+        return _one_at_a_time(requests, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
     is_large = operands.is_large(gate)
-    if any(each.plan.reads_values or (is_large and each.plan.decodes) for each in asked):
-        is_alike = all(each.wanted == asked[0].wanted for each in asked)  # not if one weight or bias is frozen
-        given = [TensorSource.empty(gate, each.plan if is_alike else None) for each in asked]
-        _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        if is_alike and not is_large:
-            return iter(operands_together(asked, given, weight_operands))
-        return _quantized(asked, given)
-    outputs = [each.outputs() for each in asked]
+    if any(item.plan.reads_values or (is_large and item.plan.decodes) for item in requests):
+        # usages differ if one weight or bias is frozen
+        same_usage = all(item.wanted == requests[0].wanted for item in requests)
+        sources = [TensorSource.empty(gate, item.plan if same_usage else None) for item in requests]
+        _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
+        if same_usage and not is_large:
+            return iter(operands_together(requests, sources, weight_operands))
+        return _quantized(requests, sources)
+    outputs = [item.outputs() for item in requests]
     targets = _activation_backward(rows, gate, up, activation, outputs)
-    taken = [each.taken(told, found) for each, told, found in zip(asked, outputs, targets, strict=False)]
-    if asked[0].watching is not None:  # as of all parts
-        given = [TensorSource.empty(gate) for _ in asked]
-        _activation_backward(rows, gate, up, activation, [each.wanted for each in given])
-        for each, values, made in zip(asked, given, taken, strict=True):
-            if each.watching is not None:
-                each.watching.see_both(values.values, made.first, made.second.operand, made.second.transposed)
-    return iter(taken)
+    results = [item.taken(output, target) for item, output, target in zip(requests, outputs, targets, strict=False)]
+    if requests[0].watching is not None:
+        # all parts are observed, not only the first
+        sources = [TensorSource.empty(gate) for _ in requests]
+        _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
+        for item, values, result in zip(requests, sources, results, strict=True):
+            if item.watching is not None:
+                item.watching.see_both(values.values, result.first, result.second.operand, result.second.transposed)
+    return iter(results)
 
 
 def _quantized(asked: list[OperandRequest], given: list[TensorSource]) -> Iterator[GemmOperands]:
-    """Each when it is asked for, when the inputs of the activation are gone; its values go with it."""
+    """Yield each operand on demand, after the inputs of the activation are released; its values are freed with it."""
     while given:
         yield asked.pop(0).of(given.pop(0))
 
@@ -118,8 +123,11 @@ def _quantized(asked: list[OperandRequest], given: list[TensorSource]) -> Iterat
 def _one_at_a_time(
     asked: list[OperandRequest], of_gate: list[OperandProducer], others: list[Tensor], activation: str
 ) -> Iterator[GemmOperands]:
-    """First the gate's, from a list that is emptied: behind it `up` is let go of; then that of `up`, from dh and the
-    gate, which go with it: it is dh times the activation of the gate."""
+    """Yield the operand of the gate's gradient, then the one of `up`'s gradient.
+
+    The list `of_gate` is emptied, which releases `up`. The second gradient is dh times the activation of the gate, and
+    releases both.
+    """
     yield _emptying(asked[0], of_gate)
     rows, gate = others
     of_up: list[OperandProducer] = [ActivationProducer(gate, activation, rows)]
@@ -129,8 +137,8 @@ def _one_at_a_time(
 
 
 def _emptying(asked: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
-    """What is asked of the one source of a list. If its values must be there first, the source goes before they are
-    quantized."""
+    """Pop the only source of a list and quantize it. If its values are needed first, the source is released before they
+    are quantized."""
     return asked.of(sources.pop().measured(asked.plan) if asked.plan.reads_values else sources.pop())
 
 

@@ -1,4 +1,4 @@
-"""The normalization in front of layers that are fused with it: what it works on, its kernels, and its backward."""
+"""The normalization before fused layers: its inputs, kernels and backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if kernels.USABLE:
 
 
 class NormInput(NamedTuple):
-    """What a normalization works on: x [..., size], what is added to it before, and its parameters.
+    """Inputs of a normalization: x [..., size], the residual that is added to x first, and the parameters.
 
-    Of x alone there is no normalization, for `mlp`.
+    With x alone there is no normalization, which `mlp` supports.
     """
 
     x: Tensor
@@ -34,7 +34,7 @@ class NormInput(NamedTuple):
     normalization: Normalization | None = None
 
     def normalized(self) -> tuple[Tensor, Tensor | None]:
-        """The normalized rows, and x + residual, if that is there, in steps of their own."""
+        """Return the normalized rows and x + residual (None without residual), computed without fusion."""
         if self.normalization is None or self.weight is None:
             return self.x, None
         if self.residual is None:
@@ -45,7 +45,7 @@ class NormInput(NamedTuple):
 class NormBackward(NamedTuple):
     """A normalization in backward: z = x + residual, the parameters, and the statistics of the rows of z.
 
-    Where there is none, there are no tensors: what wgrad reads of x is kept by fc1.
+    Without a normalization all fields are None, and fc1 keeps the operand that wgrad reads.
     """
 
     z: Tensor
@@ -56,32 +56,34 @@ class NormBackward(NamedTuple):
 
     @staticmethod
     def of(front: NormInput, amax: Tensor | None, of_rows: producers.BothAmaxes) -> NormBackward:
-        """With z of the shape of x: x itself if there is no residual. Normalized rows raise `amax` and `of_rows`."""
+        """Compute z, which is x if there is no residual, and its statistics. The kernel raises `amax` and `of_rows` to
+        the amaxes of the normalized rows."""
         if front.normalization is None or front.weight is None:
             return NO_NORM
         x, residual, rule = private_torch.plain(front.x), front.residual, front.normalization.rule
-        other = None if residual is None else private_torch.plain(residual)
+        plain_residual = None if residual is None else private_torch.plain(residual)
         plain = amax is None and of_rows[0] is None
         parameters = None if plain else parameters_of(front.weight, front.bias, rule)
         statistics, total = norm_kernels.norm_statistics(
-            x, rule.eps, rule.centered, residual=other, parameters=parameters, amax=amax, of_rows=of_rows
+            x, rule.eps, rule.centered, residual=plain_residual, parameters=parameters, amax=amax, of_rows=of_rows
         )
         return NormBackward(total, front.weight, front.bias, *statistics)
 
     def normalized(self, rule: NormConfig) -> NormProducer:
-        """The normalized rows as a source, if there is a normalization."""
+        """Return the normalized rows as an operand source."""
         parameters = parameters_of(self.weight, self.bias, rule)
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
         return NormProducer(epilogue.matrix(self.z), statistics, parameters)
 
     def again(self, layer: LinearBackward, rule: NormConfig | None, needed: LinearGradMask) -> WgradOperand | None:
-        """What wgrad of a layer reads of them, if backward is to make it."""
+        """Return the operand of a layer's wgrad, or None if forward kept it."""
         return None if rule is None else layer.reread(lambda: self.normalized(rule), needed)
 
     def gradients(
         self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of z, weight and bias, from those of the normalized rows and of z; `needs`: of which."""
+        """Return the gradients of z, weight and bias that `needs` selects; `dy`, `of_total`: gradients of the
+        normalized rows and of z."""
         if rule is None:
             return dy if needs[0] else None, None, None
         if dy is None:
@@ -100,20 +102,22 @@ class NormBackward(NamedTuple):
 
 
 NO_NORM: Any = NormBackward(*[None] * len(NormBackward._fields))  # type: ignore[arg-type]
-"""Where there is none."""
+"""The value without a normalization."""
 
 
 def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, OperandProducer]:
-    """A normalization, and the source that it is for the layer behind it; without one, x is.
+    """Start a normalization; returns its state for backward and the operand source of the next layer (x without
+    normalization).
 
-    Amaxes of all its results, or of rows and, if it `keeps` wgrad's operand, columns, are taken with the statistics.
+    The kernel that computes the statistics also takes the amaxes that quantizing needs: of all results, or of each row
+    and, if wgrad's operand is kept (`keeps`), of each column.
     """
     if front.normalization is None:
         return NO_NORM, TensorSource(epilogue.matrix(private_torch.plain(front.x)))
-    by = recipe.activations[TensorRole.INPUT]
-    amax = workspace.zero(front.x.device) if producers.are_by_amax(by) else None
-    of_rows = producers.row_amaxes(by, front.x, keeps)
-    entered = NormBackward.of(front, amax, of_rows)
-    source = entered.normalized(front.normalization.rule)
+    cells = recipe.activations[TensorRole.INPUT]
+    amax = workspace.zero(front.x.device) if producers.are_by_amax(cells) else None
+    of_rows = producers.row_amaxes(cells, front.x, keeps)
+    norm = NormBackward.of(front, amax, of_rows)
+    source = norm.normalized(front.normalization.rule)
     source.amax, source.of_rows = amax, of_rows
-    return entered, source
+    return norm, source

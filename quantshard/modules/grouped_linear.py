@@ -1,4 +1,4 @@
-"""GroupedLinear: one linear layer for each expert, each over its own share of the tokens."""
+"""GroupedLinear: one linear layer per expert, each applied to its own tokens."""
 
 from __future__ import annotations
 
@@ -33,31 +33,34 @@ _OF_EXPERT = re.compile(r"(?:weight|bias|gemm)(\d+)(?:_|$)")
 
 
 class GroupedLinear(QuantizedModule):
-    """`num_gemms` linear layers: rows of the input go to the first, then to the second, ... as `m_splits` says.
+    """`num_gemms` linear layers. Rows of the input go to the first layer, then to the second, and so on, by `m_splits`.
 
-    Parameters: `weight0` [out_features, in_features], `weight1`, ..., stored quantized if built under
-    `quantized_model_init`, and `bias0`, ... Each GEMM is quantized on its own: an expert's input and the gradient of
-    its output have their own scales and, under delayed scaling, amax histories (`gemm0_input_amax_history`, ...). An
-    expert without tokens has gradients of zeros.
+    Parameters: `weight0` [out_features, in_features], `weight1`, ..., stored quantized under `quantized_model_init`,
+    and `bias0`, ... Each GEMM is quantized separately: the input and output gradient of an expert have their own scales
+    and, under delayed scaling, amax histories (`gemm0_input_amax_history`, ...). An expert without tokens gets zero
+    gradients.
 
-    Under expert parallelism a rank holds `num_gemms` / ranks of them, under their global names: of 8 experts rank 1 of
-    2 has `weight4` to `weight7`. They are born as without, and a checkpoint loads on any number of ranks.
-    `experts.dispatch_tokens` brings the tokens. Delayed scaling then reduces amaxes over the ranks that hold the same
-    experts, whatever `amax_reduction_group` says.
+    Under expert parallelism a rank holds `num_gemms` / ranks experts under their global names: with 8 experts, rank 1
+    of 2 has `weight4` to `weight7`. Initial values do not depend on the number of ranks, and checkpoints load on any
+    number of ranks. `experts.dispatch_tokens` sends the tokens. Delayed scaling then reduces amaxes over the ranks that
+    hold the same experts, and ignores `amax_reduction_group`.
 
     Args:
-        num_gemms: how many, of all ranks.
-        init_method: fills each whole weight in place (default: N(0, 0.023**2) by the counter generator).
+        num_gemms: number of experts on all ranks.
+        init_method: function that fills each full (unsharded) weight in place. Default: N(0, 0.023**2), drawn by global
+            element index.
         bias: add biases [out_features], kept in high precision.
-        return_bias: return (output without bias, list of this rank's biases or None) instead of adding them.
-        parallel_mode: how tensor parallelism cuts each weight: "column" (out_features; the output stays cut) or "row"
-            (in_features; the input is cut). All ranks of the group have the same tokens.
-        ep_mesh: the axis of a mesh that the experts are spread over, e.g. `mesh["ep"]`.
+        return_bias: return (output without bias, list of this rank's biases or None) instead of adding the biases.
+        parallel_mode: dim of each weight that tensor parallelism shards: "column" (out_features; the output stays
+            sharded) or "row" (in_features; the input must be sharded). All ranks of the group must have the same
+            tokens.
+        ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
         in_features, out_features, params_dtype, device, name: see `Linear`.
-        **others: tensor parallelism's (`module_meshes.TensorParallelConfig`) and TransformerEngine's (`unsupported`).
+        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
+            (`unsupported`).
 
     Raises:
-        ConfigurationError: on every rank, if `ep_mesh` or `tp_mesh` does not fit.
+        ConfigurationError: an argument is invalid; raised on every rank if `ep_mesh` or `tp_mesh` does not fit.
     """
 
     @shows_parallelism(before="ep_mesh")
@@ -92,7 +95,8 @@ class GroupedLinear(QuantizedModule):
                 )  # fmt: skip
                 self._layers.append(layer)
             else:
-                storages.random_key()  # of another rank: the next weight, here and elsewhere, has its own on any mesh
+                # skip the key of another rank's expert, so that keys do not depend on the mesh
+                storages.random_key()
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
         self._history_names = {
@@ -101,25 +105,25 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     def _note_spread(self) -> None:
-        """Tell optimizers that other ranks hold other experts; `fully_shard` puts parameters of its own in their place,
-        whose mesh tells them."""
+        """Mark the parameters for optimizers: other ranks hold other experts. `fully_shard` replaces the parameters,
+        and its mesh then carries this information."""
         if (spread := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
                 process_groups.spread_over(param, spread.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:
-        """The axis that other ranks hold other experts on."""
+        """Mesh axis with more than one rank over which the experts are distributed, or None."""
         return self.ep_mesh if self.ep_mesh is not None and self.ep_mesh.size() > 1 else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As of all modules."""
+        """Initialize all parameters; see `QuantizedModule.reset_parameters`."""
         super().reset_parameters()
         self._note_spread()
 
     def take_plan(self, plan: InitPlan, name: str) -> None:
-        """As of all modules."""
+        """Convert to an init plan; see `QuantizedModule.take_plan`."""
         super().take_plan(plan, name)
         self._note_spread()
 
@@ -134,16 +138,23 @@ class GroupedLinear(QuantizedModule):
 
     @by_own_recipe
     def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
-        """Input [..., in_features] -> [..., out_features], in the input's dtype, or that of `torch.autocast`.
+        """Apply the experts: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
+        `torch.autocast`.
 
-        With `return_bias` a tuple. `m_splits`: how many rows, of the input as [tokens, in_features], go to each expert
-        of this rank: ints, or an integer tensor. One that lies on a GPU is read there, where all experts are computed
-        at once, and otherwise waited for (`limits.FALLBACKS`, "counts read").
+        Args:
+            inp: the input, read as [tokens, in_features].
+            m_splits: number of consecutive rows for each expert of this rank, as ints or an integer tensor [experts]. A
+                tensor on a GPU stays there if all experts run in one kernel; otherwise the host waits for its values
+                (`limits.FALLBACKS`, "counts read").
+            **others: other arguments of TransformerEngine; see `unsupported`.
+
+        Returns:
+            The output; with `return_bias` a tuple (output, list of biases or None).
 
         Raises:
-            ConfigurationError: `m_splits` does not fit the input or the number of experts. Of a tensor that is read on
-                a GPU the device tells of a wrong sum, as a RuntimeError where it is next waited for.
-            FallbackError: strict, and the device would be waited for.
+            ConfigurationError: `m_splits` does not fit the input or the number of experts. If a kernel reads
+                `m_splits`, a wrong sum raises a RuntimeError at the next synchronization instead.
+            FallbackError: `autocast` is strict and the host would have to wait for `m_splits`.
         """
         unsupported.refuse("GroupedLinear.forward", others)
         inp = self._input(inp)
@@ -154,7 +165,7 @@ class GroupedLinear(QuantizedModule):
         return out, [self._joined_bias(layer, out.dtype) for layer in self._layers] if self.use_bias else None
 
     def _of_experts(self, tokens: Tensor, splits: list[int] | Tensor) -> Tensor:
-        """Tokens times the weights of their experts, by whichever way is there."""
+        """Multiply tokens with the weights of their experts: all in one kernel if possible, otherwise one by one."""
         together = self._together(tokens, splits)
         if together is not None:
             return grouped.grouped_linear(tokens, together)
@@ -166,15 +177,15 @@ class GroupedLinear(QuantizedModule):
         return self._one_by_one(tokens, splits)
 
     def _read(self, splits: Tensor) -> list[int]:
-        """Splits that lie on a GPU, where the host must know them."""
+        """Copy splits from the GPU to the host."""
         if context.is_strict():
             self._refuse_fallbacks(self._weight_names[0], ("counts read",))
         if kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
                 f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['counts read']}"
             )
-        found: list[int] = splits.tolist()
-        return found
+        counts: list[int] = splits.tolist()
+        return counts
 
     def _one_by_one(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:
         outputs = [
@@ -184,8 +195,8 @@ class GroupedLinear(QuantizedModule):
         return torch.cat(outputs)
 
     def _together(self, tokens: Tensor, splits: Sequence[int] | Tensor) -> grouped.ExpertsLayer | None:
-        """All experts as one layer, where kernels quantize and multiply them at once and that is faster, or the host
-        knows no splits; else None."""
+        """Return all experts as one layer, or None. Kernels must be able to quantize and multiply all of them at once,
+        faster than one by one or without waiting for the splits."""
         if not self._may_be_together(tokens, isinstance(splits, Tensor)):
             return None
         weights = private_torch.registered_parameters(self, self._weight_names)
@@ -209,31 +220,33 @@ class GroupedLinear(QuantizedModule):
         return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, call.record, group, self._reader)
 
     def _added_biases(self) -> list[Tensor]:
-        """The biases of the experts that are added here."""
+        """Return the biases that this module adds itself."""
         added = () if self.return_bias else private_torch.registered_parameters(self, self._bias_names)
         return [bias for bias in added if bias is not None]
 
     def _plain_together(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Weights and biases in high precision that PyTorch multiplies at once with these tokens; else None."""
+        """Return high-precision weights and biases if PyTorch can multiply them all at once with these tokens,
+        otherwise None."""
         if torch.compiler.is_compiling() or self.tp_size > 1:
             return None
-        found = private_torch.registered_parameters(self, self._weight_names)
-        weights: list[Tensor] = [weight for weight in found if weight is not None]
+        parameters = private_torch.registered_parameters(self, self._weight_names)
+        weights: list[Tensor] = [weight for weight in parameters if weight is not None]
         if not grouped_plain.multiplies(tokens, weights):
             return None
         call = recompute.linear_context((id(self), "experts"), False, self.training)
         return None if call.recipe.table else (weights, self._added_biases())
 
     def joint_fallbacks(self, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
-        """Names in `limits.FALLBACKS` of what the experts take under a recipe because they are many."""
+        """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
         return ("one by one",) if backend.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
-        """What is compiled goes one by one: there splits are numbers of a graph that may differ each time.
+        """Return True if one kernel could run all experts of these tokens.
 
-        `on_device`: whether splits lie there, so that one by one would wait for them.
+        Compiled code runs experts one by one, since splits are graph constants that can differ each time. `on_device`:
+        the splits are on the GPU, so running one by one would wait for them.
         """
         if torch.compiler.is_compiling() or self.tp_size > 1 or isinstance(tokens, DTensor):
             return False
@@ -243,19 +256,19 @@ class GroupedLinear(QuantizedModule):
         return backend.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
-        """The amax histories of all experts that the recipe needs."""
-        found: dict[TensorRole, Sequence[Tensor]] = {}
+        """Return the amax histories of all experts that the recipe needs."""
+        histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            there = [history for history in private_torch.registered_buffers(self, names) if history is not None]
-            if len(there) < len(names) or set(map(Tensor.numel, there)) != {length}:
+            histories = [history for history in private_torch.registered_buffers(self, names) if history is not None]
+            if len(histories) < len(names) or set(map(Tensor.numel, histories)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)
-                there = [self._history(name, length, weight, recipe) for name, weight in pairs]
-            found[role] = there
-        return found
+                histories = [self._history(name, length, weight, recipe) for name, weight in pairs]
+            histories_by_role[role] = histories
+        return histories_by_role
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:
-        """Splits that fit, or that the device is to check."""
+        """Return splits that were checked, or a tensor that the kernel will check."""
         rows, experts = tokens.shape[0], len(self._layers)
         if not isinstance(m_splits, Tensor):
             return self._fitting_splits(list(m_splits), rows)
@@ -278,10 +291,11 @@ class GroupedLinear(QuantizedModule):
         private_torch.assert_on_device(
             (m_splits.sum() == rows) & (m_splits >= 0).all(), f"m_splits does not sum to the {rows} rows of the input"
         )
-        return [rows] * experts  # which the host knows
+        # one expert, or no rows: the host knows the splits
+        return [rows] * experts
 
     def _fitting_splits(self, splits: list[int], tokens: int) -> list[int]:
-        """Splits that are checked."""
+        """Check splits and return them."""
         if len(splits) != len(self._layers) or sum(splits) != tokens or min(splits) < 0:
             raise ConfigurationError(
                 f"GroupedLinear: m_splits {_shown(splits)} has {len(splits)} entries that sum to {sum(splits)}; it "
@@ -298,33 +312,36 @@ class GroupedLinear(QuantizedModule):
         spread = self._spread_axis
         if spread is None:
             return state
-        # an expert's tokens are those of the whole axis, on whichever of its ranks it stands
+        # an expert gets the tokens of all ranks of the axis
         axes = [mesh.get_group() for mesh in (spread, self.tp_mesh) if mesh is not None]
         state = replace(state, data_group=tuple(axes))
         return replace(state, amax_group=private_torch.other_axes(spread)) if recipe.histories else state
 
     def is_held_elsewhere(self, key: str) -> bool:
-        """True for a key of a state dict, without this module's prefix, of an expert that another rank holds."""
-        found = _OF_EXPERT.match(key)
-        return found is not None and int(found[1]) < self.num_gemms and int(found[1]) not in self.local_gemms
+        """Return True if a state dict key, without this module's prefix, belongs to an expert of another rank."""
+        match = _OF_EXPERT.match(key)
+        return match is not None and int(match[1]) < self.num_gemms and int(match[1]) not in self.local_gemms
 
     def of_every_expert(self, name: str) -> list[str]:
-        """The names of one parameter's like, of all ranks' experts: of `weight4` `weight0`, `weight1`, ..."""
-        found = _OF_EXPERT.match(name)
-        assert found is not None, f"{name} is of no expert"
-        before, after = name[: found.start(1)], name[found.end(1) :]
+        """Return the names of a parameter in all experts of all ranks: for `weight4`, `weight0`, `weight1`, ..."""
+        match = _OF_EXPERT.match(name)
+        assert match is not None, f"{name} is of no expert"
+        before, after = name[: match.start(1)], name[match.end(1) :]
         return [f"{before}{number}{after}" for number in range(self.num_gemms)]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """A state dict of more experts is taken; each rank loads its own of it."""
-        own = {key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))}
-        super()._load_from_state_dict(own, prefix, *args)
-        self._note_spread()  # assign=True has put others in their place
+        """Load this rank's experts from a state dict that can have more experts."""
+        local_entries = {
+            key: v for key, v in state_dict.items() if not self.is_held_elsewhere(key.removeprefix(prefix))
+        }
+        super()._load_from_state_dict(local_entries, prefix, *args)
+        # assign=True replaced the parameters
+        self._note_spread()
 
     def extra_repr(self) -> str:
-        held = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"
+        local = "" if self.ep_mesh is None else f", held={self.local_gemms.start}..{self.local_gemms.stop - 1}"
         return (
-            f"num_gemms={self.num_gemms}{held}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"num_gemms={self.num_gemms}{local}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}{self._formats_repr()}"
         )
 
