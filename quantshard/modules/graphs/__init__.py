@@ -1,1 +1,1 @@
-"""Modules whose forward and backward are CUDA graphs."""
+"""CUDA graphs of modules and of whole training steps."""

@@ -1,4 +1,4 @@
-"""What graphs take for fixed besides arguments: where a module's tensors lie, who is trained, and what is around."""
+"""Facts that a CUDA graph relies on apart from arguments: tensor addresses, trained parameters and contexts."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from quantshard.tensor.storage import KEY
 
 
 class GraphAddresses:
-    """What the graphs of a module hold of it: addresses of its tensors, and who is trained."""
+    """Addresses of a module's tensors and its `requires_grad` flags at the time of a capture."""
 
     def __init__(self, module: nn.Module | None, draws: bool) -> None:
         self._draws = draws
         self._owners = [] if module is None else list(module.named_modules())
         self._params: list[tuple[str, nn.Module, str, Mapping[str, Tensor]]] = []
-        for path, each in self._owners:
-            states = each.plain_states if isinstance(each, ComponentStateDict) else {}
-            names = [name for name, _ in each.named_parameters(recurse=False)]
-            self._params += [(path, each, name, states.get(name, {})) for name in names]
+        for path, owner in self._owners:
+            states = owner.plain_states if isinstance(owner, ComponentStateDict) else {}
+            names = [name for name, _ in owner.named_parameters(recurse=False)]
+            self._params += [(path, owner, name, states.get(name, {})) for name in names]
         self._held = [
-            (path, each, name) for path, each in self._owners for name, _ in each.named_buffers(recurse=False)
+            (path, owner, name) for path, owner in self._owners for name, _ in owner.named_buffers(recurse=False)
         ]
         self._known = self._facts()
 
     def changed(self) -> str | None:
-        """The name of the first that is no longer what it was at the capture."""
+        """Return the name of the first module or tensor that changed since the capture, or None."""
         now = self._facts()
         if now == self._known:
             return None
         labels = [path or "the module" for path, _ in self._owners]
         labels += [f"{path}.{name}".lstrip(".") for path, _, name, *_ in (*self._params, *self._held)]
         pairs = zip(labels, now, self._known, strict=True)
-        return next(label for label, found, known in pairs if found != known)
+        return next(label for label, current, captured in pairs if current != captured)
 
     def _facts(self) -> list[Any]:
-        found: list[Any] = [_of_module(path, each) for path, each in self._owners]
-        found += [self._of_parameter(each, name, state) for _, each, name, state in self._params]
-        for _, each, name in self._held:
-            buffer = private_torch.registered_buffer(each, name)
-            found.append(buffer if buffer is None else buffer.data_ptr())
-        return found
+        facts: list[Any] = [_of_module(path, owner) for path, owner in self._owners]
+        facts += [self._of_parameter(owner, name, state) for _, owner, name, state in self._params]
+        for _, owner, name in self._held:
+            buffer = private_torch.registered_buffer(owner, name)
+            facts.append(buffer if buffer is None else buffer.data_ptr())
+        return facts
 
     def _of_parameter(self, module: nn.Module, name: str, state: Mapping[str, Tensor]) -> Any:
         param = private_torch.registered_parameter(module, name)
@@ -57,21 +57,22 @@ class GraphAddresses:
         local = private_torch.local_tensor(param)
         if isinstance(local, QuantizedTensor):
             storage = local.quantized_storage
-            held, state = [part.data_ptr() for part in storage.components.values()], storage.state
+            addresses, state = [part.data_ptr() for part in storage.components.values()], storage.state
         else:
-            held = [local.data_ptr()]
-        held += [value.data_ptr() for key, value in state.items() if key != KEY]
-        key = int(state[KEY]) if self._draws and KEY in state else 0  # the graph has its value
-        return id(param), param.requires_grad, key, held
+            addresses = [local.data_ptr()]
+        addresses += [value.data_ptr() for key, value in state.items() if key != KEY]
+        # the graph contains the value of the random key
+        key = int(state[KEY]) if self._draws and KEY in state else 0
+        return id(param), param.requires_grad, key, addresses
 
 
 def _of_module(path: str, module: nn.Module) -> Any:
-    """Its mode, which modules it calls, and whether Python runs around it that a graph would not run."""
+    """Return a module's mode, its children, and whether it has Python hooks that a replay would not run."""
     return module.training, [id(child) for child in module.children()], path and private_torch.has_call_hooks(module)
 
 
 def surroundings() -> tuple[Any, ...]:
-    """What a forward depends on besides its arguments and its module."""
+    """Return the contexts that a forward depends on: quantshard's and torch's autocast, and the process group."""
     in_autocast = torch.is_autocast_enabled("cuda")
     dtype = torch.get_autocast_dtype("cuda") if in_autocast else None
     return context.current_setting(), dtype, world()

@@ -1,4 +1,4 @@
-"""What a captured callable takes and returns: tensors, and constants that a graph knows by their values."""
+"""Arguments and results of a captured callable: tensors, and constants that a graph fixes by value."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from torch import Tensor
 from quantshard.errors import ConfigurationError
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum, tuple, list, dict)
-"""What a graph takes for fixed; of tuples, lists and dicts those that are empty."""
+"""Types that a graph treats as constants. Tuples, lists and dicts are constants only if empty."""
 _HINTS = ("is_first_microbatch",)
-"""Arguments that change no result, so a call may give them another value than the sample."""
+"""Arguments that change no result, so that a call can pass another value than the sample."""
 
 
 def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors and constants in tuples, lists and dicts, each with a name for messages."""
+    """Yield the tensors and constants in nested tuples, lists and dicts, each with a name for messages."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, tuple | list) and value:
-        for index, each in enumerate(value):
-            yield from leaves(each, f"{name}[{index}]")
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{name}[{index}]")
     elif isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from leaves(each, f"{name}[{key!r}]")
+        for key, item in value.items():
+            yield from leaves(item, f"{name}[{key!r}]")
     else:
         yield name, value
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with each tensor changed, in the order of `leaves`."""
+    """Apply `change` to each tensor in nested tuples, lists and dicts, in the order of `leaves`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        changed = [mapped(each, change) for each in value]
+        changed = [mapped(item, change) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if isinstance(value, dict):
-        items = {key: mapped(each, change) for key, each in value.items()}
-        return items if type(value) is dict else type(value)(**items)  # what a model of transformers returns
+        items = {key: mapped(item, change) for key, item in value.items()}
+        # other classes: outputs of transformers models
+        return items if type(value) is dict else type(value)(**items)
     return value
 
 
 def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for index, each in enumerate(args):
-        yield from leaves(each, f"argument {index}")
+    for index, arg in enumerate(args):
+        yield from leaves(arg, f"argument {index}")
     for name in sorted(kwargs):
         if name not in _HINTS:
             yield from leaves(kwargs[name], name)
 
 
 class GraphArguments:
-    """The arguments of a captured callable: tensors at fixed addresses, which each call fills, and constants."""
+    """Arguments of a captured callable: constants, and tensors at fixed addresses that each call copies into."""
 
     def __init__(self, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.owner = owner
@@ -69,25 +70,28 @@ class GraphArguments:
                 )
 
     def tensors_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call.
+        """Return the tensors of a call.
 
         Raises:
-            ConfigurationError: it has other arguments than were captured; saying which.
+            ConfigurationError: the arguments differ from the captured ones in number, name, shape, dtype, device or
+                constant value.
         """
-        given = list(_arguments(args, kwargs))
-        names = [name for name, _ in given]
-        if len(given) != len(self.sample) or any(n != known for n, (known, _) in zip(names, self.sample, strict=True)):
+        actual = list(_arguments(args, kwargs))
+        names = [name for name, _ in actual]
+        if len(actual) != len(self.sample) or any(
+            n != expected for n, (expected, _) in zip(names, self.sample, strict=True)
+        ):
             self._refuse(f"arguments {', '.join(names)}", f"arguments {', '.join(name for name, _ in self.sample)}")
-        found = []
-        for (name, value), (_, sample) in zip(given, self.sample, strict=True):
+        tensors = []
+        for (name, value), (_, sample) in zip(actual, self.sample, strict=True):
             if isinstance(sample, Tensor) and isinstance(value, Tensor):
                 facts = (value.shape, value.dtype, value.device)
                 if facts != (sample.shape, sample.dtype, sample.device) or value.requires_grad > sample.requires_grad:
                     self._refuse(f"{name} = {_described(value)}", _described(sample))
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, Tensor) or isinstance(sample, Tensor) or not _is_same(value, sample):
                 self._refuse(f"{name} = {_described(value)}", _described(sample))
-        return found
+        return tensors
 
     def _refuse(self, given: str, captured: str) -> None:
         raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""`make_graphed_callables`: modules whose forward and backward are CUDA graphs, which a launch each replays.
+"""`make_graphed_callables`: captures modules so that a CUDA graph replays each forward and each backward.
 
-What is looked at before anything runs stands here; the graphs themselves are of `module_graph.py`.
+This file checks everything before anything runs; `module_graph.py` has the graphs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Callables = nn.Module | Callable[..., Any]
 
 
 class GraphForward:
-    """What stands in the place of a module's `forward`, or of a function: its graphs where they serve, else itself.
+    """Replaces a module's `forward`, or a function: replays its graphs if possible, otherwise calls the original.
 
-    Eagerly it runs in eval mode, without gradients, and where torch.compile or another capture takes the launches.
+    It runs eagerly in eval mode, without gradients, under torch.compile, and during another capture.
     """
 
     def __init__(self, subject: Callables, graph: ModuleGraph) -> None:
@@ -50,12 +50,13 @@ class GraphForward:
         return self.graph(args, kwargs)
 
     def reset(self) -> None:
-        """Give the module its own forward back; the graphs and their memory go when nothing else holds them."""
+        """Restore the module's own forward. The graphs and their memory are freed when nothing else refers to them."""
         if isinstance(self.subject, nn.Module) and vars(self.subject).get("forward") is self:
             del self.subject.forward
 
     def __reduce__(self) -> Any:
-        return _eager, (self.subject,)  # a copy has other parameters than the graphs
+        # a copy has other parameters than the graphs
+        return _eager, (self.subject,)
 
 
 def _eager(subject: Callables) -> Any:
@@ -76,42 +77,44 @@ def make_graphed_callables(
     strict: bool = False,
     pool: Any = None,
 ) -> Any:
-    """Capture the forward and the backward of modules as a CUDA graph each, which every later call replays.
+    """Capture the forward and the backward of each module as a CUDA graph that later calls replay.
 
-    The host then launches two graphs and some copies for a layer, instead of hundreds of kernels; every bit is that of
-    the eager module. A module is changed in place: its `forward` replays in training mode, and runs eagerly in eval
-    mode and under `torch.no_grad()`; `module.forward.reset()` undoes it. Gradients go to `.grad` as always, so that
-    they accumulate, and optimizers that write parameters in place, as all of quantshard's and of `torch.optim` do, step
-    between the replays. Capturing leaves no trace: amax histories, counts of draws, random generators, buffers and
-    `.grad` are as before. Draws are counted on the GPU from then on (`capturable_`).
+    The host then launches two graphs and a few copies per layer instead of hundreds of kernels. The results have the
+    bits of the eager module. A module is changed in place: its `forward` replays in training mode, and runs eagerly in
+    eval mode and under `torch.no_grad()`; `module.forward.reset()` undoes the change.
 
-    What is captured is fixed: shapes, dtypes and constants of the arguments, the recipe, which parameters are trained,
-    and where they lie. A call that differs raises. Results lie in memory that the next call writes to: clone what is to
-    be kept, and call backward before the next forward.
+    Gradients accumulate in `.grad` as usual. Optimizers that update parameters in place, such as quantshard's and those
+    in `torch.optim`, can step between replays. Capturing leaves amax histories, draw counters, random generators,
+    buffers and `.grad` unchanged. From then on the GPU counts random draws (`capturable_`).
+
+    A graph fixes shapes, dtypes and constants of the arguments, the recipe, which parameters are trained, and their
+    addresses. A call that differs raises. The next call overwrites the results: clone results that you keep, and call
+    backward before the next forward.
 
     Args:
-        modules: a module or a function of tensors, or several, as the layers of a model, in the order in which they
-            run: they share memory.
-        sample_args: positional arguments, a tuple; of several callables a tuple of tuples. Tensors tell shape, dtype
-            and `requires_grad` of those of later calls; they are copied, and may be given up.
-        num_warmup_iters: how often each runs eagerly before.
+        modules: a module or a function of tensors, or several of them, such as the layers of a model, in the order in
+            which they run. They share memory.
+        sample_args: tuple of positional arguments; for several callables a tuple of tuples. The tensors fix shape,
+            dtype and `requires_grad` for later calls. They are copied, and can be freed.
+        num_warmup_iters: number of eager runs of each callable before the capture.
         allow_unused_input: allow parameters and arguments that the outputs do not depend on.
-        sample_kwargs: keyword arguments, a dict; of several callables a sequence of dicts.
-        enabled: as in `autocast`, under which it is captured and is to be called; False outside of any autocast leaves
-            it outside. Of several callables also one for each.
-        recipe: as in `autocast`.
-        amax_reduction_group: as in `autocast`.
-        strict: as in `autocast`.
-        pool: memory to share with other graphs (`torch.cuda.graph_pool_handle()`), which then run in turn with these:
-            a backward raises if callables of another call ran since its forward; other graphs are not seen.
+        sample_kwargs: dict of keyword arguments; for several callables a sequence of dicts.
+        enabled: see `autocast`. The callables are captured and must be called under such an autocast; with False
+            outside of any autocast, no autocast is entered. For several callables this can be a sequence.
+        recipe: see `autocast`.
+        amax_reduction_group: see `autocast`.
+        strict: see `autocast`.
+        pool: memory pool to share with other graphs (`torch.cuda.graph_pool_handle()`), which must then run in turn
+            with these. A backward raises if callables of another `make_graphed_callables` call ran since its forward;
+            graphs from elsewhere are not detected.
 
     Returns:
-        The modules themselves, and in the place of each function one that replays; a tuple of several.
+        The modules themselves, and a replaying function in place of each function; a tuple for several callables.
 
     Raises:
-        ConfigurationError: an argument does not fit, or a module has hooks inside, is captured already, or is not on
-            one GPU.
-        UnsupportedOperationError: FSDP2 shards the parameters, or DDP is inside.
+        ConfigurationError: an argument does not fit, or a module has inner hooks, is already captured, or is not on one
+            GPU.
+        UnsupportedOperationError: FSDP2 shards the parameters, or a module contains DDP.
     """
     several = isinstance(modules, tuple | list | nn.ModuleList)
     subjects: list[Callables] = list(modules) if isinstance(modules, Iterable) and several else [modules]  # type: ignore[list-item]
@@ -135,11 +138,11 @@ def make_graphed_callables(
         arguments = GraphArguments(names[index], args[index], kwargs[index])
         inside = partial(entered, switches[index])
         graphs.append(ModuleGraph(_eager(subject), arguments, module, inside, allow_unused_input))
-    owned = [subject for subject in subjects if isinstance(subject, nn.Module)]
+    models = [subject for subject in subjects if isinstance(subject, nn.Module)]
     order = GraphOrder(len(graphs), pool)
-    _capture(graphs, owned, GraphRecorder(device, pool), order, device, num_warmup_iters)
-    made = [_replaced(subject, graph) for subject, graph in zip(subjects, graphs, strict=True)]
-    return tuple(made) if several else made[0]
+    _capture(graphs, models, GraphRecorder(device, pool), order, device, num_warmup_iters)
+    results = [_replaced(subject, graph) for subject, graph in zip(subjects, graphs, strict=True)]
+    return tuple(results) if several else results[0]
 
 
 def _capture(
@@ -150,7 +153,8 @@ def _capture(
     device: torch.device,
     times: int,
 ) -> None:
-    """Run all of them once to see which draw random words, and once more by counts that a graph sees; then record."""
+    """Run all callables once to see if they draw random words, run them again with draw counters that a graph can see,
+    then record them."""
     with capture.states_preserved(models, device), recorder.warming():
         before = capture.draw_counts(models)
         for graph in graphs:
@@ -163,7 +167,8 @@ def _capture(
         with recorder.recording():
             for index, graph in enumerate(graphs):
                 graph.capture_forward(recorder, order, index, draws)
-            for graph in reversed(graphs):  # as they run, so that each may use the memory of those that are done
+            # in the order of execution, so that a graph can reuse the memory of finished ones
+            for graph in reversed(graphs):
                 graph.capture_backward(recorder)
 
 
@@ -175,12 +180,12 @@ def _replaced(subject: Callables, graph: ModuleGraph) -> Any:
     return subject
 
 
-# Before --------------------------------------------------------------------------------------------------------------
+# Checks before a capture ---------------------------------------------------------------------------------------------
 
 
 def _name(subject: Callables, index: int, several: bool) -> str:
-    of_type = type(subject).__name__
-    kind = of_type if isinstance(subject, nn.Module) else getattr(subject, "__name__", of_type)
+    type_name = type(subject).__name__
+    kind = type_name if isinstance(subject, nn.Module) else getattr(subject, "__name__", type_name)
     return f"{kind} ({index})" if several else kind
 
 
@@ -200,25 +205,25 @@ def _check_surroundings(num_warmup_iters: int) -> None:
 def _samples(
     subjects: Sequence[Callables], sample_args: Any, sample_kwargs: Any, several: bool
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Arguments of each callable."""
+    """Return the positional and keyword arguments of each callable."""
     if not several:
         sample_args, sample_kwargs = (sample_args,), None if sample_kwargs is None else (sample_kwargs,)
     if sample_kwargs is None:
         sample_kwargs = [{} for _ in subjects]
-    for name, given, kinds in (("sample_args", sample_args, tuple | list), ("sample_kwargs", sample_kwargs, Mapping)):
-        fits = isinstance(given, tuple | list) and len(given) == len(subjects)
-        if not fits or not all(isinstance(each, kinds) for each in given):
-            each = "tuple of arguments" if name == "sample_args" else "dict of keyword arguments"
+    for name, samples, kinds in (("sample_args", sample_args, tuple | list), ("sample_kwargs", sample_kwargs, Mapping)):
+        fits = isinstance(samples, tuple | list) and len(samples) == len(subjects)
+        if not fits or not all(isinstance(sample, kinds) for sample in samples):
+            sample = "tuple of arguments" if name == "sample_args" else "dict of keyword arguments"
             raise ConfigurationError(
-                f"{_CALL}({name}): give a {each}" + (f" for each of the {len(subjects)} callables" if several else "")
+                f"{_CALL}({name}): give a {sample}" + (f" for each of the {len(subjects)} callables" if several else "")
             )
     if not subjects or len({id(subject) for subject in subjects}) != len(subjects):
         raise ConfigurationError(f"{_CALL}: give callables, each of them once; a copy of a module may share parameters")
-    return [tuple(each) for each in sample_args], [dict(each) for each in sample_kwargs]
+    return [tuple(sample) for sample in sample_args], [dict(sample) for sample in sample_kwargs]
 
 
 def _switches(enabled: bool | Sequence[bool], count: int, several: bool) -> list[bool]:
-    """`enabled` of each callable."""
+    """Return `enabled` of each callable."""
     switches: list[Any] = list(enabled) if several and isinstance(enabled, tuple | list) else [enabled] * count
     if len(switches) != count:
         raise ConfigurationError(
@@ -236,8 +241,8 @@ def _check(subject: Callables, name: str) -> None:
         return
     if isinstance(vars(subject).get("forward"), GraphForward):
         raise ConfigurationError(f"{_CALL}: {name} is captured already; call its forward.reset() first")
-    own = vars(subject).get("forward")
-    if own is not None and getattr(own, "__self__", None) is not subject:
+    forward = vars(subject).get("forward")
+    if forward is not None and getattr(forward, "__self__", None) is not subject:
         raise ConfigurationError(f"{_CALL}: {name} has a forward that was set on it, by which it is not captured")
     if not subject.training:
         raise ConfigurationError(f"{_CALL}: {name} is in eval mode, where it runs eagerly; call train() first")
@@ -266,46 +271,47 @@ def _check(subject: Callables, name: str) -> None:
 
 
 def _is_in_graph(param: Tensor) -> bool:
-    """True if something holds the node that accumulates a parameter's gradient, as graphs with it do: the backward of a
-    capture would let the stream of that node wait, and could not end."""
+    """Return True if something refers to the node that accumulates a parameter's gradient, as autograd graphs do. The
+    captured backward would make the stream of that node wait, and the capture could not end."""
     mark: Any = get_gradient_edge(param).node.metadata
     mark[_CALL] = True
     del mark
-    found: Any = get_gradient_edge(param).node.metadata  # of a new node, unless the first one lives on
-    return _CALL in found
+    # a new node, unless something keeps the first one alive
+    metadata: Any = get_gradient_edge(param).node.metadata
+    return _CALL in metadata
 
 
 def _check_owners(subject: nn.Module, name: str) -> None:
-    """Refuse what is FSDP2's or DDP's."""
+    """Raise if FSDP2 or DDP manages the parameters."""
     sharded = {id(param) for param, _ in private_torch.sharded_parameters()}
     for module in subject.modules():
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedOperationError(limits.refusal("captured replicas", name))
-        own = module.parameters(recurse=False)
+        parameters = module.parameters(recurse=False)
         if (
             isinstance(module, FSDPModule)
-            or any(id(param) in sharded for param in own)
+            or any(id(param) in sharded for param in parameters)
             or private_torch.has_gathered_parameters(module)
         ):
             raise UnsupportedOperationError(limits.refusal("captured shards", name))
 
 
 def _device(subjects: Sequence[Callables], samples: Sequence[Any]) -> torch.device:
-    """The one GPU on which all is."""
-    found = [param.device for subject in subjects if isinstance(subject, nn.Module) for param in subject.parameters()]
-    waiting = list(samples)
-    while waiting:
-        value = waiting.pop()
+    """Return the GPU that all parameters and samples are on."""
+    devices = [param.device for subject in subjects if isinstance(subject, nn.Module) for param in subject.parameters()]
+    pending = list(samples)
+    while pending:
+        value = pending.pop()
         if isinstance(value, Tensor):
-            found.append(value.device)
+            devices.append(value.device)
         elif isinstance(value, Mapping):
-            waiting += value.values()
+            pending += value.values()
         elif isinstance(value, tuple | list):
-            waiting += value
-    device = found[0] if found else torch.device("cpu")
-    if device.type != "cuda" or any(each != device for each in found):
+            pending += value
+    device = devices[0] if devices else torch.device("cpu")
+    if device.type != "cuda" or any(item != device for item in devices):
         raise ConfigurationError(
             f"{_CALL}: CUDA graphs are of one GPU, but parameters and sample arguments are on "
-            f"{', '.join(sorted({str(each) for each in found})) or 'none'}; run eagerly elsewhere"
+            f"{', '.join(sorted({str(item) for item in devices})) or 'none'}; run eagerly elsewhere"
         )
     return device

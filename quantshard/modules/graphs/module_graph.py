@@ -1,9 +1,8 @@
-"""A callable as two CUDA graphs: its forward and its backward, recorded once, with fixed tensors, and replayed.
+"""Forward and backward of a callable as two CUDA graphs, recorded once with fixed tensors and replayed.
 
-A graph holds launches and addresses, and nothing of what Python did while it was recorded. So what a pass leaves with
-this package (amaxes for histories, the count of layers that ran) is recorded beside the graphs and left anew by each
-replay, and what the graphs took for constant (inputs that are no tensors, addresses, who needs a gradient, the recipe)
-is compared before each.
+A graph contains launches and addresses, but nothing that Python did during the capture. Side effects of a pass (amaxes
+for histories, the count of layers that ran) are recorded separately, and each replay repeats them. Everything that the
+graphs treat as constant (non-tensor arguments, addresses, `requires_grad`, the recipe) is compared before each replay.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from quantshard.modules.graphs.addresses import GraphAddresses, surroundings
 from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leaves, mapped
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
-# What a pass leaves with the package ---------------------------------------------------------------------------------
+# Side effects of a pass ----------------------------------------------------------------------------------------------
 
 
 class AmaxNotes(NamedTuple):
-    """Amaxes [n] that a pass notes for n different histories, of one `number` and to be reduced over one group."""
+    """Amaxes [n] that a pass records for n histories with the same `number` and reduction group."""
 
     keys: Sequence[Tensor]
     number: int
@@ -44,90 +43,92 @@ class AmaxNotes(NamedTuple):
 
 
 class AmaxRecord(PendingAmaxes):
-    """Amaxes that a captured pass notes; none is recorded in a history, since a replay notes its own."""
+    """Collects the amaxes of a captured pass. It writes no histories, since each replay records its own amaxes."""
 
     def flush(self) -> None:
-        """Keep them: the pass has left autocast, and `notes` comes later."""
+        """Keep the amaxes when the pass leaves autocast; `notes` reads them later."""
 
     def _keep(self, slot: Tensor, histories: Sequence[Tensor]) -> None:
-        """Nothing: one graph alone has its slots, in memory that is the graph's."""
+        """Do nothing, because the slots are in the graph's own memory and no other pass has them."""
 
     def notes(self) -> list[AmaxNotes]:
-        """All of them, those of a number and a group in one tensor, which a replay of the graph writes."""
-        alike: dict[tuple[int, Groups], list[PendingHistory]] = {}
+        """Return all amaxes, with one tensor per number and group, which each replay of the graph writes."""
+        pending_by_key: dict[tuple[int, Groups], list[PendingHistory]] = {}
         joint = self.take_joint()
-        for each in self.histories():
-            alike.setdefault((each.number, each.group), []).append(each)
-        return [AmaxNotes(each.keys, each.number, each.histories, each.amaxes[0], each.group) for each in joint] + [
+        for item in self.histories():
+            pending_by_key.setdefault((item.number, item.group), []).append(item)
+        return [AmaxNotes(item.keys, item.number, item.histories, item.amaxes[0], item.group) for item in joint] + [
             AmaxNotes(
-                [each.key for each in found], number, [each.history for each in found],
-                torch.stack(merged_slots([each.slots for each in found])), group,
+                [item.key for item in group_members], number, [item.history for item in group_members],
+                torch.stack(merged_slots([item.slots for item in group_members])), group,
             )
-            for (number, group), found in alike.items()
+            for (number, group), group_members in pending_by_key.items()
         ]  # fmt: skip
 
 
 class GradientCopy:
-    """Copies of gradients that each replay writes anew, one for all that are the parts of one tensor: those of a layer
-    of many experts are."""
+    """Copies gradients that each replay overwrites. Gradients that are parts of one tensor, as in a layer of many
+    experts, share one copy."""
 
     def __init__(self, grads: Sequence[Tensor | None]) -> None:
         self._count, self._joint = len(grads), []
         self._alone = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        alike: dict[int, list[int]] = {}
+        indices_by_memory: dict[int, list[int]] = {}
         for index, grad in self._alone.items():
-            if type(grad) is Tensor and grad.numel() > 0:  # a DTensor has no memory to look at
-                alike.setdefault(grad.untyped_storage().data_ptr(), []).append(index)
-        for members in alike.values():
-            whole = _joined([self._alone[index] for index in members])
-            if whole is not None:
-                self._joint.append((whole, members))
+            # a DTensor has no memory of its own
+            if type(grad) is Tensor and grad.numel() > 0:
+                indices_by_memory.setdefault(grad.untyped_storage().data_ptr(), []).append(index)
+        for members in indices_by_memory.values():
+            joint = _joined([self._alone[index] for index in members])
+            if joint is not None:
+                self._joint.append((joint, members))
                 for index in members:
                     del self._alone[index]
 
     def copies(self) -> list[Tensor | None]:
-        """As they are now, None where there is none."""
-        found: list[Tensor | None] = [None] * self._count
-        for whole, members in self._joint:
-            for index, part in zip(members, whole.clone().unbind(), strict=True):
-                found[index] = part
+        """Return copies of the current gradients, None where there is no gradient."""
+        copies: list[Tensor | None] = [None] * self._count
+        for joint, members in self._joint:
+            for index, part in zip(members, joint.clone().unbind(), strict=True):
+                copies[index] = part
         for index, grad in self._alone.items():
-            found[index] = grad.clone()
-        return found
+            copies[index] = grad.clone()
+        return copies
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor [parts, ...] that several tensors of one memory are the parts of, in order; None if they are not."""
+    """Return the contiguous tensor [parts, ...] that the parts are consecutive slices of, or None."""
     first = parts[0]
     if len(parts) == 1 or not first.is_contiguous():
         return None
     for index, part in enumerate(parts):
-        alike = (part.shape, part.dtype, part.stride()) == (first.shape, first.dtype, first.stride())
-        if not alike or part.storage_offset() != first.storage_offset() + index * first.numel():
+        same_layout = (part.shape, part.dtype, part.stride()) == (first.shape, first.dtype, first.stride())
+        if not same_layout or part.storage_offset() != first.storage_offset() + index * first.numel():
             return None
     return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
 @dataclass
 class PassRecord:
-    """What a pass gives: tensors that each replay writes anew, and the amaxes that it notes."""
+    """Outputs of a captured pass: tensors that each replay overwrites, and the amaxes it records."""
 
     tensors: list[Tensor | None]
     notes: list[AmaxNotes]
 
     def note(self, pending: PendingAmaxes) -> None:
-        """Note the amaxes of a replay, as they are now: the next one may come before they are recorded."""
+        """Record the current amaxes of a replay. They are cloned, because the next replay can run before they reach the
+        histories."""
         for keys, number, histories, amaxes, group in self.notes:
             pending.note_all(keys, number, histories, amaxes.clone(), group)
 
 
 class GraphOrder:
-    """Which forwards of callables that share memory still have what their backward reads.
+    """Tracks which forwards of callables with shared memory still have their saved activations.
 
-    Memory is given out in the order of capture: all forwards, then all backwards from the last to the first. What a
-    callable keeps for backward is overwritten by a forward of it or of an earlier one, and by the backward of an
-    earlier one; not by those of later ones. What was captured in another call, into the same `pool`, may lie anywhere
-    in that memory, so each replay of one call takes what the others kept.
+    Memory is assigned in the order of capture: all forwards, then all backwards from last to first. The activations of
+    a callable are overwritten by its own forward and by forwards and backwards of earlier callables, but not by later
+    ones. Callables from another capture with the same `pool` can use any part of the memory, so a replay invalidates
+    the activations of all of them.
     """
 
     _in_pool: ClassVar[dict[Hashable, weakref.WeakSet[GraphOrder]]] = {}
@@ -140,17 +141,17 @@ class GraphOrder:
         self._sharing.add(self)
 
     def begin(self, index: int) -> object:
-        """A forward runs; what `end` must be given."""
+        """Register a forward. Returns a token to pass to `end`."""
         self._overwrite_others()
         token = object()
         self._kept[index:] = [token] + [None] * (len(self._kept) - index - 1)
         return token
 
     def end(self, index: int, token: object, owner: str) -> None:
-        """Its backward runs.
+        """Register the backward of a forward.
 
         Raises:
-            UnsupportedOperationError: what it reads was overwritten, or read by a backward before.
+            UnsupportedOperationError: another replay overwrote the activations, or a backward already ran.
         """
         if self._kept[index] is not token:
             raise UnsupportedOperationError(limits.refusal("overwritten activations", owner))
@@ -158,9 +159,9 @@ class GraphOrder:
         self._kept[index:] = [None] * (len(self._kept) - index)
 
     def _overwrite_others(self) -> None:
-        for other in self._sharing:
-            if other is not self:
-                other._kept = [None] * len(other._kept)
+        for order in self._sharing:
+            if order is not self:
+                order._kept = [None] * len(order._kept)
 
 
 # The graphs ----------------------------------------------------------------------------------------------------------
@@ -168,8 +169,8 @@ class GraphOrder:
 
 @cache
 def _warming_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same for all captures: what is kept for a stream, as cuBLAS' workspaces and zeroed scalars, is never given
-    back to others. On the current device, which is `device`."""
+    """Stream for all warmups, on the current device, which must be `device`. Allocations per stream, such as cuBLAS
+    workspaces and zeroed scalars, are never reused by other streams."""
     return torch.cuda.Stream()
 
 
@@ -182,7 +183,8 @@ class GraphRecorder:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Where work runs before it is recorded, so that what is made once is made: not on the stream of others."""
+        """Run the block before a recording, on a separate stream, so that one-time allocations and compilations happen
+        there."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             with torch.cuda.stream(_warming_stream(self._device)):
@@ -191,7 +193,7 @@ class GraphRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around calls of `record`: no garbage is collected meanwhile, since it may hold graphs that end there."""
+        """Surround calls of `record`. Disables garbage collection, which could destroy graphs during a capture."""
         gc.collect()
         collects = gc.isenabled()
         gc.disable()
@@ -203,15 +205,15 @@ class GraphRecorder:
                 gc.enable()
 
     def record(self, work: Callable[[], PassRecord]) -> tuple[Any, PassRecord]:
-        """Run work once, which computes nothing, and give the graph that computes it with what it returned."""
+        """Record work into a graph without computing anything. Returns the graph and the result of `work`."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            found = work()
-        return graph, found
+            result = work()
+        return graph, result
 
 
 class ModuleGraph:
-    """The two graphs of a callable. `call` runs eagerly; `entered` gives the context that it is captured in."""
+    """The forward and backward graphs of a callable. `call` runs it eagerly; `entered` creates its context."""
 
     def __init__(
         self,
@@ -225,14 +227,15 @@ class ModuleGraph:
         self._module, self._entered, self._allow_unused = module, entered, allow_unused
         named = [] if module is None else list(module.named_parameters())
         self._params = [(name, param) for name, param in named if param.requires_grad]
-        self._ends: list[Tensor] = []  # outputs with their graph of autograd, between a forward and its backward
+        # outputs with their autograd graph, between a forward and its backward
+        self._ends: list[Tensor] = []
         self._grad_outputs: list[Tensor | None] = []
         self._backward_graph: Any = None
 
     # Capture
 
     def warm(self, times: int) -> None:
-        """Run forward and backward eagerly."""
+        """Run forward and backward eagerly, `times` times."""
         for _ in range(times):
             self._forward()
             self._check_reached()
@@ -241,7 +244,7 @@ class ModuleGraph:
                 self._backward()
 
     def capture_forward(self, recorder: GraphRecorder, order: GraphOrder, index: int, draws: bool) -> None:
-        """Record the forward. `draws`: random words are drawn, by keys of which the graph has the values."""
+        """Record the forward. `draws`: the callable draws random words, by keys that the graph fixes by value."""
         self._order, self._index = order, index
         with self._entered():
             self._surroundings = surroundings()
@@ -254,9 +257,9 @@ class ModuleGraph:
         """Record the backward."""
         if any(grad is not None for grad in self._grad_outputs):
             self._backward_graph, self._grads = recorder.record(self._backward)
-            found = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
-            named = (*self.arguments.named, *self._params)
-            self._copies = GradientCopy([found.get(id(tensor)) for _, tensor in named])
+            grads_by_id = dict(zip((id(tensor) for _, tensor in self._trained()), self._grads.tensors, strict=True))
+            inputs = (*self.arguments.named, *self._params)
+            self._copies = GradientCopy([grads_by_id.get(id(tensor)) for _, tensor in inputs])
         self._ends = []
 
     def _forward(self) -> PassRecord:
@@ -279,33 +282,35 @@ class ModuleGraph:
         pairs = [(e, g) for e, g in zip(self._ends, self._grad_outputs, strict=True) if g is not None]
         self._ends = []
         with context.amaxes_noted_in(AmaxRecord(), record):
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 [end for end, _ in pairs], [tensor for _, tensor in inputs], [grad for _, grad in pairs],
                 allow_unused=True,
             )  # fmt: skip
-        unused = [name for (name, _), grad in zip(inputs, found, strict=True) if grad is None]
+        unused = [name for (name, _), grad in zip(inputs, grads, strict=True) if grad is None]
         if unused and not self._allow_unused:
             raise ConfigurationError(
                 f"make_graphed_callables: the outputs of {self.owner} do not depend on {', '.join(unused)}; freeze "
                 "what is not used, or give allow_unused_input=True"
             )
-        return PassRecord(list(found), record.notes())
+        return PassRecord(list(grads), record.notes())
 
     def _results(self) -> list[Tensor]:
-        """The outputs that a replay writes: all but those that are parameters or buffers, or parts of them."""
+        """Return the outputs that a replay writes: all except parameters, buffers and views of them."""
         owned = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
-        held = {_memory(each) for each in owned}
-        return [each for each in self._outputs.tensors if each is not None and _memory(each) not in held]
+        owned_memory = {_memory(tensor) for tensor in owned}
+        return [
+            tensor for tensor in self._outputs.tensors if tensor is not None and _memory(tensor) not in owned_memory
+        ]
 
     def _trained(self) -> list[tuple[str, Tensor]]:
-        """What gradients are computed for."""
+        """Return the names and tensors that get a gradient."""
         return [(name, tensor) for name, tensor in self.arguments.named if tensor.requires_grad] + self._params
 
     def _check_reached(self) -> None:
-        """Raise for a leaf that is trained, but would get no gradient from the graphs."""
-        known = {id(tensor) for _, tensor in self._trained()}
+        """Raise if a leaf requires a gradient that the graphs would not compute."""
+        trained_ids = {id(tensor) for _, tensor in self._trained()}
         ends = [end for end in self._ends if end.requires_grad]
-        if any(id(leaf) not in known for leaf in _leaf_tensors(ends)):
+        if any(id(leaf) not in trained_ids for leaf in _leaf_tensors(ends)):
             raise ConfigurationError(
                 f"make_graphed_callables: {self.owner} uses a tensor that requires gradients and is none of its "
                 "parameters or arguments, so it would get none; give the module itself, or the tensor as an argument"
@@ -314,10 +319,10 @@ class ModuleGraph:
     # Replay
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the callable returns, in memory that the next call writes to."""
-        found = surroundings()
-        if found != self._surroundings:
-            raise ConfigurationError(self._elsewhere(found))
+        """Replay the forward. The results are in memory that the next call overwrites."""
+        current = surroundings()
+        if current != self._surroundings:
+            raise ConfigurationError(self._elsewhere(current))
         tensors = self.arguments.tensors_of(args, kwargs)
         if (changed := self._addresses.changed()) is not None:
             raise ConfigurationError(
@@ -339,64 +344,67 @@ class ModuleGraph:
         )
 
     def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[object, list[Tensor]]:
-        """Copy the inputs, run the forward, and note what it saw."""
-        for (_, static), given in zip(self.arguments.named, tensors, strict=False):
-            static.copy_(given)
+        """Copy the inputs, replay the forward, and record its amaxes. Returns a token for the backward, and the
+        outputs."""
+        for (_, static), tensor in zip(self.arguments.named, tensors, strict=False):
+            static.copy_(tensor)
         token = self._order.begin(self._index)
         self._forward_graph.replay()
-        increment_version(self._written)  # which autograd, and what else keeps an older result, must know
+        # so that autograd notices that older results were overwritten
+        increment_version(self._written)
         context_warnings.counts.run += 1
         self._outputs.note(context.forward_amaxes())
-        if not context.in_autocast():  # one that the callable itself enters ends in it
+        if not context.in_autocast():
+            # an autocast that the callable enters ended within the graph, which cannot flush
             context.forward_amaxes().flush()
         return token, [output.detach() for output in self._outputs.tensors if output is not None]
 
     def constant_outputs(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Those that have no gradient."""
+        """Return the outputs that have no gradient."""
         return [output for output, trained in zip(outputs, self._differentiable, strict=True) if not trained]
 
     def in_place_changes(self) -> list[int]:
-        """How often each output was changed in place."""
-        return [private_torch.in_place_changes(each) for each in self._outputs.tensors if each is not None]
+        """Return the version counter of each output."""
+        return [private_torch.in_place_changes(output) for output in self._outputs.tensors if output is not None]
 
     def replay_backward(self, token: object, grads: Sequence[Tensor | None], changes: list[int]) -> list[Tensor | None]:
-        """The gradients of inputs and of parameters, in memory of their own.
+        """Replay the backward. Returns copies of the gradients of inputs and parameters.
 
         `changes`: `in_place_changes` after the forward.
         """
         self._order.end(self._index, token, self.owner)
         if self.in_place_changes() != changes:
             raise UnsupportedOperationError(limits.refusal("changed outputs", self.owner))
-        for static, given in zip(self._grad_outputs, grads, strict=True):
+        for static, grad in zip(self._grad_outputs, grads, strict=True):
             if static is not None:
-                static.zero_() if given is None else static.copy_(given)
+                static.zero_() if grad is None else static.copy_(grad)
         self._backward_graph.replay()
         if self._grads.notes:
             context.flush_after_backward()
             self._grads.note(context.backward_amaxes)
-        # autograd takes them for .grad, of leaves further up too, where the nodes between hand gradients on
+        # copies, because autograd can store them in .grad, even of leaves before other nodes that pass gradients on
         return self._copies.copies()
 
 
 def _memory(tensor: Tensor) -> int:
-    """Where the memory that a tensor is a part of begins."""
+    """Return the address of the storage of a tensor."""
     local = private_torch.local_tensor(tensor)
-    held = next(iter(local.quantized_storage.components.values())) if isinstance(local, QuantizedTensor) else local
-    return held.untyped_storage().data_ptr()
+    component = next(iter(local.quantized_storage.components.values())) if isinstance(local, QuantizedTensor) else local
+    return component.untyped_storage().data_ptr()
 
 
 def _leaf_tensors(ends: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves of the graphs of autograd behind some tensors."""
-    waiting: list[Any] = [end.grad_fn for end in ends]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    """Yield the leaves of the autograd graphs of some tensors."""
+    pending: list[Any] = [end.grad_fn for end in ends]
+    visited = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
             yield node.variable
-        waiting += [before for before, _ in node.next_functions]
+        pending += [before for before, _ in node.next_functions]
 
 
 class _Replay(torch.autograd.Function):

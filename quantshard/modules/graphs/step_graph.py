@@ -1,4 +1,4 @@
-"""A training step as a CUDA graph: the host makes one call for its thousands of launches, under FSDP2 too."""
+"""StepGraph: a whole training step as one CUDA graph, also under FSDP2."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from quantshard.modules.graphs.arguments import CONSTANTS, mapped
 from quantshard.modules.graphs.step_replay import StepContext, StepReplay, check_results, copied, named_arguments
 
 WARMUP = 2
-"""Eager steps before a capture, in which kernels are compiled and FSDP2 finds the order of its gathers."""
+"""Eager steps before a capture, which compile kernels and let FSDP2 record the order of its all-gathers."""
 
 MOST_GRAPHS = 8
-"""Each has memory of its own."""
+"""Maximum number of graphs; each has its own memory."""
 
 MOST_KINDS = 32
-"""Kinds of arguments that came once or twice. Before one more is counted, all are forgotten."""
+"""Maximum number of argument kinds with counted eager steps. One more clears all counts."""
 
 
 class StepGraph:
-    """A training step that runs eagerly twice, is captured as a CUDA graph, and replayed from then on, with the same
-    bits. The host makes one call for it, so that a step takes what the GPU needs.
+    """A training step that runs eagerly twice, is then captured as a CUDA graph, and is replayed from then on.
 
         optimizer = FusedAdam(model.named_parameters(), lr=1e-3, capturable=True)
 
@@ -47,28 +46,31 @@ class StepGraph:
             for x, y in batches:
                 loss = step(x, y)
 
-    The model may be on one GPU, sharded by FSDP2, or tensor parallel: collectives are in the graph. Arguments are
-    tensors and constants, alone or in tuples, lists and dicts. The step is given copies of the tensors on the model's
-    GPU; of those on the host the copy waits for the step before, so batches that are on the GPU go faster. Of other
-    shapes, dtypes or constants there is another graph, after two or three more eager steps. What the step returns are
-    copies too, without a graph of autograd, which later steps do not change.
+    The host makes one launch per step, and results keep the same bits. The model can be on one GPU, sharded by FSDP2,
+    or tensor parallel: collectives are part of the graph.
 
-    A graph repeats what the device was given, and no Python: what the step reads of the host (numbers of a schedule,
-    `if loss > 3`) is as it was at the capture. Learning rates must be tensors, as `capturable=True` makes them; a
-    scheduler writes into these. Forward and backward belong into one step, under FSDP2 with all that is gathered. One
-    thread at a time may call it.
+    Arguments are tensors and constants, alone or in tuples, lists and dicts. The step gets copies of the tensors on the
+    model's GPU. Copies from the host wait for the previous step, so batches on the GPU are faster. New shapes, dtypes
+    or constants get another graph, after two or three more eager steps. Results are copies too, detached from autograd
+    and not changed by later steps.
+
+    A graph repeats device work and runs no Python: host values that the step reads (a schedule's numbers, `if loss >
+    3`) stay as they were at the capture. Learning rates must be tensors, as `capturable=True` makes them, and
+    schedulers must write into these tensors. Forward and backward must be in the same step. Only one thread at a time
+    can call the step.
 
     Args:
-        step: runs forward, backward, the optimizer's step and zero_grad, and reads nothing back from the device.
-        model: all whose parameters it trains, on the current GPU; draws of random words are counted there from now on
-            (`capturable_`).
-        optimizer: one or several, each with `capturable=True` and masters, if its weights are quantized.
-        enabled: False runs each step eagerly, with the arguments themselves, as on a machine without a GPU.
+        step: function that runs forward, backward, the optimizer's step and zero_grad, and does not synchronize with
+            the device.
+        model: module with all parameters that the step trains, on the current GPU. From now on the GPU counts its
+            random draws (`capturable_`).
+        optimizer: one optimizer or several, each with `capturable=True`, and with masters if its weights are quantized.
+        enabled: if False, run each step eagerly on the arguments themselves, also without a GPU.
 
     Raises:
-        ConfigurationError: an optimizer has no parameter of the model; or, if enabled, the model is not on the current
-            GPU, or an optimizer is not capturable.
-        UnsupportedOperationError: DistributedDataParallel wraps the model.
+        ConfigurationError: an optimizer has no parameter of the model. If enabled: the model is not on the current GPU,
+            or an optimizer is not capturable.
+        UnsupportedOperationError: the model is wrapped in DistributedDataParallel.
     """
 
     @suggests_names
@@ -84,9 +86,9 @@ class StepGraph:
         check_arguments("StepGraph", MODULE, model=model)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         context.check_flags("StepGraph", enabled=enabled)
-        for each in self._optimizers:
-            check_arguments("StepGraph", OPTIMIZER, optimizer=each)
-            _check_members(each, model)
+        for item in self._optimizers:
+            check_arguments("StepGraph", OPTIMIZER, optimizer=item)
+            _check_members(item, model)
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
         self._replays: dict[Any, StepReplay] = {}
@@ -94,25 +96,26 @@ class StepGraph:
         if enabled:
             _check_unwrapped(model)
             self._device = _device(model)
-            for each in self._optimizers:
-                _check_capturable(each, self._device)
+            for item in self._optimizers:
+                _check_capturable(item, self._device)
             capturable_(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A step, and what it returns.
+        """Run a step and return its results.
 
         Raises:
-            UnsupportedOperationError: it cannot be captured.
-            ConfigurationError: it was captured, and something that the graph has of the model, the optimizers or the
-                contexts around is no longer what it was; it leaves gradients, or an argument or a result is neither a
-                tensor nor a constant.
+            UnsupportedOperationError: the step cannot be captured.
+            ConfigurationError: after the capture, a tensor of the model or the optimizers or a surrounding context was
+                replaced; the step leaves gradients; or an argument or a result is neither a tensor nor a constant.
         """
         return self.within(nullcontext, *args, **kwargs)
 
     def within(self, around: StepContext, *args: Any, **kwargs: Any) -> Any:
-        """A step in a context in which the device does more, as `statistics.whole_step`: a graph of its own.
+        """Run a step in a context that adds device work, such as `statistics.whole_step`. Each context has its own
+        graph.
 
-        `around`: makes the context, equal at each call for the same; it is entered for eager steps and captures.
+        `around`: function that creates the context; calls with an equal function share a graph. The context is entered
+        for eager steps and captures.
         """
         if isinstance(around, AbstractContextManager):
             raise ConfigurationError(
@@ -130,9 +133,9 @@ class StepGraph:
             return mapped(result, Tensor.detach)
         replay = self._replays.get(key)
         if replay is None and self._is_to_be_eager(key, args, kwargs):
-            given_args, given_kwargs = copied((args, kwargs), self._device)
+            args_on_device, kwargs_on_device = copied((args, kwargs), self._device)
             with around():
-                result = self._step(*given_args, **given_kwargs)
+                result = self._step(*args_on_device, **kwargs_on_device)
             check_results(result)
             return copied(result, self._device)
         if replay is None:
@@ -141,14 +144,14 @@ class StepGraph:
         return replay(args, kwargs)
 
     def _is_to_be_eager(self, key: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a step of which there is no graph is not captured now."""
+        """Return whether a step without a graph runs eagerly instead of being captured."""
         if key not in self._eager and len(self._eager) >= MOST_KINDS:
             self._warn_of_many(args, kwargs)
             self._eager.clear()
         count = self._eager.get(key, 0)
         if len(self._replays) >= MOST_GRAPHS:
             self._warn_of_many(args, kwargs)
-        # what an optimizer's graph holds is allocated by an eager step, so one must come between two captures
+        # an eager step allocates the optimizer's state for its graph, so there must be one between two captures
         elif count >= WARMUP and not self._has_captured:
             return False
         self._eager[key], self._has_captured = count + 1, False
@@ -166,8 +169,8 @@ class StepGraph:
         )
 
     def close(self) -> None:
-        """Let go of the graphs; later calls run eagerly and are captured anew. A communicator of NCCL waits, when it
-        is destroyed, until no graph has its collectives any more."""
+        """Free the graphs. Later calls run eagerly and are captured again. Destroying an NCCL communicator waits until
+        no graph contains its collectives."""
         self._replays.clear()
         self._eager.clear()
         self._has_captured = False
@@ -187,8 +190,8 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 def _check_members(optimizer: Optimizer, model: nn.Module) -> None:
-    own = {id(param) for param in model.parameters()}
-    if not any(id(param) in own for group in optimizer.param_groups for param in group["params"]):
+    ids = {id(param) for param in model.parameters()}
+    if not any(id(param) in ids for group in optimizer.param_groups for param in group["params"]):
         raise ConfigurationError(
             f"StepGraph: no parameter of {type(optimizer).__name__} is the model's; build it over this model, after "
             "convert and fully_shard, which put others in their place"
@@ -224,7 +227,8 @@ def _check_capturable(optimizer: Optimizer, device: torch.device) -> None:
 
 
 def _kind(value: Any, name: str) -> Any:
-    """What tells graphs apart: how tensors are laid out, values of constants, and what they stand in."""
+    """Return the key that selects a graph: shapes, dtypes and strides of tensors, values of constants, and their
+    nesting."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ConfigurationError(
@@ -233,9 +237,10 @@ def _kind(value: Any, name: str) -> Any:
             )
         return value.shape, value.dtype, value.stride()
     if isinstance(value, tuple | list) and value:
-        return type(value), *(_kind(each, f"{name}[{index}]") for index, each in enumerate(value))
+        return type(value), *(_kind(item, f"{name}[{index}]") for index, item in enumerate(value))
     if isinstance(value, dict) and value:
-        return type(value), *((key, _kind(each, f"{name}[{key!r}]")) for key, each in value.items())  # in their order
+        # in insertion order
+        return type(value), *((key, _kind(item, f"{name}[{key!r}]")) for key, item in value.items())
     if isinstance(value, CONSTANTS):
         return type(value), repr(value)
     raise ConfigurationError(

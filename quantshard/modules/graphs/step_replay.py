@@ -1,7 +1,7 @@
-"""One captured training step: the graph, and what it has of its arguments, the model, the optimizers and around it.
+"""One captured training step: the graph, and the facts it relies on (arguments, model, optimizers, contexts).
 
-A graph has addresses. What lies elsewhere since the capture is neither read nor written by a replay, and nothing would
-say so; hence they look whether all is where it was.
+A graph contains addresses. Replays neither read nor write tensors that moved after the capture, and would not report
+that, so the addresses are compared.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from quantshard.modules.graphs.arguments import CONSTANTS, leaves, mapped
 from quantshard.tensor import components
 
 StepContext = Callable[[], AbstractContextManager[Any]]
-"""A context that is entered around a step, in which the device does more."""
+"""Function that creates a context around a step, which adds device work."""
 
 _NOT_OPTIONS = ("params", "param_names")
 
 EVERY = 10
-"""Replays, of which one looks at all tensors: of a small model that takes the host as long as a step takes the GPU."""
+"""One in this many replays checks all tensors. For a small model the check takes the host as long as a step takes the
+GPU."""
 
 
 def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors and constants of a call, each with a name for messages."""
-    for index, each in enumerate(args):
-        yield from leaves(each, f"argument {index}")
+    """Yield the tensors and constants of a call, each with a name for messages."""
+    for index, arg in enumerate(args):
+        yield from leaves(arg, f"argument {index}")
     for name in sorted(kwargs):
         yield from leaves(kwargs[name], name)
 
 
 def copied(value: Any, device: torch.device) -> Any:
-    """Arguments or results with copies of the tensors on a device, without a graph of autograd."""
+    """Copy the tensors in arguments or results to a device, detached from autograd."""
     return mapped(value, lambda each: each.detach().to(device, copy=True))
 
 
 def check_results(result: Any) -> None:
-    """See that every tensor in what a step returns is found.
+    """Check that the results of a step are tensors and constants, so that no tensor is missed.
 
     Raises:
-        ConfigurationError: it is something else than tensors and constants.
+        ConfigurationError: a result has another type.
     """
     for name, value in leaves(result, "result"):
         if not isinstance(value, (Tensor, *CONSTANTS)):
@@ -57,7 +58,7 @@ def check_results(result: Any) -> None:
 
 
 class StepReplay:
-    """A graph of one kind of arguments; what it returns are copies."""
+    """The graph for one kind of arguments. It returns copies of its results."""
 
     def __init__(
         self,
@@ -74,20 +75,22 @@ class StepReplay:
                 "of the first steps; enter it in the step, or with cache_enabled=False"
             )
         self._device = device
-        held_args, held_kwargs = copied(arguments, device)
-        self._static = [each for _, each in named_arguments(held_args, held_kwargs) if isinstance(each, Tensor)]
+        static_args, static_kwargs = copied(arguments, device)
+        self._static = [item for _, item in named_arguments(static_args, static_kwargs) if isinstance(item, Tensor)]
 
         def work() -> Any:
             with around():
-                result = step(*held_args, **held_kwargs)
+                result = step(*static_args, **static_kwargs)
             check_results(result)
-            return mapped(result, Tensor.detach)  # a graph of autograd would be kept with it
+            # detached, or the results would keep the autograd graph alive
+            return mapped(result, Tensor.detach)
 
         self._replay = _recorded_without_gradients(work, model)
         self._addresses, self._surroundings = GraphAddresses(model, draws=True), surroundings()
-        self._optimizers = [(each, group_facts(each), state_addresses(each)) for each in optimizers]
+        self._optimizers = [(item, group_facts(item), state_addresses(item)) for item in optimizers]
         self._model, self._is_training, self._count = model, model.training, 0
-        self._kept = list(_memory(model, optimizers))  # that of what is replaced, until a replay has told of it
+        # keeps the memory of replaced tensors alive until a replay reports the change
+        self._kept = list(_memory(model, optimizers))
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         if surroundings() != self._surroundings:
@@ -95,11 +98,13 @@ class StepReplay:
                 "StepGraph: the step was captured in another autocast or process group than it is called in now, and a "
                 "graph repeats what was captured; enter autocast in the step"
             )
-        given = [value for _, value in named_arguments(args, kwargs) if isinstance(value, Tensor)]
-        for static, value in zip(self._static, given, strict=True):
-            static.copy_(value)  # from the host it waits, so that the caller may write to the batch again
+        tensors = [value for _, value in named_arguments(args, kwargs) if isinstance(value, Tensor)]
+        for static, value in zip(self._static, tensors, strict=True):
+            # copies from the host block, so that the caller can overwrite the batch
+            static.copy_(value)
         result = copied(self._replay(), self._device)
-        if (changed := self._changed()) is not None:  # looked for while the GPU works
+        # checked after the launch, while the GPU works
+        if (changed := self._changed()) is not None:
             raise ConfigurationError(
                 f"StepGraph: {changed} since the capture, and a graph has what was there, with which steps were made "
                 "until now; change values in place, as lr.fill_(1e-4), or call close() before, after which steps run "
@@ -108,8 +113,8 @@ class StepReplay:
         return result
 
     def _changed(self) -> str | None:
-        """What is no longer what it was at the capture: of options and the model's mode at once, of tensors and of what
-        is in the model within `EVERY` replays."""
+        """Describe a change since the capture, or return None. Optimizer options and the model's mode are checked each
+        time, tensors and submodules once in `EVERY` replays."""
         looks, self._count = self._count % EVERY == 0, self._count + 1
         if self._model.training is not self._is_training:
             return "the mode of the model (train or eval) was switched"
@@ -126,17 +131,17 @@ class StepReplay:
 
 
 def group_facts(optimizer: Optimizer) -> dict[str, Any]:
-    """What a captured step has of an optimizer's groups: which parameters, and options, by value or address."""
-    found: dict[str, Any] = {}
+    """Return what a captured step relies on in an optimizer's groups: parameters, and options by value or address."""
+    facts: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
-        found[f"the parameters of group {number}"] = [id(param) for param in group["params"]]
+        facts[f"the parameters of group {number}"] = [id(param) for param in group["params"]]
         options = {name: value for name, value in group.items() if name not in _NOT_OPTIONS}
-        found |= {f"{name} of group {number}": _fact(value) for name, value in options.items()}
-    return found | {"the number of groups": len(optimizer.param_groups)}
+        facts |= {f"{name} of group {number}": _fact(value) for name, value in options.items()}
+    return facts | {"the number of groups": len(optimizer.param_groups)}
 
 
 def state_addresses(optimizer: Optimizer) -> list[Any]:
-    """Where the states of an optimizer lie."""
+    """Return the addresses of an optimizer's states."""
     states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
     return [_fact(value) for entries in states for value in entries.values() if isinstance(value, Tensor)]
 
@@ -146,7 +151,7 @@ def _fact(value: Any) -> Any:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors here that a tensor is made of."""
+    """Return the plain local tensors that a tensor consists of."""
     quantized = components.quantized_local(tensor)
     if quantized is not None:
         return list(quantized.quantized_storage.components.values())
@@ -154,22 +159,22 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _memory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    """What a captured step reads and writes, each as a tensor that has the memory, whatever is assigned to the
-    other."""
-    held = [*model.parameters(), *model.buffers()]
+    """Yield the tensors that a captured step reads and writes. They are detached, so they keep the memory even if
+    `.data` of the original is replaced."""
+    tensors = [*model.parameters(), *model.buffers()]
     for optimizer in optimizers:
-        held += [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
+        tensors += [value for group in optimizer.param_groups for value in group.values() if isinstance(value, Tensor)]
         states = (entries for entries in optimizer.state.values() if isinstance(entries, dict))
-        held += [value for entries in states for value in entries.values() if isinstance(value, Tensor)]
-    for tensor in held:
+        tensors += [value for entries in states for value in entries.values() if isinstance(value, Tensor)]
+    for tensor in tensors:
         yield from (part.detach() for part in _parts(tensor))
 
 
 def _recorded_without_gradients(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
-    """`recorded`, of a step that leaves no gradients but those that it made itself; after an error all are as before.
+    """Call `recorded` for a step that must leave no new gradients. After an error, all gradients are restored.
 
     Raises:
-        ConfigurationError: it leaves others.
+        ConfigurationError: the step leaves a gradient that was not there before.
     """
     before = {name: param.grad for name, param in model.named_parameters()}
     try:
@@ -183,16 +188,17 @@ def _recorded_without_gradients(work: Callable[[], Any], model: nn.Module) -> Ca
                 )
     except BaseException:
         for name, param in model.named_parameters():
-            param.grad = before[name]  # what a capture leaves was never computed
+            # gradients left by a capture were never computed
+            param.grad = before[name]
         raise
     return replay
 
 
 def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
-    """The replay of a CUDA graph of some work, which is not run now.
+    """Record work into a CUDA graph and return a function that replays it. The work is not run now.
 
     Raises:
-        UnsupportedOperationError: something in it cannot be captured. What the work itself raises is raised.
+        UnsupportedOperationError: an operation in it cannot be captured. Other errors of the work are raised unchanged.
     """
     graph, failed = torch.cuda.CUDAGraph(), list[BaseException]()
     try:
@@ -206,9 +212,9 @@ def recorded(work: Callable[[], Any]) -> Callable[[], Any]:
         cause = failed[0] if failed else error  # the end of a capture raises too
         if isinstance(cause, torch.OutOfMemoryError | QuantshardError) or not isinstance(cause, RuntimeError):
             raise cause from None
-        told = str(cause).strip().splitlines() or [type(cause).__name__]
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
         raise UnsupportedOperationError(
-            f"StepGraph: the step cannot be captured ({told[0]}); what waits for the device (item, print, a copy to "
+            f"StepGraph: the step cannot be captured ({lines[0]}); what waits for the device (item, print, a copy to "
             "the host) does not belong into it"
         ) from cause
 
