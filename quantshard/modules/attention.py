@@ -146,11 +146,11 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
             self.set_device_mesh(mesh_of_group(tp_group, torch.device("cpu")))
 
     def _check_heads(self) -> None:
-        for what in ("num_attention_heads", "num_gqa_groups"):
-            heads = getattr(self, what)
+        for field in ("num_attention_heads", "num_gqa_groups"):
+            heads = getattr(self, field)
             if heads % self.tp_size:
                 raise ConfigurationError(
-                    f"DotProductAttention: tensor parallelism divides the heads, and {what} {heads} is not a multiple "
+                    f"DotProductAttention: tensor parallelism divides the heads, and {field} {heads} is not a multiple "
                     f"of tp_size {self.tp_size}; choose a tp_size that divides both, such as "
                     f"{math.gcd(self.num_attention_heads, self.num_gqa_groups)}"
                 )
@@ -190,8 +190,8 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
         q, k, v = [inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
-        plain = visible is None and self._dropout == 0
-        backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, plain)
+        unmasked = visible is None and self._dropout == 0
+        backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, unmasked)
         if checkpoint_core_attention:
             out = checkpoint(self._attend, q, k, v, visible, kind, backends, use_reentrant=False)
             private_torch.mark_recomputed(out)
@@ -445,8 +445,8 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         rotate queries and keys."""
         layout = rotary.HeadLayout(self.qkv_format, self.rotary_pos_interleaved)
         heads, groups = self._local_heads()
-        at_once = not self.interleaved and self.q_norm is None
-        if at_once and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
+        rotates_projection = not self.interleaved and self.q_norm is None
+        if rotates_projection and isinstance(qkv, Tensor) and isinstance(freqs, Tensor):
             by_head = qkv.unflatten(-1, (-1, self.kv_channels))
             return rotary.rotate_projection(by_head, heads, groups, freqs, layout)
         q, k, v = self._split(qkv, heads, groups)

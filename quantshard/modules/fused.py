@@ -241,14 +241,14 @@ class _NormLinearFunction(torch.autograd.Function):
         layer: LinearBackward = ctx.layer
         filled_grads = functional.filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.parts]])
         dy: Tensor | None = None
-        dtensors: list[Tensor | None] = [None] * layer.tensors
+        tensor_grads: list[Tensor | None] = [None] * layer.tensors
         front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
         if filled_grads:
             grad_mask = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-            dy, dtensors = layer.backward(
+            dy, tensor_grads = layer.backward(
                 filled_grads, layer_tensors, grad_mask, front.again(layer, ctx.rule, grad_mask)
             )
-        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *dtensors)
+        return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *tensor_grads)
 
 
 def _run_mlp(
@@ -397,8 +397,8 @@ def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -
 def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
     front, rule, _ = _entered_again(asked, others)
     layer, tensors, grad_mask = layers[0]
-    dy, dtensors = layer.backward(asked.grads, tensors, grad_mask, front.again(layer, rule, grad_mask))
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [dtensors])
+    dy, tensor_grads = layer.backward(asked.grads, tensors, grad_mask, front.again(layer, rule, grad_mask))
+    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [tensor_grads])
 
 
 def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
@@ -412,8 +412,8 @@ def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: l
     front, rule, inner = _entered_again(asked, others)
     structure = asked.layers.structure
     between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].saved.dtype)
-    dy, *dtensors = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), dtensors)
+    dy, *tensor_grads = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
+    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), tensor_grads)
 
 
 operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)

@@ -107,9 +107,9 @@ class GroupedLinear(QuantizedModule):
     def _note_spread(self) -> None:
         """Mark the parameters for optimizers: other ranks hold other experts. `fully_shard` replaces the parameters,
         and its mesh then carries this information."""
-        if (spread := self._spread_axis) is not None:
+        if (expert_axis := self._spread_axis) is not None:
             for param in self.parameters(recurse=False):
-                process_groups.spread_over(param, spread.get_group())
+                process_groups.spread_over(param, expert_axis.get_group())
 
     @property
     def _spread_axis(self) -> DeviceMesh | None:
@@ -166,9 +166,9 @@ class GroupedLinear(QuantizedModule):
 
     def _of_experts(self, tokens: Tensor, splits: list[int] | Tensor) -> Tensor:
         """Multiply tokens with the weights of their experts: all in one kernel if possible, otherwise one by one."""
-        together = self._together(tokens, splits)
-        if together is not None:
-            return grouped.grouped_linear(tokens, together)
+        layer = self._together(tokens, splits)
+        if layer is not None:
+            return grouped.grouped_linear(tokens, layer)
         if isinstance(splits, Tensor):
             plain = self._plain_together(tokens)
             if plain is not None:
@@ -215,8 +215,8 @@ class GroupedLinear(QuantizedModule):
             for name in self._weight_names:
                 self.weight_operand(name, call, tokens.device)
         histories = self._histories(call.recipe)
-        spread = self._spread_axis if histories else None
-        group = call.group if spread is None else private_torch.other_axes(spread)
+        expert_axis = self._spread_axis if histories else None
+        group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)
         return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, call.record, group, self._reader)
 
     def _added_biases(self) -> list[Tensor]:
@@ -272,8 +272,8 @@ class GroupedLinear(QuantizedModule):
         rows, experts = tokens.shape[0], len(self._layers)
         if not isinstance(m_splits, Tensor):
             return self._fitting_splits(list(m_splits), rows)
-        is_whole = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype is torch.bool)
-        if not is_whole or m_splits.shape != (experts,):
+        is_integer = not (m_splits.is_floating_point() or m_splits.is_complex() or m_splits.dtype is torch.bool)
+        if not is_integer or m_splits.shape != (experts,):
             raise ConfigurationError(
                 f"GroupedLinear: m_splits is a tensor of {m_splits.dtype} {list(m_splits.shape)}; it must be of "
                 f"integers [{experts}], a number for each of the {experts} experts{self._here()}"
@@ -309,13 +309,13 @@ class GroupedLinear(QuantizedModule):
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         state = super()._linear_state(weights, recipe, prefix)
-        spread = self._spread_axis
-        if spread is None:
+        expert_axis = self._spread_axis
+        if expert_axis is None:
             return state
         # an expert gets the tokens of all ranks of the axis
-        axes = [mesh.get_group() for mesh in (spread, self.tp_mesh) if mesh is not None]
+        axes = [mesh.get_group() for mesh in (expert_axis, self.tp_mesh) if mesh is not None]
         state = replace(state, data_group=tuple(axes))
-        return replace(state, amax_group=private_torch.other_axes(spread)) if recipe.histories else state
+        return replace(state, amax_group=private_torch.other_axes(expert_axis)) if recipe.histories else state
 
     def is_held_elsewhere(self, key: str) -> bool:
         """Return True if a state dict key, without this module's prefix, belongs to an expert of another rank."""

@@ -34,8 +34,8 @@ class L2Normalization(CompositeModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., size], keeping its shape and dtype."""
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+        high = x.float()
+        return (high * torch.rsqrt(high.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps:g}"

@@ -159,17 +159,17 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         """
         unsupported.refuse("TransformerLayer.forward", others)
         hidden_states = inputs.autocast_input(hidden_states)
-        attended: Tensor = self.self_attention(
+        attention_out: Tensor = self.self_attention(
             hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
         if self.parallel_attention_mlp:
-            return hidden_states + self._dropped(attended + self.layernorm_mlp(hidden_states))
+            return hidden_states + self._dropped(attention_out + self.layernorm_mlp(hidden_states))
         if isinstance(self.layernorm_mlp, LayerNormMLP) and not private_torch.has_hooks(self.layernorm_mlp):
-            block, hidden_states = self.layernorm_mlp(self._dropped(attended), residual=hidden_states)
+            block, hidden_states = self.layernorm_mlp(self._dropped(attention_out), residual=hidden_states)
         else:
             # a replacement takes no residual, and hooks that read or cast the inputs do not expect one
-            hidden_states = hidden_states + self._dropped(attended)
+            hidden_states = hidden_states + self._dropped(attention_out)
             block = self.layernorm_mlp(hidden_states)
         out = hidden_states + self._dropped(block)
         return self.layernorm(out) if self.output_layernorm else out

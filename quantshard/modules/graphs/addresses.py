@@ -34,12 +34,12 @@ class GraphAddresses:
 
     def changed(self) -> str | None:
         """Return the name of the first module or tensor that changed since the capture, or None."""
-        now = self._facts()
-        if now == self._known:
+        facts = self._facts()
+        if facts == self._known:
             return None
         labels = [path or "the module" for path, _ in self._owners]
         labels += [f"{path}.{name}".lstrip(".") for path, _, name, *_ in (*self._params, *self._held)]
-        pairs = zip(labels, now, self._known, strict=True)
+        pairs = zip(labels, facts, self._known, strict=True)
         return next(label for label, current, captured in pairs if current != captured)
 
     def _facts(self) -> list[Any]:

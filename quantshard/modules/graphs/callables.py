@@ -136,8 +136,8 @@ def make_graphed_callables(
     for index, subject in enumerate(subjects):
         module = subject if isinstance(subject, nn.Module) else None
         arguments = GraphArguments(names[index], args[index], kwargs[index])
-        inside = partial(entered, switches[index])
-        graphs.append(ModuleGraph(_eager(subject), arguments, module, inside, allow_unused_input))
+        make_context = partial(entered, switches[index])
+        graphs.append(ModuleGraph(_eager(subject), arguments, module, make_context, allow_unused_input))
     models = [subject for subject in subjects if isinstance(subject, nn.Module)]
     order = GraphOrder(len(graphs), pool)
     _capture(graphs, models, GraphRecorder(device, pool), order, device, num_warmup_iters)
@@ -248,24 +248,24 @@ def _check(subject: Callables, name: str) -> None:
         raise ConfigurationError(f"{_CALL}: {name} is in eval mode, where it runs eagerly; call train() first")
     _check_owners(subject, name)
     for path, module in subject.named_modules():
-        inside = f"{name}.{path}" if path else name
+        label = f"{name}.{path}" if path else name
         # hooks of the callable itself run outside of its graphs
         if private_torch.is_compiled(module) or (path and private_torch.has_call_hooks(module)):
             raise ConfigurationError(
-                f"{_CALL}: {inside} has hooks or was compiled, and Python does not run in a replay; remove them, or "
+                f"{_CALL}: {label} has hooks or was compiled, and Python does not run in a replay; remove them, or "
                 "capture without it"
             )
         if any(buffer.requires_grad for buffer in module.buffers(recurse=False)):
-            raise ConfigurationError(f"{_CALL}: a buffer of {inside} requires gradients; make it a parameter")
+            raise ConfigurationError(f"{_CALL}: a buffer of {label} requires gradients; make it a parameter")
         for key, param in module.named_parameters(recurse=False):
             if private_torch.has_tensor_hooks(param):
                 raise ConfigurationError(
-                    f"{_CALL}: {inside}.{key} has a hook, which would run in the graph and again outside of it; "
+                    f"{_CALL}: {label}.{key} has a hook, which would run in the graph and again outside of it; "
                     "register it after the capture"
                 )
             if param.requires_grad and _is_in_graph(param):
                 raise ConfigurationError(
-                    f"{_CALL}: a graph of autograd holds {inside}.{key}, on a stream that is not captured; delete what "
+                    f"{_CALL}: a graph of autograd holds {label}.{key}, on a stream that is not captured; delete what "
                     "is left of earlier forwards (the loss), and wrap in DistributedDataParallel after the capture"
                 )
 

@@ -164,7 +164,7 @@ class GraphOrder:
                 order._kept = [None] * len(order._kept)
 
 
-# The graphs ----------------------------------------------------------------------------------------------------------
+# Graphs ---------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -195,13 +195,13 @@ class GraphRecorder:
     def recording(self) -> Iterator[None]:
         """Surround calls of `record`. Disables garbage collection, which could destroy graphs during a capture."""
         gc.collect()
-        collects = gc.isenabled()
+        gc_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.device(self._device):
                 yield
         finally:
-            if collects:
+            if gc_enabled:
                 gc.enable()
 
     def record(self, work: Callable[[], PassRecord]) -> tuple[Any, PassRecord]:

@@ -54,10 +54,10 @@ class StepGraph:
     or constants get another graph, after two or three more eager steps. Results are copies too, detached from autograd
     and not changed by later steps.
 
-    A graph repeats device work and runs no Python: host values that the step reads (a schedule's numbers, `if loss >
-    3`) stay as they were at the capture. Learning rates must be tensors, as `capturable=True` makes them, and
-    schedulers must write into these tensors. Forward and backward must be in the same step. Only one thread at a time
-    can call the step.
+    A graph repeats device work and runs no Python: host values that the step reads (`if loss > 3`, a schedule's
+    numbers) stay as they were at the capture. Learning rates must be tensors, as `capturable=True` makes them, and
+    schedulers must write into these tensors. Forward and backward must be in the same step, under FSDP2 together with
+    all their all-gathers. Only one thread at a time can call the step.
 
     Args:
         step: function that runs forward, backward, the optimizer's step and zero_grad, and does not synchronize with
@@ -218,10 +218,10 @@ def _device(model: nn.Module) -> torch.device:
 def _check_capturable(optimizer: Optimizer, device: torch.device) -> None:
     name = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
-        rate = group.get("lr")
-        if group.get("capturable") is False or not isinstance(rate, Tensor) or rate.device != device:
+        lr = group.get("lr")
+        if group.get("capturable") is False or not isinstance(lr, Tensor) or lr.device != device:
             raise ConfigurationError(
-                f"StepGraph: lr of group {number} of {name} is {rate!r}, which a graph would keep for ever; make it "
+                f"StepGraph: lr of group {number} of {name} is {lr!r}, which a graph would keep for ever; make it "
                 f"{name}(..., capturable=True), of torch.optim with lr=torch.tensor(..., device='{device}') besides"
             )
 

@@ -40,7 +40,7 @@ def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 def copied(value: Any, device: torch.device) -> Any:
     """Copy the tensors in arguments or results to a device, detached from autograd."""
-    return mapped(value, lambda each: each.detach().to(device, copy=True))
+    return mapped(value, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def check_results(result: Any) -> None:
@@ -115,17 +115,17 @@ class StepReplay:
     def _changed(self) -> str | None:
         """Describe a change since the capture, or return None. Optimizer options and the model's mode are checked each
         time, tensors and submodules once in `EVERY` replays."""
-        looks, self._count = self._count % EVERY == 0, self._count + 1
+        checks_tensors, self._count = self._count % EVERY == 0, self._count + 1
         if self._model.training is not self._is_training:
             return "the mode of the model (train or eval) was switched"
-        if looks and (name := self._addresses.changed()) is not None:
+        if checks_tensors and (name := self._addresses.changed()) is not None:
             return f"{name} was replaced, frozen, switched or hooked"
         for optimizer, options, states in self._optimizers:
-            now = group_facts(optimizer)
+            current = group_facts(optimizer)
             for what, fact in options.items():
-                if now.get(what) != fact:
+                if current.get(what) != fact:
                     return f"{what} of {type(optimizer).__name__} was replaced"
-            if looks and state_addresses(optimizer) != states:
+            if checks_tensors and state_addresses(optimizer) != states:
                 return f"a state of {type(optimizer).__name__} was replaced"
         return None
 
