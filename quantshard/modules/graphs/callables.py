@@ -212,14 +212,14 @@ def _samples(
         sample_kwargs = [{} for _ in subjects]
     for name, samples, kinds in (("sample_args", sample_args, tuple | list), ("sample_kwargs", sample_kwargs, Mapping)):
         fits = isinstance(samples, tuple | list) and len(samples) == len(subjects)
-        if not fits or not all(isinstance(sample, kinds) for sample in samples):
-            sample = "tuple of arguments" if name == "sample_args" else "dict of keyword arguments"
+        if not fits or not all(isinstance(item, kinds) for item in samples):
+            item = "tuple of arguments" if name == "sample_args" else "dict of keyword arguments"
             raise ConfigurationError(
-                f"{_CALL}({name}): give a {sample}" + (f" for each of the {len(subjects)} callables" if several else "")
+                f"{_CALL}({name}): give a {item}" + (f" for each of the {len(subjects)} callables" if several else "")
             )
     if not subjects or len({id(subject) for subject in subjects}) != len(subjects):
         raise ConfigurationError(f"{_CALL}: give callables, each of them once; a copy of a module may share parameters")
-    return [tuple(sample) for sample in sample_args], [dict(sample) for sample in sample_kwargs]
+    return [tuple(item) for item in sample_args], [dict(item) for item in sample_kwargs]
 
 
 def _switches(enabled: bool | Sequence[bool], count: int, several: bool) -> list[bool]:

@@ -171,10 +171,11 @@ def _memory(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tenso
 
 
 def _recorded_without_gradients(work: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
-    """Call `recorded` for a step that must leave no new gradients. After an error, all gradients are restored.
+    """Call `recorded` for a step that leaves no gradients except those it recreated itself. After an error, all
+    gradients are restored.
 
     Raises:
-        ConfigurationError: the step leaves a gradient that was not there before.
+        ConfigurationError: the step leaves a gradient for a parameter that had none, or keeps a gradient from before.
     """
     before = {name: param.grad for name, param in model.named_parameters()}
     try:
