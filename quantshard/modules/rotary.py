@@ -78,7 +78,7 @@ class RotaryPositionEmbedding(nn.Module):
     def forward(self, max_seq_len: int, offset: int = 0, device: torch.device | str | None = None) -> Tensor:
         """Return the angles of positions offset, ..., offset + max_seq_len - 1: float32 [max_seq_len, 1, 1, dim].
 
-        `device`: device of the result. Default: the current accelerator, or the CPU.
+        `device`: device of the result. Default: the current CUDA device if there is one, otherwise the CPU.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
