@@ -1,1 +1,1 @@
-"""What all modules share: birth, checkpointing, assignment."""
+"""Base classes of all modules: initialization, checkpointing, assignment."""

@@ -1,9 +1,9 @@
-"""Weights that are assigned piece by piece: `setattr(module, key, tensor)` for each key of a state dict.
+"""Assignment of weights one component at a time: `setattr(module, key, tensor)` for each key of a state dict.
 
-So loads transformers' `from_pretrained`, which builds a model on the meta device, wraps each tensor of a file as a
-parameter and sets it under its key; what the file lacks it makes of uninitialized memory, to be initialized behind.
-What it has loaded it marks with an attribute, `_is_hf_initialized`, and asks each module for the same one at the end:
-then what is not complete is refused here, and what was not loaded is filled with its initial values.
+transformers' `from_pretrained` loads like this. It builds the model on the meta device, then sets each tensor of the
+file under its key and allocates missing ones as uninitialized memory. transformers marks loaded tensors with the
+attribute `_is_hf_initialized`, and reads the same attribute of each module at the end; `PiecewiseAssignment` then
+rejects incomplete weights and initializes missing ones.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX
 
 LOADED = "_is_hf_initialized"
-"""Attribute of a tensor, or a module, that transformers does not initialize."""
+"""Attribute that transformers sets on tensors and modules which need no initialization."""
 
 _NORMS = ("LayerNorm", "RMSNorm")
-"""A class with one of these in its name transformers takes for a normalization, and sets its `weight` to ones."""
+"""Parts of class names. transformers treats such a class as a normalization and sets its `weight` to ones."""
 
 _REPLACED = "replaced weight"
 """Topic of a warning."""
 
 _FEW = 16
-"""As many different numbers a weight may have that are all whole, from 0 to 255, before they are taken for codes."""
+"""More distinct values than this, all of them integers from 0 to 255, and a weight is taken for codes."""
 
 
 class PiecewiseAssignment(ComponentStateDict):
-    """A module whose weights take their codes, scales and state one by one.
+    """A module that accepts the codes, scales and state of its weights one at a time.
 
-    `_awaits_values`: it was made on the meta device and not filled since.
+    `_awaits_values`: whether the module was built on the meta device and has no values yet.
     """
 
     _vectors: dict[str, float]
@@ -52,11 +52,11 @@ class PiecewiseAssignment(ComponentStateDict):
     # One piece -------------------------------------------------------------------------------------------------------
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As of any module; but codes, scales and state of a weight go where the state dict has them from.
+        """Register a parameter, or assign a component or piece of state to the weight that it belongs to.
 
         Raises:
-            CheckpointError: codes for a weight that is in high precision, or pieces that do not fit.
-            UnsupportedOperationError: codes or scales alone, for a weight that has others.
+            CheckpointError: the weight is in high precision, or the component does not fit.
+            UnsupportedOperationError: codes or scales are assigned alone to a weight that already has values.
         """
         if param is None or not self._takes(name, param):
             old = private_torch.registered_parameter(self, name)
@@ -64,8 +64,10 @@ class PiecewiseAssignment(ComponentStateDict):
             components.carry_attributes(old, param)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """FSDP2 exchanges parameters, whole for sharded and back, by this method where a class has one of its own; so
-        what was set on a weight stays with it. It does so several times a step, hence straight."""
+        """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
+
+        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path.
+        """
         old = self.__dict__.get("_parameters", {}).get(name)
         sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
         if old is None or not sharded or not isinstance(value, nn.Parameter) or not self._stands_for(name, value):
@@ -75,24 +77,24 @@ class PiecewiseAssignment(ComponentStateDict):
         components.carry_attributes(old, value)
 
     def _stands_for(self, name: str, value: Tensor) -> bool:
-        """True if it is a whole parameter, and no piece of one."""
+        """Return whether `value` is a complete parameter and not a component of one."""
         return name not in self._weights or components.quantized_local(value) is not None
 
     def _takes(self, name: str, value: Tensor) -> bool:
-        """True if it was a piece, and is where it belongs."""
+        """Assign `value` if `name` names a component or piece of state of a weight; return whether it does."""
         for weight in self.__dict__.get("_weights", ()):
-            own = private_torch.registered_parameter(self, weight)
-            if own is None or not name.startswith(weight):
+            param = private_torch.registered_parameter(self, weight)
+            if param is None or not name.startswith(weight):
                 continue
             if name == weight:
                 if value.is_floating_point():
-                    self._check_values(weight, own, value)
+                    self._check_values(weight, param, value)
                     return False
-                self._take_component(weight, own, "", value)
+                self._take_component(weight, param, "", value)
                 return True
             suffix = name.removeprefix(weight)
             if suffix.startswith("_") and suffix in self._state_keys(weight):
-                self._take(weight, own, suffix, value)
+                self._take(weight, param, suffix, value)
                 return True
         return False
 
@@ -138,30 +140,30 @@ class PiecewiseAssignment(ComponentStateDict):
                 f"{name}{suffix} cannot be assigned alone: codes mean nothing without their scales; use "
                 "load_state_dict, or quantize_ of the weight to give it other values"
             )
-        given = self._given.setdefault(weight, {})
-        given[suffix] = value
-        if all(component.key_suffix in given for component in quantized.quantized_storage.cell.format.components):
-            values = {key: piece.detach() for key, piece in given.items()}
+        pieces = self._given.setdefault(weight, {})
+        pieces[suffix] = value
+        if all(component.key_suffix in pieces for component in quantized.quantized_storage.cell.format.components):
+            values = {key: piece.detach() for key, piece in pieces.items()}
             new = components.assigned(own, components.fitting_pairs(own, values, name))
-            if all(getattr(piece, LOADED, False) for piece in given.values()):
+            if all(getattr(piece, LOADED, False) for piece in pieces.values()):
                 setattr(new, LOADED, True)
             super().register_parameter(weight, new)
             del self._given[weight]
 
     @property
     def _given(self) -> dict[str, dict[str, Tensor]]:
-        """By weight and key suffix, the components of weights on the meta device, until each has all of its own."""
-        found: dict[str, dict[str, Tensor]] = self.__dict__.setdefault("_given_pieces", {})
-        return found
+        """Weight -> key suffix -> component, for weights on the meta device that still lack components."""
+        pieces: dict[str, dict[str, Tensor]] = self.__dict__.setdefault("_given_pieces", {})
+        return pieces
 
     # All of them -----------------------------------------------------------------------------------------------------
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """transformers asks for this once it has loaded all that there was: if true, it initializes nothing here."""
+        """Whether transformers should skip initializing this module; transformers reads it after loading the file."""
         self._finish_loading()
-        told: bool = self.__dict__.get(LOADED, False)
-        return told or any(norm in type(self).__name__ for norm in _NORMS)
+        is_marked: bool = self.__dict__.get(LOADED, False)
+        return is_marked or any(norm in type(self).__name__ for norm in _NORMS)
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
@@ -169,16 +171,16 @@ class PiecewiseAssignment(ComponentStateDict):
 
     @torch.no_grad()
     def _finish_loading(self) -> None:
-        """Fill what has not been loaded, once.
+        """Fill what has not been loaded with initial values, once.
 
         Raises:
-            CheckpointError: of a quantized weight some components were, and others not.
+            CheckpointError: only some components of a quantized weight were loaded.
         """
-        for weight, given in self._given.items():
+        for weight, pieces in self._given.items():
             suffixes = [c.key_suffix for c in components.storage_of(getattr(self, weight)).cell.format.components]
-            lacking = [weight + suffix for suffix in suffixes if suffix not in given]
+            lacking = [weight + suffix for suffix in suffixes if suffix not in pieces]
             raise CheckpointError(
-                f"{type(self).__name__}.{weight}: {', '.join(weight + suffix for suffix in given)} was loaded, but "
+                f"{type(self).__name__}.{weight}: {', '.join(weight + suffix for suffix in pieces)} was loaded, but "
                 f"not {', '.join(lacking)}, which the file lacks or has in another shape (packed codes have that of "
                 "their bytes): codes mean nothing without their scales; load by load_state_dict, or high-precision "
                 "weights by quantshard.checkpoints.load_high_precision(model, state_dict)"
@@ -187,20 +189,22 @@ class PiecewiseAssignment(ComponentStateDict):
             return
         self._awaits_values = False
         for name in self._attributes_in_the_way():
-            del self.__dict__[name]  # of uninitialized memory; the weight has its own
+            del self.__dict__[name]  # uninitialized memory that transformers allocated
         self._materialize()
-        own = dict(self.named_parameters(recurse=False))
-        self._fill([name for name in self._weights if name in own and not getattr(own[name], LOADED, False)])
+        params = dict(self.named_parameters(recurse=False))
+        self._fill([name for name in self._weights if name in params and not getattr(params[name], LOADED, False)])
         for name, fill in self._vectors.items():
-            if not getattr(own[name], LOADED, False):
-                private_torch.local_tensor(own[name]).fill_(fill)
+            if not getattr(params[name], LOADED, False):
+                private_torch.local_tensor(params[name]).fill_(fill)
         for buffer in self.buffers(recurse=False):
             if not getattr(buffer, LOADED, False):
                 buffer.zero_()
 
     def _attributes_in_the_way(self) -> list[str]:
-        """Names of pieces under which a plain attribute was set, which no code reads; not those of weights themselves,
-        which PyTorch's pruning and weight_norm set."""
+        """Plain attributes that hide a component or piece of state and that no code reads.
+
+        Attributes named like a weight are left out: PyTorch's pruning and weight_norm set those.
+        """
         beginnings = tuple(weight + "_" for weight in self._weights)
         likely = [name for name in self.__dict__ if name.startswith(beginnings)]
         pieces = (

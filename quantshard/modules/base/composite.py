@@ -1,4 +1,4 @@
-"""Modules made of modules, which have no parameters of their own."""
+"""Modules that consist of other modules and have no parameters of their own."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quantshard.errors import ConfigurationError
 
 
 class CompositeModule(nn.Module):
-    """A module whose parameters all belong to its children."""
+    """A module that has no parameters except those of its children."""
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`.
 
         Raises:
-            ConfigurationError: a module that was put in the place of a child cannot be put on a mesh.
+            ConfigurationError: a child was replaced by a module without this method.
         """
         for child in self._cut_by("set_device_mesh"):
             child.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
-        """The same over a process group; for a module under FSDP2 use `set_device_mesh`."""
+        """Set the tensor-parallel process group of all children; under FSDP2 use `set_device_mesh`."""
         for child in self._cut_by("set_tensor_parallel_group"):
             child.set_tensor_parallel_group(tp_group)
 
@@ -41,7 +41,7 @@ class CompositeModule(nn.Module):
         return children
 
     def _cut(self) -> Iterable[Any]:
-        """The children that tensor parallelism is for."""
+        """The children that tensor parallelism applies to."""
         return self.children()
 
     def reset_parameters(self) -> None:
@@ -53,5 +53,5 @@ class CompositeModule(nn.Module):
 
 
 def child_name(parent: str | None, child: str) -> str | None:
-    """The name of a child of a module that was given a name."""
+    """The qualified name of a child; None if the parent has no name."""
     return None if parent is None else f"{parent}.{child}"

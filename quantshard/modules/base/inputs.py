@@ -1,4 +1,4 @@
-"""What happens to a module's input before all else: it is checked, and cast where `torch.autocast` asks for it."""
+"""Checks a module's input and casts it to the dtype of `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from quantshard.errors import ConfigurationError
 
 
 def autocast_input(x: Tensor) -> Tensor:
-    """x in the dtype of the `torch.autocast` that is entered for its device; as it is without one.
+    """Cast x to the dtype of the active `torch.autocast` of its device, if there is one.
 
-    A module that gets it computes as it does for such an input outside: it does not mix the dtypes of two. As in
-    PyTorch, float64 stays.
+    The module then computes as with an input of that dtype outside of autocast. As in PyTorch, float64 is not cast.
     """
     kind = x.device.type
     if not ((kind in _WITH_AUTOCAST or _has_autocast(kind)) and torch.is_autocast_enabled(kind)):
@@ -23,7 +22,7 @@ def autocast_input(x: Tensor) -> Tensor:
 
 
 _WITH_AUTOCAST = ("cuda", "cpu")
-"""Types of devices that have one in every build of PyTorch; others are asked for."""
+"""Device types with autocast in every build of PyTorch."""
 
 
 @private_torch.constant_in_graphs  # torch 2.11 cannot trace it
@@ -32,10 +31,10 @@ def _has_autocast(kind: str) -> bool:
 
 
 def checked_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
-    """The input of a module, cast.
+    """Check the input of a module and cast it to the dtype of `torch.autocast`.
 
     Raises:
-        ConfigurationError: it is a DTensor, or not of a floating dtype.
+        ConfigurationError: the input is a DTensor or has no floating dtype.
     """
     if isinstance(x, DTensor):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""What all modules with weights share: how a weight is born, written, checkpointed and found.
+"""Base class of modules with weights: initialization, checkpointing and the linear layers that run on the weights.
 
-A weight is described by a `WeightSpec`. Its values come from a counter generator under the parameter's own key, by
-index in the global tensor, so a module is born the same whole, in shards, or on the meta device and filled later.
+A weight's initial values (`WeightSpec`) come from a counter-based generator, seeded by the parameter's key and indexed
+by position in the global tensor. They do not depend on sharding, or on whether the module was built on the meta device.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ DEFAULT_STD = 0.023
 """Standard deviation of the default initialization, as in TransformerEngine."""
 
 _PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MATERIALIZED = "quantshard_materialized"  # attribute of a parameter on the meta device: what took its place
+_MATERIALIZED = "quantshard_materialized"  # attribute of a meta parameter: the parameter that replaced it
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """How one weight [out_features, in_features] is initialized.
+    """Shape [out_features, in_features] and initialization of a weight.
 
-    `init_method` fills a whole tensor in place, with torch's generator seeded by the parameter's key; None draws from
-    N(0, `std`**2) by the counter generator, which never builds the whole tensor.
+    `init_method`: function that fills the whole tensor in place, with torch's generator seeded by the parameter's key.
+    If None, values are drawn from N(0, `std`**2) by the counter-based generator, which never builds the whole tensor.
     """
 
     shape: tuple[int, int]
@@ -61,7 +61,7 @@ class WeightSpec:
     std: float = DEFAULT_STD
 
     def values(self, key: int, origin: tuple[int, int], shape: tuple[int, int], device: torch.device) -> Tensor:
-        """The rectangle's initial values, float32."""
+        """Initial values of the rectangle at `origin` with `shape`, float32."""
         if self.init_method is None:
             words = numerics.random_words(key, 0, INIT_STREAM, self.shape, origin, shape, device=device)
             return distributions.normal(words) * self.std
@@ -73,10 +73,10 @@ class WeightSpec:
 
 
 class QuantizedModule(RecipeModule):
-    """Base of modules with weights that may be quantized. Subclasses call `_add_projection` and `add_vector`.
+    """Base of modules with quantized or high-precision weights. Subclasses call `_add_projection` and `add_vector`.
 
-    `shared_input`: what its layer has in common with those of other modules that read the same tensors.
-    `zero_centered_gammas`: names of its parameters that are stored as gamma - 1.
+    `shared_input`: reader of an input that the layers of other modules read too, or None.
+    `zero_centered_gammas`: names of the parameters that are stored as gamma - 1.
     """
 
     shared_input: InputReader | None = None
@@ -107,7 +107,7 @@ class QuantizedModule(RecipeModule):
         self._awaits_values = self_device.type == "meta"
         self._handle = operator_arguments.handle(self, self_device)
 
-    # Birth -----------------------------------------------------------------------------------------------------------
+    # Initialization --------------------------------------------------------------------------------------------------
 
     def _add_projection(
         self,
@@ -120,7 +120,7 @@ class QuantizedModule(RecipeModule):
         suffix: str = "",
         mode: str | None = None,
     ) -> Projection:
-        """Register the parameters of a linear layer: `sizes` gives the out_features of each of its parts."""
+        """Register the parameters of a linear layer; `sizes` maps the name of each part to its out_features."""
         check_kinds(type(self).__name__, init_method=(CALLABLE.or_none, init_method), bias=(FLAG, bias))
         tensor_parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
         projection = Projection(tuple(sizes), prefix, mode, suffix)
@@ -136,22 +136,22 @@ class QuantizedModule(RecipeModule):
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
-        """Register a weight, initialized unless the device is meta; quantized if `quantized_model_init` says so.
+        """Register a weight, quantized under `quantized_model_init`, and initialize it unless the device is meta.
 
-        `cut`: the dim that tensor parallelism cuts.
+        `cut`: dim that tensor parallelism splits, or None.
         """
         self._check_shape(name, spec.shape, cut)
         self._weights[name], self._cuts[name] = spec, cut
         cell = self._plan.recipe.weight
         state = storages.weight_state(cell, self._device)
-        stored = cell if self._plan.quantize else None
-        self._born_states[name] = state if stored is None else {key: value.clone() for key, value in state.items()}
-        self.register_parameter(name, self._empty_weight(name, stored, state, self._dtype, self._device))
+        stored_cell = cell if self._plan.quantize else None
+        self._born_states[name] = state if stored_cell is None else {key: value.clone() for key, value in state.items()}
+        self.register_parameter(name, self._empty_weight(name, stored_cell, state, self._dtype, self._device))
         if not self.get_parameter(name).is_meta:
             self._fill([name])
 
     def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
-        """Register a 1-D parameter that starts as a constant and stays in high precision."""
+        """Register a 1-D high-precision parameter that is initialized to the constant `fill`."""
         self._check_shape(name, (size,), cut)
         self._vectors[name], self._cuts[name] = fill, cut
         param = nn.Parameter(torch.full((size,), fill, dtype=self._dtype, device=self._device))
@@ -173,10 +173,10 @@ class QuantizedModule(RecipeModule):
         """Fill all parameters with their initial values, also after `fully_shard` and from the meta device.
 
         Parameters on the meta device are materialized on the device of their mesh (or the current accelerator).
-        Called twice, it gives the same bits. A collective call if parameters are sharded: every rank must make it.
+        A second call gives the same bits. This is a collective call if parameters are sharded.
 
         Raises:
-            RankMismatchError: ranks have different keys, so they would fill in parts of different weights.
+            RankMismatchError: the RNG keys differ between ranks, so their shards would belong to different weights.
         """
         if private_torch.has_gathered_parameters(self):
             raise ConfigurationError(
@@ -193,7 +193,7 @@ class QuantizedModule(RecipeModule):
 
     @torch.no_grad()
     def _fill(self, names: Iterable[str]) -> None:
-        """Give weights their initial values. A collective call if they are sharded."""
+        """Fill weights with their initial values. A collective call if they are sharded."""
         self._check_keys(names)
         quantized: list[tuple[Tensor, Tensor]] = []
         for name in names:
@@ -202,8 +202,10 @@ class QuantizedModule(RecipeModule):
             if AMAX_HISTORY in state:
                 state[AMAX_HISTORY].zero_()
             local = private_torch.local_tensor(param)
-            at = private_torch.global_offset(param)
-            origin = local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (at[0], at[1])
+            offset = private_torch.global_offset(param)
+            origin = (
+                local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (offset[0], offset[1])
+            )
             shape = (local.shape[0], local.shape[1])
             values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
             if isinstance(local, QuantizedTensor):
@@ -213,15 +215,15 @@ class QuantizedModule(RecipeModule):
         weights = [name for name in names if components.quantized_local(self.get_parameter(name)) is not None]
         requantize.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
         if self._plan.preserve_high_precision:
-            for written, values in quantized:
-                components.storage_of(written).keep_initial_values(values.cpu().clone())
+            for weight, values in quantized:
+                components.storage_of(weight).keep_initial_values(values.cpu().clone())
 
     def _materialize(self) -> None:
         for name, param in list(self.named_parameters(recurse=False)):
             if param.is_meta:
                 mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
                 device = devices.default_device() if mesh_type is None else devices.current_device(mesh_type)
-                new = getattr(param, _MATERIALIZED, None)  # by a module that is tied to this one
+                new = getattr(param, _MATERIALIZED, None)  # set if a tied module was materialized first
                 if new is None:
                     new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
                     setattr(param, _MATERIALIZED, new)
@@ -244,7 +246,7 @@ class QuantizedModule(RecipeModule):
             flat_max.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        """Move or cast as any module, `.half()` and the like; but amax histories stay float32, and counts move too."""
+        """Move or cast, as `.to()` and `.half()` do. Amax histories stay float32; RNG counters move along."""
         before = dict(self.named_buffers(recurse=False))
         sharded = [param for param in self.parameters(recurse=False) if isinstance(param, DTensor)]
         with private_torch.set_aside(self, QuantizedTensor) as quantized, components.attributes_kept(sharded):
@@ -254,7 +256,7 @@ class QuantizedModule(RecipeModule):
         for name, buffer in before.items():
             moved = self.get_buffer(name)
             if buffer.is_meta and not moved.is_meta:
-                moved.zero_()  # to_empty gives memory as it is, and no load need have an entry
+                moved.zero_()  # to_empty leaves memory uninitialized, and a checkpoint need not have this buffer
             elif name.endswith(tuple(HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
@@ -283,27 +285,28 @@ class QuantizedModule(RecipeModule):
         ready: PreparedLinear | TracedLinear | None = None,
         again: functional.RecomputedInput | None = None,
     ) -> Sequence[Tensor]:
-        """x [..., in_features] times each weight of a layer, transposed, plus its bias; by the recipe in force.
+        """Apply a linear layer under the current recipe: x [..., in_features] @ w^T + b for each weight.
 
-        `ready`: what `_ready` has given for this call already. `again`: gives x in backward, which then is not kept;
-        what compiled code keeps is the compiler's to decide.
+        `ready`: result of `_ready` for this call, if there is one. `again`: recomputes x in backward, so that eager
+        code does not save x; in compiled code the compiler decides.
         """
         x = self._input(x)
-        found = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
+        prepared = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
         return (
-            compiled.traced_linear(x, found)
-            if isinstance(found, TracedLinear)
-            else functional.linear(x, found, again, self.shared_input)
+            compiled.traced_linear(x, prepared)
+            if isinstance(prepared, TracedLinear)
+            else functional.linear(x, prepared, again, self.shared_input)
         )
 
     def _input(self, x: Tensor) -> Tensor:
-        """The input as this module computes with it, checked."""
-        found = inputs.checked_input(type(self).__name__, x, self._dtype)
-        if found.dtype.itemsize > 2 and self._weights:
-            own = private_torch.registered_parameter(self, next(iter(self._weights)))
-            if own is not None and own.dtype.itemsize < found.dtype.itemsize:  # not _dtype: it may have been cast since
-                self._warn_of_wide_input(found.dtype, own.dtype)
-        return found
+        """Check the input and cast it to the dtype that this module computes in."""
+        checked = inputs.checked_input(type(self).__name__, x, self._dtype)
+        if checked.dtype.itemsize > 2 and self._weights:
+            weight = private_torch.registered_parameter(self, next(iter(self._weights)))
+            # not _dtype: casts of the module do not update it
+            if weight is not None and weight.dtype.itemsize < checked.dtype.itemsize:
+                self._warn_of_wide_input(checked.dtype, weight.dtype)
+        return checked
 
     def _warn_of_wide_input(self, given: torch.dtype, own: torch.dtype) -> None:
         if torch.compiler.is_compiling():
@@ -314,16 +317,16 @@ class QuantizedModule(RecipeModule):
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
     ) -> PreparedLinear | TracedLinear:
-        """A layer for an input of this shape, by the recipe in force; each call of it counts as a forward.
+        """Prepare a layer for an input of this shape under the current recipe. Each call counts as a forward.
 
-        In a graph that is being traced it is told by names, and checked when its operator runs.
+        While torch.compile traces, the result has the weights' names, and they are checked when the operator runs.
         """
         if torch.compiler.is_compiling():
             return self._traced(layer, with_bias)
-        computed = vars(type(self))  # parametrize gives a module a class of its own, with a property for its weight
+        computed = vars(type(self))  # parametrize creates a class per module, with a property for the weight
         if computed.keys().isdisjoint(layer.weights):
             return self._ready_now(layer, x_shape, device, with_bias)
-        with parametrize.cached():  # read more than once here; of spectral_norm each look is another step
+        with parametrize.cached():  # the weight is read more than once; each read of spectral_norm is a power iteration
             return self._ready_now(layer, x_shape, device, with_bias)
 
     def _ready_now(
@@ -334,7 +337,7 @@ class QuantizedModule(RecipeModule):
         quantized = any([isinstance(weight, QuantizedTensor) for weight in weights])
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized, self.training)
         if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
-            if not call.repeated:  # in backward, what ran in an autocast runs again outside of it
+            if not call.repeated:  # backward recomputes outside of the autocast of the first forward
                 context_warnings.warn_of_training_outside(self, layer.weights[0])
         for name, weight in zip(layer.weights, weights, strict=True):
             self._check_weight(name, weight, call, device)
@@ -345,7 +348,7 @@ class QuantizedModule(RecipeModule):
                 f"the {weights[0].shape[1]} features that the weight takes here{part}"
             )
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
-        # in a second forward, train() or eval() may have been called since the first
+        # a recomputed forward follows the first one, even if train() or eval() was called in between
         state.record = call.record and not (state.stage is not None and state.stage.infers)
         state.tp = self.tensor_parallel_of(layer.mode)
         return PreparedLinear(weights, biases or [None] * len(weights), call, state)
@@ -359,7 +362,7 @@ class QuantizedModule(RecipeModule):
         return TracedLinear(weights, biases, self._handle, layer.weights, layer.prefix, self.training, setting)
 
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
-        """x through a normalization whose parameters, named behind `prefix`, are this module's."""
+        """Apply `normalize` to x with this module's parameters `{prefix}weight` and `{prefix}bias`."""
         weight, bias = self.whole_on_rows(prefix + "weight", prefix + "bias")
         self._check_place(prefix + "weight", weight, x.device)
         return normalize(x, weight, bias)
@@ -373,20 +376,20 @@ class QuantizedModule(RecipeModule):
             )
 
     def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
-        """The bias of a whole layer in the dtype of its output, for callers that add it themselves; None without."""
+        """Bias of all parts of a layer, in `dtype`, for callers that add it themselves; None without a bias."""
         if not self.use_bias:
             return None
         biases = self.whole_on_rows(*layer.biases) if layer.mode == "row" else self._locals(layer.biases)
         return joined(biases).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """A weight for the GEMMs of `call`; raises FallbackError where these would fall back and may not."""
+        """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
         weight: Tensor = self._local(name)
         self._check_weight(name, weight, call, device)
         return weight
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
-        """The state for one linear layer of this module; histories that the recipe needs are made here if missing."""
+        """State of one linear layer of this module. Missing histories that the recipe needs are created."""
         histories = {}
         for role, length in recipe.histories.items():
             histories[role] = self._history(prefix + HISTORIES[role], length, weights[0], recipe)
@@ -394,31 +397,31 @@ class QuantizedModule(RecipeModule):
         if cell is not None and cell.scaling.history:
             for weight, state in zip(weights, states, strict=True):
                 self._check_history(weight, state, recipe)
-        seen, seen_backward = histories.get(TensorRole.INPUT), histories.get(TensorRole.GRAD_OUTPUT)
+        input_history, grad_output_history = histories.get(TensorRole.INPUT), histories.get(TensorRole.GRAD_OUTPUT)
         is_delayed = bool(histories) or (cell is not None and cell.scaling.history > 0)
         is_recorded = self.training and (is_delayed or observation.active is not None)
         stage = private_torch.running_stage() if is_recorded else None
         record = self.training and not (stage is not None and stage.infers)
-        return LinearState(states, seen, seen_backward, record, stage=stage)
+        return LinearState(states, input_history, grad_output_history, record, stage=stage)
 
     def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
-        """A history of the length that `recipe` needs, made here if it is missing."""
-        found = private_torch.registered_buffer(self, name)
-        if found is None:
+        """Return an amax history of the length that `recipe` needs; create a missing one."""
+        history = private_torch.registered_buffer(self, name)
+        if history is None:
             if self.training and context.is_strict():
                 self._refuse_fallbacks(name, ("late history",))
             self._warn_of_late_history(name)
             device = private_torch.local_tensor(self.get_parameter(weight)).device
-            self.register_buffer(name, found := _empty_history(length, device))
-        if found.numel() != length:
+            self.register_buffer(name, history := _empty_history(length, device))
+        if history.numel() != length:
             raise RecipeMismatchError(
-                f"{context_warnings.name_of(self)}.{name} holds {found.numel()} past amaxes, but autocast's recipe "
+                f"{context_warnings.name_of(self)}.{name} holds {history.numel()} past amaxes, but autocast's recipe "
                 f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
             )
-        return found
+        return history
 
     def _check_history(self, weight: str, state: dict[str, Tensor], recipe: Recipe) -> None:
-        """Let the state of a weight have the amax history that the recipe needs, where the weight is."""
+        """Ensure that a weight's state has the amax history that the recipe needs, on the weight's device."""
         length, history = recipe.weight.scaling.history if recipe.weight else 0, state.get(AMAX_HISTORY)
         if history is not None and history.numel() != length:
             raise RecipeMismatchError(
@@ -429,7 +432,7 @@ class QuantizedModule(RecipeModule):
             device = private_torch.local_tensor(getattr(self, weight)).device
             if history is None:
                 state[AMAX_HISTORY] = _empty_history(length, device)
-            elif history.device != device:  # the module was moved; what is no parameter or buffer was not
+            elif history.device != device:  # Module.to moves only parameters and buffers
                 state[AMAX_HISTORY] = history.to(device)
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
@@ -441,45 +444,45 @@ class QuantizedModule(RecipeModule):
             warnings.warn(f"{context_warnings.name_of(self)}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
-        """Raise unless a weight can be multiplied with in this call, by an input on `device`.
+        """Check that a weight can be used in this call with an input on `device`.
 
         Raises:
-            RecipeMismatchError: it is stored in another format than the recipe's.
-            ConfigurationError: it was gathered before it was last written to, or before this CUDA graph's capture, or
-                was never given values.
-            FallbackError: under strict, its GEMMs would fall back.
+            RecipeMismatchError: the weight is stored in another format than the recipe's.
+            ConfigurationError: the weight was gathered before its last update or before the capture of this CUDA
+                graph, or has no values.
+            FallbackError: under strict, the weight's GEMMs would fall back.
         """
-        recipe, stored = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
-        if stored is not None and stored.is_stale:
+        recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
+        if storage is not None and storage.is_stale:
             raise ConfigurationError(
                 f"{context_warnings.name_of(self)}.{name} was gathered by FSDP before its last update, so this forward "
                 "would use old values; let FSDP free it after the last backward of a step (set_reshard_after_backward"
                 "(True)), or call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
-        if stored is not None and stored.gathered:
-            stored.check_captured(f"{type(self).__name__}.{name}")
-        if stored is not None and stored.version == 0 and stored.is_unwritten and not weight.is_meta:
+        if storage is not None and storage.gathered:
+            storage.check_captured(f"{type(self).__name__}.{name}")
+        if storage is not None and storage.version == 0 and storage.is_unwritten and not weight.is_meta:
             raise ConfigurationError(
                 f"{context_warnings.name_of(self)}.{name} was never given values: to_empty took memory as it was, and "
                 "nothing was loaded since; call checkpoints.load_high_precision(model, state_dict) or "
                 "checkpoints.load before the first forward, or reset_parameters() for new values"
             )
-        cell = None if stored is None else stored.cell
+        cell = None if storage is None else storage.cell
         if cell not in (recipe.weight, None) and recipe.table:
-            wanted = "high precision" if recipe.weight is None else str(recipe.weight)
+            expected = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
                 f"{context_warnings.name_of(self)}.{name} is stored as {cell}, but autocast's recipe "
-                f"{recipe.name!r} wants {wanted}; give it the one by which the weights were made"
+                f"{recipe.name!r} wants {expected}; give it the one by which the weights were made"
             )
         if stored is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
             context_warnings.warn_of_plain_weight(self, name)
         if weight.is_meta:
             self._check_place(name, weight, device)
         if call.strict:
-            self._refuse_fallbacks(name, backend.fallbacks(stored, recipe, device))
+            self._refuse_fallbacks(name, backend.fallbacks(storage, recipe, device))
 
     def _formats_repr(self) -> str:
-        """Return the formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
+        """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
         params = private_torch.registered_parameters(self, self._weights)
         tags = {
             local.quantized_storage.cell.tag for local in map(components.quantized_local, params) if local is not None
@@ -488,11 +491,11 @@ class QuantizedModule(RecipeModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = operator_arguments.handle(self, self._handle.device)  # a copy is another module
+        self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
         weight_watch.watch(self)
 
 
 def _empty_history(length: int, device: torch.device) -> Tensor:
-    """Of float32; usable in training even if it is first needed where nothing else made is."""
+    """A zeroed float32 history, created outside of inference mode so that training can update it later."""
     with torch.inference_mode(False):
         return torch.zeros(length, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Modules that may have a recipe of their own, inside an autocast of another: how they run by it, and get it late."""
+"""Modules with a recipe of their own, which overrides the one of autocast and can be assigned after construction."""
 
 from __future__ import annotations
 
@@ -25,32 +25,31 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import AMAX_HISTORY
 
 HISTORIES = {TensorRole.INPUT: "input_amax_history", TensorRole.GRAD_OUTPUT: "grad_output_amax_history"}
-"""The names of the amax histories of a layer's activations."""
+"""Role -> name of the amax-history buffer of a layer."""
 
 _Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 def by_own_recipe(forward: _Forward) -> _Forward:
-    """Decorate the forward of a `RecipeModule`: it enters the module's own recipe, where it has one."""
+    """Decorate the forward of a `RecipeModule` to run under the module's own recipe, if there is one."""
 
     @functools.wraps(forward)
     def inside(self: RecipeModule, *args: Any, **kwargs: Any) -> Any:
-        own = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
-        if own is None:
+        own_autocast = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
+        if own_autocast is None:
             return forward(self, *args, **kwargs)
-        with own:
+        with own_autocast:
             return forward(self, *args, **kwargs)
 
     return cast(_Forward, inside)
 
 
 class RecipeModule(TensorParallelModule, PiecewiseAssignment):
-    """A module that may have a recipe of its own.
+    """A module that may have a recipe of its own, from the per-layer recipes of `convert` or `quantized_model_init`.
 
-    `recipe`: by which its GEMMs run where that around quantizes any; None: that around. `model_recipe`: by which they
-    run where there is no autocast around, as where a part of the model is called by itself, and not the model, whose
-    forward enters one; None: in high precision, by dequantized weights. Both as of the recipes of several layers, of
-    `convert` or `quantized_model_init`.
+    `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
+    `model_recipe`: recipe of its GEMMs outside of every autocast, for example when only a part of the model is called
+    and not the model itself, whose forward enters one; None computes in high precision with dequantized weights.
     """
 
     recipe: str | Recipe | None = None
@@ -60,7 +59,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
     _history_prefixes: list[str]
 
     def own_autocast(self) -> context.autocast | None:
-        """What its forward enters; None where it runs by the autocast around."""
+        """The autocast that forward enters; None to use the enclosing one."""
         if self.model_recipe is not None and not context.in_autocast():
             return context.autocast(recipe=self.model_recipe)
         if self.recipe is None or not context.quantizes(context.current_setting()) or context.runs_by(self.recipe):
@@ -68,8 +67,10 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         return context.autocast_by(self.recipe)
 
     def recipe_in(self, around: Recipe | None) -> Recipe | None:
-        """By which its GEMMs run in an autocast of the recipe `around`; where that is None, as it is not known, its own
-        recipe, or the one that its weights were quantized by, or None."""
+        """The recipe of this module's GEMMs inside an autocast of recipe `around`.
+
+        If `around` is None (unknown): the module's own recipe, else the one its weights were quantized by, or None.
+        """
         if around is not None and not around.table:
             return around
         built_by = self._plan.recipe if around is None and self._plan.quantize else around
@@ -77,30 +78,30 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
 
     @property
     def unnamed_layers(self) -> UnnamedLayers | None:
-        """Those among which its recipe is found, by its name, when `quantized_model_init` is left."""
+        """Collection of layers that get their recipes by name at the exit of `quantized_model_init`, or None."""
         return self._plan.unnamed if self._weights else None
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that a recipe may quantize, and that are parameters."""
+        """Yield (name, parameter) of each weight that a recipe may quantize and that is a registered parameter."""
         for name in self._weights:
             param = private_torch.registered_parameter(self, name)
             if param is not None:
                 yield name, param
 
     def check_plan(self, plan: InitPlan, name: str) -> None:
-        """Raise unless it can `take_plan`.
+        """Check that `take_plan` can succeed.
 
         Raises:
-            ConfigurationError: a weight is sharded, quantized, or no parameter any more, or has hooks.
+            ConfigurationError: a weight is sharded, quantized, parametrized, or has hooks.
         """
         for weight in self._weights if plan.quantize else ():
             self._check_plain(name, weight)
 
     @torch.no_grad()
     def take_plan(self, plan: InitPlan, name: str) -> None:
-        """Be as if it had been built by this plan, with the values that it has now; `name`: its own in the model.
+        """Convert in place to what `plan` would have built, keeping the current values.
 
-        A collective call if tensor parallelism cuts it.
+        `name`: name of the module in the model. A collective call if tensor parallelism shards the module.
         """
         self._plan, self.recipe = plan, stock_name(plan.recipe) or plan.recipe
         for weight in self._weights:
@@ -137,7 +138,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         new.requires_grad_(old.requires_grad)
         new.__dict__.update(components.set_attributes(old))
         values = private_torch.local_tensor(old).detach()
-        if not values.is_meta and not self._awaits_values:  # else they come later
+        if not values.is_meta and not self._awaits_values:  # otherwise values are loaded later
             requantize.requantize_([(new, values)], names=[f"{owner}.{name}"])
             if self._plan.preserve_high_precision:
                 components.storage_of(new).keep_initial_values(values.cpu().clone())
@@ -146,7 +147,7 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
     def _empty_weight(
         self, name: str, cell: QuantSpec | None, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> nn.Parameter:
-        """A parameter without values: of a format, or in high precision."""
+        """A parameter without values, quantized by `cell` or in high precision if `cell` is None."""
         shape: tuple[int, int] = self._weights[name].shape
         if self.tp_mesh is not None:
             return distribute.empty_parameter(
@@ -157,8 +158,10 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         return nn.Parameter(QuantizedTensor(storages.empty(cell, sharding.whole(shape), device, state), dtype))
 
     def _make_histories(self, prefix: str) -> None:
-        """Register the amax histories that delayed scaling of a layer's activations needs, if it is planned."""
+        """Register the amax histories of a layer's activations that the planned recipe needs (delayed scaling)."""
         for role, length in self._plan.recipe.histories.items():
-            device = private_torch.local_tensor(next(self.parameters())).device  # of a part, if a weight is computed
+            device = private_torch.local_tensor(
+                next(self.parameters())
+            ).device  # of the original tensor, if the weight is parametrized
             zeros = torch.zeros(length, dtype=torch.float32, device=device)
             self.register_buffer(prefix + HISTORIES[role], zeros)

@@ -1,4 +1,4 @@
-"""One linear layer of a module: one weight, or several that read the same input, and how they are named."""
+"""Names of the parameters of one linear layer of a module."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quantshard.errors import ConfigurationError
 class Projection:
     """One linear layer of a module: one weight, or several that read the same input.
 
-    `parts`: for each weight, what stands before "weight" and "bias" in its parameters' names; `suffix`: what behind.
-    `prefix`: what stands before the names of the amax histories, which all parts share. `mode`: how tensor parallelism
-    cuts it, "column", "row" or not at all.
+    `parts`: prefix of each weight's parameter names, before "weight" and "bias". `suffix`: suffix of all parameter
+    names. `prefix`: prefix of the names of the amax histories, which all parts share. `mode`: tensor-parallel split,
+    "column", "row" or None.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -44,7 +44,7 @@ class Projection:
 
 
 def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[str, int] | None) -> dict[str, int]:
-    """TransformerEngine's `parameters_split`: prefix of each part's parameter names -> its share of the out_features.
+    """Resolve TransformerEngine's `parameters_split` to {prefix of parameter names: out_features of the part}.
 
     Raises:
         ConfigurationError: the parts do not add up to `out_features`.
@@ -52,7 +52,7 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
     check_arguments(owner, ITERABLE.or_none, parameters_split=split)
     if split is None:
         return {"": out_features}
-    check_arguments(owner, TEXT, **{f"parameters_split, part {at}": name for at, name in enumerate(split)})
+    check_arguments(owner, TEXT, **{f"parameters_split, part {index}": name for index, name in enumerate(split)})
     sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
     if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
         raise ConfigurationError(
@@ -62,5 +62,5 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of a layer's output (or bias) as one, along the last dim."""
+    """Concatenate the parts of a layer's output or bias along the last dim."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=-1)

@@ -1,6 +1,6 @@
-"""What the constructors of all modules take besides their own arguments: tensor parallelism's and TransformerEngine's.
+"""Constructor arguments that all modules share, for tensor parallelism and from TransformerEngine.
 
-They arrive in `**others`. The signature that `help` and `inspect.signature` show has tensor parallelism's one by one.
+Constructors take them in `**others`. `help` and `inspect.signature` list the tensor-parallel arguments one by one.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.modules.contexts import unsupported
 
 _SHOWN: dict[str, list[str]] = {}
-"""Class -> the arguments that its signature shows."""
+"""Class name -> names of the arguments in its displayed signature."""
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def parallelism(owner: str, others: Mapping[str, Any], base: str = "") -> TensorParallelConfig:
-    """Tensor parallelism's arguments of those that a constructor was given besides its own.
+    """Build the tensor-parallel configuration from a constructor's `**others`.
 
-    `base`: the class whose constructor it is, where `owner` inherits it.
+    `base`: the class that defines the constructor, if `owner` inherits it.
 
     Raises:
-        ConfigurationError: another one, which TransformerEngine has, asks for something that is not here.
-        TypeError: TransformerEngine does not have it either.
+        ConfigurationError: an argument of TransformerEngine has a value that is not supported.
+        TypeError: TransformerEngine has no such argument either.
     """
-    taken = _taken(owner)
-    other = {name: value for name, value in others.items() if name not in taken}
-    unsupported.refuse(owner, other, _SHOWN.get(base or owner, ()))
-    return TensorParallelConfig(**{name: value for name, value in others.items() if name in taken})
+    accepted = _taken(owner)
+    remaining = {name: value for name, value in others.items() if name not in accepted}
+    unsupported.refuse(owner, remaining, _SHOWN.get(base or owner, ()))
+    return TensorParallelConfig(**{name: value for name, value in others.items() if name in accepted})
 
 
 def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
-    """Decorate a constructor that hands its `**others` to `parallelism`, so that its signature shows what they may be.
+    """Decorate a constructor that passes `**others` to `parallelism`; its signature then lists those arguments.
 
-    `before`: the argument in front of which tensor parallelism's are shown. Those that the constructor names itself
-    stay where they are; `**others` stays if it takes arguments of TransformerEngine's too.
+    The new arguments are inserted before `before`, except those that the constructor already names. `**others` stays
+    in the signature if the class also accepts arguments of TransformerEngine.
     """
 
     def shown(init: _Init) -> _Init:
         signature, owner = inspect.signature(init), init.__qualname__.partition(".")[0]
-        own = [
-            each
-            for each in signature.parameters.values()
-            if each.kind is not Parameter.VAR_KEYWORD or owner in unsupported.ARGUMENTS
+        params = [
+            param
+            for param in signature.parameters.values()
+            if param.kind is not Parameter.VAR_KEYWORD or owner in unsupported.ARGUMENTS
         ]
-        place = next(index for index, each in enumerate(own) if each.name == before)
-        own[place:place] = [
+        position = next(index for index, param in enumerate(params) if param.name == before)
+        params[position:position] = [
             Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
             for field in _taken(owner).values()
             if field.name not in signature.parameters
         ]
-        _SHOWN[owner] = [each.name for each in own]
-        init.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        _SHOWN[owner] = [param.name for param in params]
+        init.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]
         return init
 
     return shown
@@ -65,6 +65,6 @@ def shows_parallelism(before: str) -> Callable[[_Init], _Init]:
 
 @cache
 def _taken(owner: str) -> dict[str, Any]:
-    """The fields of `TensorParallelConfig` that a class does not refuse, by name."""
+    """Name -> field of `TensorParallelConfig`, for the fields that a class accepts."""
     refused = unsupported.ARGUMENTS.get(owner, {})
     return {field.name: field for field in fields(TensorParallelConfig) if field.name not in refused}

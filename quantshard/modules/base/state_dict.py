@@ -1,4 +1,4 @@
-"""How a module with weights that may be quantized is saved to a state dict and loaded from one: as plain components."""
+"""Saves modules with quantized weights to state dicts as plain components, and loads them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
 _NOT_LOADED = torch.empty((), dtype=torch.float32, device="cpu")
-"""What `set_model_state_dict` fills in for a component that a full state dict lacks. Without dims, it names no device
-that values are sent to."""
+"""Placeholder that `set_model_state_dict` fills in for a component missing from a full state dict.
+
+It has no dims, so that `set_model_state_dict` does not infer a target device from it."""
 
 
 class ComponentStateDict(nn.Module):
-    """A module whose `_weights` are saved by their components and state.
+    """A module that saves its `_weights` as components and state.
 
-    `_born_states`: that which they were born with. It stays that of a plain weight, and of one that takes the place of
-    a quantized one.
+    `_born_states`: the initial state of each weight. A high-precision weight keeps it, also one that replaces a
+    quantized weight; a quantized weight has its state in its storage.
     """
 
     _weights: dict[str, Any]
@@ -31,26 +32,26 @@ class ComponentStateDict(nn.Module):
 
     @property
     def plain_states(self) -> dict[str, dict[str, Tensor]]:
-        """The state of weights that are not quantized, live."""
+        """Live state of the weights that are not quantized."""
         return {
             name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
         }
 
     def weight_state(self, name: str) -> dict[str, Tensor]:
-        """The key, draws and amax history of a weight, live."""
+        """Live RNG key, RNG counter and amax history of a weight."""
         return self._states((name,))[0]
 
     def _states(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
-        """The same of several."""
-        found = private_torch.parameters_or_values(self, names)
+        """`weight_state` of several weights."""
+        params = private_torch.parameters_or_values(self, names)
         states = []
-        for name, param in zip(names, found, strict=True):
+        for name, param in zip(names, params, strict=True):
             local = components.quantized_local(param)
             states.append(self._born_states[name] if local is None else local.quantized_storage.state)
         return states
 
     def _state_keys(self, name: str) -> dict[str, Tensor]:
-        """Key suffix -> live tensor, for all that the state dict holds of a weight."""
+        """Key suffix -> live tensor, for all state-dict entries of a weight."""
         param = getattr(self, name)
         assert param is not None
         if components.quantized_local(param) is not None:
@@ -58,15 +59,15 @@ class ComponentStateDict(nn.Module):
         return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
 
     def _state_entry(self, name: str, suffix: str) -> Tensor | None:
-        """What `_state_keys` has of a suffix, without all others: it is asked for each key of a state dict."""
+        """The entry of `_state_keys` under `suffix`; cheaper, because it is looked up for every key of a state dict."""
         param = getattr(self, name)
         if components.quantized_local(param) is not None:
             return components.state_entry(param, suffix)
         return self._state_keys(name).get(suffix)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; `set_model_state_dict` also gets the components' keys, to which it adds the prefixes of
-        DDP and torch.compile."""
+        """Yield the buffers; to `set_model_state_dict` also the component keys, which it then prefixes for DDP and
+        torch.compile."""
         yielded = super().named_buffers(*args, **kwargs)
         if not private_torch.collects_state_dict_keys():
             return yielded
@@ -78,7 +79,7 @@ class ComponentStateDict(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weights:
             for suffix, value in self._state_keys(name).items():
-                # a DTensor's `detach` hides what is written to it from the count by which masters notice that
+                # masters detect writes by the version counter, which a DTensor's `detach` does not share
                 destination[prefix + name + suffix] = value.detach() if value.requires_grad and not keep_vars else value
 
     def _load_from_state_dict(
@@ -96,30 +97,29 @@ class ComponentStateDict(nn.Module):
         ready = []
         for name in self._weights:
             keys = self._state_keys(name)
-            found = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
-            self._drop_placeholders(name, found)
+            entries = {s: rest.pop(prefix + name + s) for s in keys if prefix + name + s in rest}
+            self._drop_placeholders(name, entries)
             is_quantized = components.quantized_local(getattr(self, name)) is not None
             try:
-                ready.append((name, self._fitting(name, found, prefix, is_quantized, assign)))
+                ready.append((name, self._fitting(name, entries, prefix, is_quantized, assign)))
             except CheckpointError as error:
                 error_msgs.append(str(error))
                 continue
-            missing_keys += [prefix + name + s for s in keys if s not in found and (is_quantized or s == "")]
+            missing_keys += [prefix + name + s for s in keys if s not in entries and (is_quantized or s == "")]
         if len(ready) < len(self._weights):
-            return  # a module whose weights do not fit keeps its biases and histories too
+            return  # if a weight does not fit, the biases and histories are not loaded either
         for name, pairs in ready:
             if assign:
                 value = self._assign(name, pairs)
                 rest.update({} if value is None else {prefix + name: value})
             else:
                 components.write_components(getattr(self, name), pairs)
-        others: list[str] = []
-        super()._load_from_state_dict(rest, prefix, local_metadata, strict, others, unexpected_keys, error_msgs)
-        missing_keys += [key for key in others if key.removeprefix(prefix) not in self._weights]
+        other_missing: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, other_missing, unexpected_keys, error_msgs)
+        missing_keys += [key for key in other_missing if key.removeprefix(prefix) not in self._weights]
 
     def _assign(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Take loaded tensors in place of a weight's own; gives that of a weight in high precision, which PyTorch
-        assigns."""
+        """Replace a weight's tensors by loaded ones; return the value if PyTorch is to assign it (high precision)."""
         param, state = getattr(self, name), self._born_states[name]
         if components.quantized_local(param) is not None:
             if pairs:
@@ -128,22 +128,22 @@ class ComponentStateDict(nn.Module):
         loaded = {id(target): source for target, source in pairs}
         value = loaded.pop(id(param), None)
         device = private_torch.local_tensor(param if value is None else value).device
-        for key, own in state.items():
-            state[key] = components.state_like(own, loaded.get(id(own)), device)
+        for key, old in state.items():
+            state[key] = components.state_like(old, loaded.get(id(old)), device)
         return value
 
     def _drop_placeholders(self, name: str, found: dict[str, Tensor]) -> None:
-        """Leave out of `found` what torch.distributed.checkpoint.state_dict has in place of a missing weight.
+        """Remove from `found` the placeholders that torch.distributed.checkpoint.state_dict has for missing weights.
 
-        With `full_state_dict` it fills in what it collected; `ignore_frozen_params` drops the codes alone.
+        With `full_state_dict` it fills in what it collected; `ignore_frozen_params` drops only the codes.
         """
         for suffix in [suffix for suffix, value in found.items() if value is _NOT_LOADED]:
             del found[suffix]
         local = components.quantized_local(getattr(self, name))
         if local is None:
             return
-        given = components.quantized_local(found.get(""))
-        if given is not None and given.quantized_storage is local.quantized_storage:
+        placeholder = components.quantized_local(found.get(""))
+        if placeholder is not None and placeholder.quantized_storage is local.quantized_storage:
             del found[""]
         if "" not in found and not getattr(self, name).requires_grad:
             found.clear()
@@ -151,7 +151,7 @@ class ComponentStateDict(nn.Module):
     def _fitting(
         self, name: str, found: dict[str, Tensor], prefix: str, is_quantized: bool, assign: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        """What to copy where for one weight; nothing is written yet."""
+        """Check the entries of one weight and return (target, source) pairs; write nothing."""
         param = getattr(self, name)
         assert param is not None
         if param.is_meta and found and not assign:
@@ -179,11 +179,11 @@ class ComponentStateDict(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # torch.distributed.checkpoint.state_dict walks every key of a state dict by attributes; so does
-            # transformers by get_parameter, which gives what is of that class only
+            # torch.distributed.checkpoint.state_dict resolves every state-dict key by attributes, and so does
+            # transformers' get_parameter, which returns only instances of nn.Parameter
             for weight in self.__dict__.get("_weights", ()):
                 if name.startswith(weight + "_"):
-                    found = self._state_entry(weight, name.removeprefix(weight))
-                    if found is not None:
-                        return found if isinstance(found, nn.Parameter) else nn.Parameter(found, requires_grad=False)
+                    entry = self._state_entry(weight, name.removeprefix(weight))
+                    if entry is not None:
+                        return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
             raise
