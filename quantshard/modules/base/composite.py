@@ -13,7 +13,7 @@ from quantshard.errors import ConfigurationError
 
 
 class CompositeModule(nn.Module):
-    """A module that has no parameters except those of its children."""
+    """A module that has no parameters of its own, only children with parameters."""
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`.

@@ -1,1 +1,1 @@
-"""The three GEMMs of a linear layer, run at once, compiled, or for many experts together."""
+"""The three GEMMs of a linear layer: eager, compiled, and grouped for many experts."""

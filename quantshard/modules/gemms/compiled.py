@@ -1,6 +1,6 @@
-"""torch.compile: linear layers in a graph that is being traced are operators, whose bodies run without compiling too.
+"""Linear layers under torch.compile: a traced layer becomes a custom operator, which runs the eager code.
 
-`operators` tells what these take and give.
+`operators` defines the operators.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
 class TracedLinear(NamedTuple):
-    """A linear layer in a graph that is being traced: its weights and biases, and how an operator finds the rest.
+    """A linear layer in a graph that is being traced.
 
-    `module`: the handle of its module; `names`: of the weights there; `prefix`: what stands before the names of the
-    histories. `record`: whether amaxes seen now are recorded (in training). `setting`: that of autocast.
+    `module`: handle of the module. `names`: names of the weights in the module. `prefix`: prefix of the names of the
+    amax histories. `record`: whether amaxes of this call are recorded (in training). `setting`: name of the autocast
+    setting.
     """
 
     weights: Sequence[Tensor]
@@ -39,22 +40,22 @@ class TracedLinear(NamedTuple):
 
     @property
     def stored(self) -> bool:
-        """True if the weights are stored quantized.
+        """Whether the weights are stored quantized.
 
         Raises:
-            UnsupportedOperationError: some of them are.
+            UnsupportedOperationError: only some of the weights are quantized.
         """
-        stored = [isinstance(weight, QuantizedTensor) for weight in self.weights]
-        if any(stored) and not all(stored):
+        is_quantized = [isinstance(weight, QuantizedTensor) for weight in self.weights]
+        if any(is_quantized) and not all(is_quantized):
             raise UnsupportedOperationError(
                 f"torch.compile of a layer whose weights {', '.join(self.names)} are quantized in part; store all or "
                 "none quantized, or leave this layer out of the compiled function"
             )
-        return any(stored)
+        return any(is_quantized)
 
 
 def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
-    """What `functional.linear` computes, as a step of the graph that is being traced."""
+    """`functional.linear` as an operator of the graph that is being traced."""
     if not context.quantizes(layer.setting) and not layer.stored:
         pairs = zip(layer.weights, layer.biases, strict=True)
         return [functional.plain_linear(x, weight, bias) for weight, bias in pairs]
@@ -62,10 +63,10 @@ def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
 
 
 class FusedSteps(NamedTuple):
-    """What an operator does besides linear layers: a normalization in front, an activation between two; "" for none.
+    """Operations fused with linear layers: a normalization before them, an activation between two; "" for none.
 
-    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: of the normalization. `activation_storage`: how the inputs
-    of the activation are kept for backward.
+    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: arguments of the normalization. `activation_storage`:
+    storage format of the activation's inputs that are kept for backward.
     """
 
     norm_weight: Tensor | None = None
@@ -85,27 +86,28 @@ def call_operator(
     fused: FusedSteps = FusedSteps(),  # noqa: B008 (immutable)
     residual: Tensor | None = None,
 ) -> list[Tensor]:
-    """The outputs of the last of some layers of one module, each reading what the one before gives; and x + residual.
+    """Call the operator of a step: layers of one module, each of which reads the output of the one before.
 
-    `remakes`: for each layer, whether backward makes its input again, rather than that forward keeps it.
+    Returns the outputs of the last layer, then x + residual if there is a residual. `remakes`: for each layer, whether
+    backward recomputes the input instead of forward keeping it.
     """
-    first, described = layers[0], []
-    for layer, again in zip(layers, remakes, strict=True):
-        needed = functional.keeps_input(layer.weights)
+    first, layer_fields = layers[0], []
+    for layer, remake in zip(layers, remakes, strict=True):
+        needs_input = functional.keeps_input(layer.weights)
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
-        described.append((layer.names, layer.prefix, dtypes, needed and not again, needed and again))
+        layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
     weights = [weight for layer in layers for weight in layer.weights]
     key = structure_key(
-        tuple(described), weights[0].dtype, first.record, first.setting,
+        tuple(layer_fields), weights[0].dtype, first.record, first.setting,
         fused.normalization, fused.zero_centered_gamma, fused.activation, fused.activation_storage,
     )  # fmt: skip
     name = f"{step}_recording" if context.counts_calls(first.setting) else step
-    found: list[Tensor] = getattr(torch.ops.quantshard, name)(
+    outputs: list[Tensor] = getattr(torch.ops.quantshard, name)(
         x, weights, [], first.module, key, [weight.shape[0] for weight in weights],
         fused.norm_weight, fused.norm_bias, fused.eps, residual,
         [bias for layer in layers for bias in layer.biases if bias is not None],
     )  # fmt: skip
-    return found[: len(layers[-1].weights) + (residual is not None)]
+    return outputs[: len(layers[-1].weights) + (residual is not None)]
 
 
 def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
@@ -117,8 +119,8 @@ def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResu
 
 def _linear_backward(asked: BackwardArguments, layers: list[SavedLinear], _: list[Tensor]) -> StepGradients:
     (layer,) = layers
-    dx, of_tensors = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
-    return StepGradients([dx], [of_tensors])
+    dx, tensor_grads = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
+    return StepGradients([dx], [tensor_grads])
 
 
 operators.register_step("linear", _linear, _linear_backward)

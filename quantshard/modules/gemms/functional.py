@@ -1,13 +1,13 @@
-"""The linear layer's three GEMMs, each operand quantized as the recipe's table says.
+"""The three GEMMs of a linear layer, with operands quantized by the recipe.
 
-A layer has one weight, or several that read the same input (queries, keys and values; the halves of a gated MLP): it is
-quantized once for all of them.
+A layer has one weight, or several that read the same input, such as queries, keys and values or the halves of a gated
+MLP. The input is quantized once for all of them.
 
     fprop   y  = x  @ w^T + b     x quantized along in_features, w as stored
     dgrad   dx = dy @ w           dy quantized along out_features
     wgrad   dw = dy^T @ x         dy^T and x^T quantized along tokens
 
-Of the input only what wgrad reads is kept for backward: its quantized form, 8 bits or fewer per element.
+Backward keeps only wgrad's operand of the input: quantized, 8 bits or fewer per element.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if kernels.USABLE:
 
 
 class PreparedLinear(NamedTuple):
-    """A linear layer that is about to be called: its weights and biases, how it is computed, and what it carries."""
+    """A linear layer ready to be called: weights, biases, context of this call, and state that outlives the step."""
 
     weights: Sequence[Tensor]
     biases: Sequence[Tensor | None]
@@ -56,32 +56,32 @@ class PreparedLinear(NamedTuple):
 
     @staticmethod
     def joined(layers: Sequence[PreparedLinear]) -> PreparedLinear:
-        """Several layers, of one weight each, that read the same input: as one."""
+        """Merge layers with one weight each that read the same input into one layer."""
         weights, biases = [layer.weights[0] for layer in layers], [layer.biases[0] for layer in layers]
         return PreparedLinear(weights, biases, layers[0].call, LinearState.joined([layer.state for layer in layers]))
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Weights and biases, whose gradients `LinearBackward.backward` gives in this order."""
+        """Weights and biases, in the order of the gradients that `LinearBackward.backward` returns."""
         return (*self.weights, *self.biases)
 
     def saved(
         self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
     ) -> tuple[LinearBackward, list[Tensor]]:
-        """What backward needs of a forward that has kept this of its input: besides tensors, and these.
+        """Return the `LinearBackward` of this forward and the tensors to save for it.
 
-        `rereads`: backward needs more of it than was kept.
+        `kept`: wgrad's operand of the input. `rereads`: the operand was not kept, and backward recomputes it.
         """
         rebuild, x_tensors = to_saved(kept)
         bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
-        saved = LinearBackward(
+        backward = LinearBackward(
             self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
         )  # fmt: skip
-        return saved, [*self.weights, *x_tensors]
+        return backward, [*self.weights, *x_tensors]
 
 
 class LinearBackward(NamedTuple):
-    """A linear layer in backward, without its tensors. `rereads`: what wgrad reads of its input was not kept."""
+    """A linear layer in backward, without its tensors. `rereads`: backward recomputes wgrad's operand of the input."""
 
     call: LinearContext
     state: LinearState
@@ -94,15 +94,15 @@ class LinearBackward(NamedTuple):
 
     @property
     def tensors(self) -> int:
-        """How many gradients `backward` gives besides that of the input: of weights and biases."""
+        """Number of weights and biases, which is the number of their gradients that `backward` returns."""
         return 2 * self.parts
 
     def needed(self, x: bool, tensors: Sequence[bool]) -> LinearGradMask:
-        """From whether each of `PreparedLinear.tensors` needs a gradient."""
+        """Build the mask. `x`, `tensors`: whether the input and each of `PreparedLinear.tensors` need a gradient."""
         return LinearGradMask(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
 
     def reread(self, make: Callable[[], Tensor | OperandProducer], needed: LinearGradMask) -> WgradOperand | None:
-        """The input as wgrad reads it, from the input itself, which `make` gives; None if forward has kept it."""
+        """Quantize the input that `make` returns for wgrad. None if forward kept the operand or no weight needs it."""
         if not self.rereads or not any(needed.weights):
             return None
         return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).second
@@ -114,23 +114,23 @@ class LinearBackward(NamedTuple):
         needed: LinearGradMask,
         x_wgrad: WgradOperand | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients of the input, and of weights and biases, from those of the outputs.
+        """Return the gradients of the input, and of weights and biases, given the output gradients.
 
-        `x_wgrad`: the input as wgrad reads it, if forward has not kept it.
+        `x_wgrad`: wgrad's operand of the input, if forward has not kept it.
         """
         rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        wanted = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
+        usages = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
         weight_operands = self.weight_operands(tensors) if needed.x else None
-        out_grads = gradient_operands(rows, self.call, self.state, wanted, weight_operands)
+        out_grads = gradient_operands(rows, self.call, self.state, usages, weight_operands)
         return self.gradients(out_grads, tensors, needed, x_wgrad, weight_operands)
 
     def weight_operands(self, tensors: Sequence[Tensor]) -> WeightOperands:
-        """The weights for dgrad; of several it is in float32, or in the dtype of the input where that is wider."""
-        held: list[Operand] = []
+        """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
+        w_operands: list[Operand] = []
         for part in range(self.parts):
-            held.append(weight_operand(tensors[part], part, self.call, self.state))
+            w_operands.append(weight_operand(tensors[part], part, self.call, self.state))
         summed = self.parts > 1 and self.dtype.itemsize <= 4
-        return WeightOperands(held, torch.float32 if summed else self.dtype)
+        return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
 
     def gradients(
         self,
@@ -140,8 +140,7 @@ class LinearBackward(NamedTuple):
         x_wgrad: WgradOperand | None = None,
         weight_operands: WeightOperands | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The same from the gradients of the outputs as the GEMMs read them; `rights`: of `self.rights`, if they were
-        asked for before."""
+        """Run `backward` on quantized output gradients; `weight_operands`: result of `self.weight_operands`, if any."""
         weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
         if weight_operands is None and needed.x:
             weight_operands = self.weight_operands(weights)
@@ -161,7 +160,7 @@ class LinearBackward(NamedTuple):
 
 
 class RecomputedInput(NamedTuple):
-    """An input that backward computes again: by `function` of `tensors`, which are kept for something else anyway."""
+    """An input that backward recomputes as `function(*tensors)`, where other operations keep `tensors` anyway."""
 
     function: Callable[..., Tensor]
     tensors: tuple[Tensor | None, ...]
@@ -170,16 +169,16 @@ class RecomputedInput(NamedTuple):
 def linear(
     x: Tensor, layer: PreparedLinear, again: RecomputedInput | None = None, shared: InputReader | None = None
 ) -> tuple[Tensor, ...]:
-    """x [..., in_features] times each weight [out_features, in_features] transposed, plus its bias, in x's dtype.
+    """Compute x [..., in_features] @ weight^T [in_features, out_features] + bias for each weight, in x's dtype.
 
-    `again`: gives x in backward, which so need not keep it; an output of attention, which keeps it itself, is quantized
-    a second time there. `shared`: what other layers that read x have made of it.
+    `again`: recomputes x in backward, so that x need not be kept. An output of attention, which attention keeps for its
+    own backward, is quantized a second time instead. `shared`: operands of x that other layers have quantized.
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):
         plain = _plain_linears(x, weights, biases, state.tp)
         if observation.active is not None and state.record:
-            observation.active.see_plain([each[KEY] for each in state.weights], x, weights, plain)
+            observation.active.see_plain([weight_state[KEY] for weight_state in state.weights], x, weights, plain)
         return plain
     keeps = keeps_input(weights)
     alone = again is None and keeps and state.tp.size == 1
@@ -196,12 +195,12 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def keeps_input(weights: Sequence[Tensor]) -> bool:
-    """True if a backward to come reads the input that these are multiplied with."""
+    """Return whether backward will need the input of these weights, for wgrad."""
     return torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
 
 
 def can_reread(recipe: Recipe) -> bool:
-    """True if quantizing an input a second time gives the same codes: random words are drawn once."""
+    """Return whether quantizing an input twice gives the same codes; false if input rounding draws random bits."""
     return not recipe.input_draws
 
 
@@ -224,23 +223,23 @@ def _plain_linears(
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in high precision, for one weight."""
+    """Compute `linear` in high precision for one weight."""
     tokens = x.reshape(-1, x.shape[-1])
     y = torch.nn.functional.linear(tokens, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     return shaped_as(y, x)
 
 
 def shaped_as(y: Tensor, x: Tensor) -> Tensor:
-    """y [tokens, features] with the leading dims of x.
+    """Reshape y [tokens, features] to the leading dims of x.
 
-    Not by view(): FSDP2 hooks the outputs of modules, and warns that a view could lose its hook in place.
+    view() is not used because FSDP2 hooks the outputs of modules, and warns that an in-place operation could drop the
+    hook of a view.
     """
     return _with_leading(y, x.shape)
 
 
 def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = None) -> Tensor:
-    """y [tokens, features] with the dims before the last of an activation of which each rank has a piece of `shape`,
-    once rows are gathered."""
+    """Reshape y [tokens, features] to the leading dims of `shape`; dim 0 is multiplied if `split` gathers rows."""
     if len(shape) == 2:
         return y
     first = shape[0] if split is None or split.dim != 0 else shape[0] * split.size
@@ -249,7 +248,7 @@ def _with_leading(y: Tensor, shape: Sequence[int], split: OperandSplit | None = 
 
 
 def _summed(y: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum of y [sequence, ..., features] over the ranks; under sequence parallelism this rank's part of it."""
+    """Sum y [sequence, ..., features] over the ranks; under sequence parallelism, reduce-scatter along the sequence."""
     return tensor_parallel.scatter_rows(y, tp) if tp.sequence_parallel else tensor_parallel.reduce_from_group(y, tp)
 
 
@@ -263,13 +262,13 @@ class _LinearFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         layer, keeps_input, again, shared = others
         keeps = keeps_input and again is None
-        read = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
-        source = x if read is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        outputs, x_wgrad = forward_gemms(source, x.shape, *layer, keeps, read)
-        ctx.layer, saved = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
+        x_operands = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
+        source = x if x_operands is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        outputs, x_wgrad = forward_gemms(source, x.shape, *layer, keeps, x_operands)
+        ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
         ctx.again = None if again is None else again.function
-        ctx.save_for_backward(*saved, *(() if again is None else again.tensors))
-        ctx.saved = len(saved)
+        ctx.save_for_backward(*saved_tensors, *(() if again is None else again.tensors))
+        ctx.saved = len(saved_tensors)
         return tuple(outputs)
 
     @staticmethod
@@ -277,28 +276,28 @@ class _LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         layer: LinearBackward = ctx.layer
-        needed = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
-        tensors = ctx.saved_tensors  # once: a checkpointed region allows no second look
-        saved, others = tensors[: ctx.saved], tensors[ctx.saved :]
-        x_wgrad = layer.reread(lambda: ctx.again(*others).reshape(-1, layer.x_shape[-1]), needed)
-        dx, of_tensors = layer.backward(grads, saved, needed, x_wgrad)
-        return dx, None, *of_tensors
+        grad_mask = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
+        tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
+        layer_tensors, recompute_tensors = tensors[: ctx.saved], tensors[ctx.saved :]
+        x_wgrad = layer.reread(lambda: ctx.again(*recompute_tensors).reshape(-1, layer.x_shape[-1]), grad_mask)
+        dx, tensor_grads = layer.backward(grads, layer_tensors, grad_mask, x_wgrad)
+        return dx, None, *tensor_grads
 
 
 class LinearGradMask(NamedTuple):
-    """Which gradients are needed: of the input, of each weight, of each bias."""
+    """Whether the input, each weight and each bias need a gradient."""
 
     x: bool
     weights: Sequence[bool]
     biases: Sequence[bool]
 
     def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
-        """What is wanted of the gradient of one weight's output."""
+        """Operands and sums that are needed of the output gradient of one weight."""
         return operand_usage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True, 2)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
-    """Gradients of several outputs [..., out_features], zeros for one that was not used; none if none was."""
+    """Replace missing gradients of outputs [..., out_features] by zeros; return [] if all are missing."""
     first = next((grad for grad in grads if grad is not None), None)
     if first is None:
         return []
@@ -309,7 +308,7 @@ def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[
 
 
 class SavedLinear(NamedTuple):
-    """A layer in backward with the tensors that were saved for it, and which gradients it needs."""
+    """A layer in backward with its saved tensors and the gradients that are needed."""
 
     saved: LinearBackward
     tensors: list[Tensor]
@@ -326,28 +325,29 @@ def forward_gemms(
     keeps_input: bool,
     read: GemmOperands | None = None,
 ) -> tuple[list[Tensor], WgradOperand]:
-    """fprop: the outputs [..., out_features], and the input as wgrad reads it, which is empty unless `keeps_input`.
+    """Run fprop; return the outputs [..., out_features] and wgrad's operand of the input, empty unless `keeps_input`.
 
-    `source`: the input as [tokens, in_features], or what makes it; `x_shape`: its own shape, None if the outputs are to
-    be [tokens, out_features]; `read`: its operands, if they are there, for which the shape of `source` is no matter.
+    `source`: the input [tokens, in_features] or its producer; any shape if `read` is given. `x_shape`: shape of the
+    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `read`: quantized operands of
+    the input, if they exist.
     """
     if call.repeated:
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
-    partial = split is not None and split.dim == 1  # each rank has a part of every sum
+    partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
-    held = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
-    weight_operands = WeightOperands(held, dtype, transpose_b=True)
+    w_operands = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
     if read is None:
         usage = operand_usage(True, keeps_input, passing=1)
         read = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
-    seen: Sequence[ReadOperand | None] = [None] * len(held)
+    read_operands: Sequence[ReadOperand | None] = [None] * len(w_operands)
     if weight_operands.reads_together:
-        seen, _ = weight_operands.read([read.first] * len(held))
-    for w, of_weight, bias in zip(held, seen, biases, strict=True):
+        read_operands, _ = weight_operands.read([read.first] * len(w_operands))
+    for w, read_weight, bias in zip(w_operands, read_operands, biases, strict=True):
         y = backend.matmul(
             read.first, w, dtype, transpose_b=True, bias=None if partial else bias,
-            fast=fast, read=of_weight,
+            fast=fast, read=read_weight,
         )  # fmt: skip
         y = y if x_shape is None else _with_leading(y, x_shape, split)
         if partial:
@@ -368,10 +368,11 @@ def backward_gemms(
     bias_dtypes: Sequence[torch.dtype | None],
     needed: LinearGradMask,
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """dgrad and wgrad: the gradients that are `needed`, of the input, each weight and each bias.
+    """Run dgrad and wgrad; return the `needed` gradients of the input, each weight and each bias.
 
-    `ways`: the gradients of the outputs, one for each weight, as the GEMMs read them. `rights`: the weights for dgrad,
-    if it is needed. What several weights add to the gradient of the input is summed in their dtype and rounded once.
+    `out_grads`: quantized output gradients, one for each weight. `weight_operands`: the weights for dgrad, if it is
+    needed. The contributions of several weights to the input gradient are summed in `weight_operands.out_dtype` and
+    rounded once.
     """
     summands: list[Tensor] = []
     dws: list[Tensor | None] = []
@@ -379,49 +380,52 @@ def backward_gemms(
     split = state.split(TensorRole.GRAD_OUTPUT)
     if any(needed.weights):
         x_wgrad = x_wgrad.whole()
-    held: Sequence[Operand] = []
-    read: Sequence[ReadOperand | None] = [None] * len(weights)
+    w_operands: Sequence[Operand] = []
+    read_operands: Sequence[ReadOperand | None] = [None] * len(weights)
     has_nan = False
     if weight_operands is not None:
-        held = weight_operands.operands
-        left = iter(out_grads)
-        first = next(left)
+        w_operands = weight_operands.operands
+        remaining = iter(out_grads)
+        first = next(remaining)
         if isinstance(first.first, QuantizedStorage):
-            out_grads = [first, *left]
+            out_grads = [first, *remaining]
             if weight_operands.reads_together:
-                nan_flags, others = [each.nan_flag for each in out_grads], [each.second.operand for each in out_grads]
-                read, has_nan = weight_operands.read([each.first for each in out_grads], nan_flags, others)
-        else:  # each goes when it was multiplied, before the next is made
-            held = backend.values_together(first.first, held, x_dtype)
-            out_grads = _all([first], left)
+                nan_flags, seconds = (
+                    [grads.nan_flag for grads in out_grads],
+                    [grads.second.operand for grads in out_grads],
+                )
+                read_operands, has_nan = weight_operands.read([grads.first for grads in out_grads], nan_flags, seconds)
+        else:  # each gradient is freed after its GEMMs, before the next is quantized
+            w_operands = backend.values_together(first.first, w_operands, x_dtype)
+            out_grads = _all([first], remaining)
         del first
-    each = iter(out_grads)
+    grads = iter(out_grads)
     for part, weight in enumerate(weights):
-        found, bias_dtype = next(each), bias_dtypes[part]  # not by zip, which holds on to the one before
+        grad, bias_dtype = next(grads), bias_dtypes[part]  # zip would keep the previous gradient alive
         if weight_operands is not None:
             dx = backend.matmul(
-                found.first, held[part], weight_operands.out_dtype, nan_flag=found.nan_flag, precision=x_dtype,
-                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read[part],
+                grad.first, w_operands[part], weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=x_dtype,
+                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read_operands[part],
             )  # fmt: skip
             summands.append(dx)
-            del dx  # the list alone holds it
-            _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad: it needs the memory
+            del dx  # so that `summands` has the only reference
+            _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad, to free memory for it
         dw = db = None
         if needed.weights[part]:
             dw = backend.matmul(
-                found.second.operand, x_wgrad.operand, weight.dtype, nan_flag=None if has_nan else found.nan_flag,
+                grad.second.operand, x_wgrad.operand, weight.dtype, nan_flag=None if has_nan else grad.nan_flag,
                 precision=x_dtype,
-                transpose_a=not found.second.transposed, transpose_b=x_wgrad.transposed,
+                transpose_a=not grad.second.transposed, transpose_b=x_wgrad.transposed,
                 fast=Gemm.WGRAD in call.recipe.fast_gemms,
             )  # fmt: skip
-        if found.sums is not None and bias_dtype is not None:
-            db = found.sums
+        if grad.sums is not None and bias_dtype is not None:
+            db = grad.sums
             db = (db if split is None or split.dim == 1 else tensor_parallel.reduce_from_group(db, state.tp)).to(
                 bias_dtype
             )
         dws.append(dw)
         dbs.append(db)
-        del found
+        del grad
     if not summands:
         return None, dws, dbs
     dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))
@@ -429,15 +433,15 @@ def backward_gemms(
 
 
 def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[GemmOperands]:
-    """The first, which is taken from its list, and those that are left: itertools.chain would hold on to it."""
+    """Yield the only element of `first`, removing it, then `left`. itertools.chain would keep the element alive."""
     yield first.pop()
     yield from left
 
 
 def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
-    """Leave at most two of them, or behind the last one their sum, rounded to `dtype`.
+    """Reduce `summands` in place to at most two or, after the last one, to their sum rounded to `dtype`.
 
-    Two, where one would do with another pass over both: those of queries, keys and values are summed in one.
+    Two are kept so that the three summands of queries, keys and values need only one pass for the sum.
     """
     if is_last and len(summands) > 1:
         summands[:] = [kernel_dispatch.rounded_sum(summands, dtype)]
@@ -446,18 +450,18 @@ def _add_up(summands: list[Tensor], is_last: bool, dtype: torch.dtype) -> None:
 
 
 def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
-    """Split an operand into what is needed to put it together again in backward, and the tensors that are saved."""
-    others = (operand.transposed, operand.split, operand.cell, operand.words)
+    """Split an operand into metadata, from which backward rebuilds it, and tensors to save."""
+    rest = (operand.transposed, operand.split, operand.cell, operand.words)
     if isinstance(operand.operand, Tensor):
-        return (None, others), (operand.operand,)
+        return (None, rest), (operand.operand,)
     storage = operand.operand
-    described = (storage.cell, storage.shard, tuple(storage.components), storage.layout)
-    return (described, others), tuple(storage.components.values())
+    metadata = (storage.cell, storage.shard, tuple(storage.components), storage.layout)
+    return (metadata, rest), tuple(storage.components.values())
 
 
 def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOperand:
-    described, others = rebuild
-    if described is None:
-        return WgradOperand(tensors[0], *others)
-    cell, shard, names, layout = described
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True)), layout=layout), *others)
+    metadata, rest = rebuild
+    if metadata is None:
+        return WgradOperand(tensors[0], *rest)
+    cell, shard, names, layout = metadata
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True)), layout=layout), *rest)

@@ -1,8 +1,8 @@
-"""The linear layers of many experts as one: what `functional.linear` does for each of them, in a few launches for all.
+"""Linear layers of many experts in a few kernel launches, equivalent to `functional.linear` for each expert.
 
-The rows of all experts are one matrix, of which each expert has some that follow each other. They are quantized in one
-launch to the codes and scales that each expert's rows have alone, and multiplied with its weight, which stays a tensor
-of its own, in another. `backend.block_together` says for which recipes.
+The rows of all experts form one matrix, in which each expert's rows are contiguous. One launch quantizes all rows, to
+the same codes and scales as quantizing each expert's rows alone; another multiplies them with the weights, which stay
+separate tensors. `backend.block_together` lists the supported recipes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ if kernels.USABLE:
 
 
 class ExpertsReader:
-    """Reads the weights of a layer of experts for kernels, and remembers what it found: while the storages are these,
-    their components lie where they lay. What FSDP2 gathered does not stay there, and is looked at each time.
+    """Collects the addresses of a layer's expert weights for kernels and caches them.
+
+    Addresses stay valid as long as the storages are the same objects. Weights that FSDP2 has gathered move, so they are
+    collected on every call.
     """
 
     def __init__(self) -> None:
@@ -50,18 +52,18 @@ class ExpertsReader:
         self._found: ExpertWeights | None = None
 
     def __reduce__(self) -> Any:
-        return ExpertsReader, ()  # a copy of a module has other weights
+        return ExpertsReader, ()  # a copied module has other weights
 
     def read(self, weights: Sequence[QuantizedTensor], cell: QuantSpec | None) -> ExpertWeights | None:
-        """Weights as kernels read them; None unless they are quantized by `cell`, alike, and all of each is there."""
+        """Weights in the form that kernels read; None unless all are quantized by `cell`, split equally, resident."""
         storages = [weight.quantized_storage for weight in weights]
-        if self._found is not None and self._cell == cell and [known() for known in self._storages] == storages:
+        if self._found is not None and self._cell == cell and [reference() for reference in self._storages] == storages:
             return self._found
         self._found = None
-        found = None if cell is None else _as_kernels_read(storages, cell)
+        expert_weights = None if cell is None else _as_kernels_read(storages, cell)
         if not any([storage.gathered for storage in storages]):
-            self._storages, self._cell, self._found = list(map(ref, storages)), cell, found
-        return found
+            self._storages, self._cell, self._found = list(map(ref, storages)), cell, expert_weights
+        return expert_weights
 
 
 def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: QuantSpec) -> ExpertWeights | None:
@@ -69,7 +71,9 @@ def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: QuantSpec) -> E
     for storage in storages:
         if storage.shard.extents != extents or (storage.cell is not cell and storage.cell != cell):
             return None
-    codes, scale = ([each.components[name] for each in storages] for name in (copy.codes.name, copy.scale.name))
+    codes, scale = (
+        [expert_storage.components[name] for expert_storage in storages] for name in (copy.codes.name, copy.scale.name)
+    )
     if not _lie_together(codes + scale, codes[0].get_device()):
         return None
     square = copy.block[0]
@@ -77,17 +81,17 @@ def _as_kernels_read(storages: Sequence[QuantizedStorage], cell: QuantSpec) -> E
 
 
 def _lie_together(tensors: Sequence[Tensor], device: int) -> bool:
-    """Whether all are contiguous and on one device."""
+    """Return whether all tensors are contiguous and on `device`."""
     return set(map(Tensor.get_device, tensors)) == {device} and all(map(Tensor.is_contiguous, tensors))
 
 
 class ExpertsLayer(NamedTuple):
-    """The linear layers of all experts, about to be called.
+    """The linear layers of all experts, ready to be called.
 
-    `biases`: of each expert, or none. `counts`: how many rows each expert has, in order, or an integer tensor of that
-    where kernels read it. `block`: elements under one scale, along the summed dim; 0 if each expert has one.
-    `histories`: by role, those of each expert under delayed scaling. `record`: whether amaxes seen now are recorded (in
-    training). `amax_group`: whom they are reduced over. `reader`: reads the weights.
+    `biases`: bias of each expert, or empty. `counts`: number of rows of each expert, or an integer tensor of these on
+    the device. `block`: elements per scale along the summed dim; 0: one scale per expert. `histories`: role -> amax
+    history of each expert (delayed scaling). `record`: whether amaxes are recorded (in training). `amax_group`: ranks
+    that amaxes are reduced over. `reader`: cache of the weights' addresses.
     """
 
     weights: Sequence[QuantizedTensor]
@@ -101,21 +105,23 @@ class ExpertsLayer(NamedTuple):
     reader: ExpertsReader
 
     def past(self, role: TensorRole) -> Tensor | None:
-        """The amaxes to scale by, float32 [experts], under delayed scaling. Of an input those of the first forward."""
+        """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputation reuses them."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
         if not cell.scaling.history:
             return None
-        known = self.call.amaxes.get((role, 0))
-        found = (
-            delayed_scaling.history_amaxes(self.histories[role], cell.scaling.most_recent) if known is None else known
+        forward_amaxes = self.call.amaxes.get((role, 0))
+        amaxes = (
+            delayed_scaling.history_amaxes(self.histories[role], cell.scaling.most_recent)
+            if forward_amaxes is None
+            else forward_amaxes
         )
         if role is TensorRole.INPUT:
-            self.call.amaxes[role, 0] = found
-        return found
+            self.call.amaxes[role, 0] = amaxes
+        return amaxes
 
     def segments(self, x: Tensor) -> ExpertSegments:
-        """Which rows of x are of which expert."""
+        """Map rows of x to experts."""
         unit = MANY_ROWS if self.block else 1
         if isinstance(self.counts, Tensor):
             return ExpertSegments.of_tensor(self.counts, x.shape[0], unit)
@@ -124,10 +130,10 @@ class ExpertsLayer(NamedTuple):
     def quantized(
         self, values: Tensor, role: TensorRole, segments: ExpertSegments, second: bool
     ) -> tuple[EncodedRows, EncodedRows]:
-        """An input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
+        """Quantize an input or output gradient [tokens, features] for its first GEMM and, if `second`, for wgrad.
 
-        A gradient that is not finite makes a scale of its expert NaN: codes saturate, so it would come out finite, and
-        the optimizer would not skip the step.
+        A gradient that is not finite sets a scale of its expert to NaN. Codes saturate, so the gradient would otherwise
+        come out finite, and the optimizer would not skip the step.
         """
         if observation.active is not None:
             self._show(values, role, second)
@@ -137,33 +143,33 @@ class ExpertsLayer(NamedTuple):
         nan_flag = None
         if role is TensorRole.GRAD_OUTPUT:
             nan_flag = torch.ones(len(segments), dtype=torch.float32, device=values.device)
-        one, two = (
+        first_request, second_request = (
             None
             if cell is None
             else QuantizeRequest(QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling))
             for cell in cells(self.call.recipe, role)
         )
-        assert one is not None
-        found, transposed = grouped_kernel.quantize_expert_blocks(
-            values, segments, one, two if second else None, nan_flag
+        assert first_request is not None
+        rowwise, columnwise = grouped_kernel.quantize_expert_blocks(
+            values, segments, first_request, second_request if second else None, nan_flag
         )
-        encoding = one.spec.copy.codes.encoding
+        encoding = first_request.spec.copy.codes.encoding
         first, *more = (
             EncodedRows(target.codes, target.scale, encoding, self.block, nan_flag)
-            for target in (found, transposed)
+            for target in (rowwise, columnwise)
             if target is not None and target.scale is not None
         )
         return first, more[0] if more else first
 
     def _show(self, values: Tensor, role: TensorRole, second: bool) -> None:
-        """Quantize the rows of each expert once more, alone, to the codes that all have together, for who observes."""
+        """Report operands to the observer: quantize each expert's rows again, to the same codes as for all together."""
         first, transposed = cells(self.call.recipe, role)
         assert first is not None
         counts = list(self.counts) if not isinstance(self.counts, Tensor) else self.counts.tolist()
         amaxes: Sequence[Tensor | None] = [None] * len(counts)
         if first.scaling.history:
             past = self.call.amaxes.get((role, 0))
-            if past is None:  # not by `past`, after which it would count as noted
+            if past is None:  # not `self.past`, which would mark the amaxes as recorded
                 past = delayed_scaling.history_amaxes(self.histories[role], first.scaling.most_recent)
             amaxes = past.unbind()
         for rows, weight, amax in zip(values.split(counts), self.weights, amaxes, strict=True):
@@ -175,7 +181,7 @@ class ExpertsLayer(NamedTuple):
                 watching.see(rows.t(), operands.quantize_operand(rows.t(), transposed), for_wgrad=True)
 
     def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
-        """Under one scale for each expert."""
+        """Quantize rows with one scale per expert."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
         copy = cell.format.copies[Orientation.ROWWISE]
@@ -183,28 +189,30 @@ class ExpertsLayer(NamedTuple):
         amaxes = self.past(role)
         if amaxes is None:
             amaxes = grouped_kernel.expert_amaxes(values, segments)
-        stored, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
-        seen = torch.zeros_like(stored) if notes else None
-        has_nan = stored if role is TensorRole.GRAD_OUTPUT else None
-        codes = grouped_kernel.quantize_expert_rows(values, segments, copy.codes.encoding, multipliers, seen, has_nan)
-        if seen is not None:
+        stored_scales, multipliers = scales.scales(amaxes, copy, cell.scaling, values.dtype)
+        new_amaxes = torch.zeros_like(stored_scales) if notes else None
+        has_nan = stored_scales if role is TensorRole.GRAD_OUTPUT else None
+        codes = grouped_kernel.quantize_expert_rows(
+            values, segments, copy.codes.encoding, multipliers, new_amaxes, has_nan
+        )
+        if new_amaxes is not None:
             keys = [weight.quantized_storage.state[KEY] for weight in self.weights]
-            amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], seen, self.amax_group)
-        return EncodedRows(codes, stored, copy.codes.encoding)
+            amaxes_of(role).note_all(keys, AMAX_NUMBERS[role], self.histories[role], new_amaxes, self.amax_group)
+        return EncodedRows(codes, stored_scales, copy.codes.encoding)
 
     def operands(self) -> ExpertWeights:
-        """The weights as kernels read them."""
-        found = self.reader.read(self.weights, self.call.recipe.weight)
-        assert found is not None, "`are_readable` said so"
-        return found
+        """Weights in the form that kernels read."""
+        weights = self.reader.read(self.weights, self.call.recipe.weight)
+        assert weights is not None, "`are_readable` said so"
+        return weights
 
 
 def are_readable(
     weights: Sequence[Tensor | None], biases: Sequence[Tensor], cell: QuantSpec | None, x: Tensor, reader: ExpertsReader
 ) -> TypeGuard[Sequence[QuantizedTensor]]:
-    """Whether kernels can read these weights and biases: quantized by `cell`, alike, all of each where x is.
+    """Return whether kernels can read these weights and biases: quantized by `cell`, equally split, on the device of x.
 
-    Not those that `QuantizedModule.weight_operand` would refuse, nor pieces.
+    False for sharded weights and for weights that `QuantizedModule.weight_operand` would reject.
     """
     if set(map(type, weights)) != {QuantizedTensor}:
         return False
@@ -217,16 +225,15 @@ def are_readable(
     gathered = [storage for weight in quantized if (storage := weight.quantized_storage).gathered]
     if any([storage.is_stale for storage in gathered]):
         return False
-    found = reader.read(quantized, cell)
-    return found is not None and found.table.device == x.device
+    expert_weights = reader.read(quantized, cell)
+    return expert_weights is not None and expert_weights.table.device == x.device
 
 
 def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
-    """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
-    bias, in x's dtype.
+    """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
 
     Raises:
-        ConfigurationError: amaxes would be reduced over ranks that run other stages of a pipeline.
+        ConfigurationError: amaxes would be reduced over ranks that run other pipeline stages.
     """
     if layer.record and (stage := private_torch.running_stage()) is not None:
         if layer.histories:
@@ -239,7 +246,7 @@ def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
 
 @dataclass(frozen=True)
 class _ExpertsBackward:
-    """What backward knows of forward besides tensors; `encoding`: of the input, `bias_dtype`: None without biases."""
+    """State for backward other than tensors. `encoding`: encoding of the input. `bias_dtype`: None without biases."""
 
     layer: ExpertsLayer
     segments: ExpertSegments
@@ -254,14 +261,16 @@ class _ExpertsFunction(torch.autograd.Function):
         if layer.call.repeated:
             context.flush_after_backward()
         x, segments = private_torch.plain(x), layer.segments(x)
-        read, kept = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
+        fprop_rows, wgrad_rows = layer.quantized(x, TensorRole.INPUT, segments, keeps_input)
         biases = ExpertBias.of(layer.biases) if layer.biases else None
-        y = grouped_matmul.rows_times_weights(read, layer.operands(), segments, x.dtype, transposed=True, biases=biases)
+        y = grouped_matmul.rows_times_weights(
+            fprop_rows, layer.operands(), segments, x.dtype, transposed=True, biases=biases
+        )
         bias_dtype = layer.biases[0].dtype if layer.biases else None
         ctx.saved = _ExpertsBackward(
-            layer._replace(weights=(), biases=()), segments, kept.encoding, x.dtype, bias_dtype
+            layer._replace(weights=(), biases=()), segments, wgrad_rows.encoding, x.dtype, bias_dtype
         )
-        parts = (kept.codes, kept.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
+        parts = (wgrad_rows.codes, wgrad_rows.scales) if keeps_input else (x.new_empty(0), x.new_empty(0))
         ctx.save_for_backward(*parts, *layer.weights)
         return y
 
@@ -270,9 +279,9 @@ class _ExpertsFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
         codes, scale, *weights = ctx.saved_tensors
-        saved: _ExpertsBackward = ctx.saved
-        x, needs = EncodedRows(codes, scale, saved.encoding, saved.layer.block), ctx.needs_input_grad
-        return _gradients(private_torch.plain(grads[0]), x, weights, saved, needs[0], needs[3:])
+        layer_backward: _ExpertsBackward = ctx.saved
+        x, needs = EncodedRows(codes, scale, layer_backward.encoding, layer_backward.layer.block), ctx.needs_input_grad
+        return _gradients(private_torch.plain(grads[0]), x, weights, layer_backward, needs[0], needs[3:])
 
 
 def _gradients(
@@ -283,20 +292,24 @@ def _gradients(
     needs_x: bool,
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Of all inputs of `_ExpertsFunction`, from that of the output [tokens, out_features]; `needs`: of weights and
-    biases."""
+    """Gradients of all inputs of `_ExpertsFunction`, given the output gradient [tokens, out_features].
+
+    `needs_x`, `needs`: whether x, and each weight and bias, need gradients.
+    """
     layer, segments, count = saved.layer._replace(weights=weights), saved.segments, len(weights)
     needs_weights = any(needs[:count])
-    read, transposed = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
+    dgrad_rows, wgrad_rows = layer.quantized(grad, TensorRole.GRAD_OUTPUT, segments, needs_weights)
     dx = None
     if needs_x:
-        dx = grouped_matmul.rows_times_weights(read, layer.operands(), segments, saved.dtype, transposed=False)
-    found: list[Tensor | None] = [None] * len(needs)
+        dx = grouped_matmul.rows_times_weights(dgrad_rows, layer.operands(), segments, saved.dtype, transposed=False)
+    param_grads: list[Tensor | None] = [None] * len(needs)
     if needs_weights:
-        dws = grouped_matmul.weight_gradients(transposed, x, segments, weights[0].dtype)
-        found[:count] = dws.unbind()
+        dws = grouped_matmul.weight_gradients(wgrad_rows, x, segments, weights[0].dtype)
+        param_grads[:count] = dws.unbind()
     if any(needs[count:]):
-        found[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
+        param_grads[count:] = grouped_kernel.expert_sums(grad, segments).to(saved.bias_dtype).unbind()
     if not all(needs):
-        found = [value if needed else None for value, needed in zip(found, needs, strict=True)]
-    return dx, None, None, *found
+        param_grads = [
+            param_grad if is_needed else None for param_grad, is_needed in zip(param_grads, needs, strict=True)
+        ]
+    return dx, None, None, *param_grads

@@ -1,10 +1,10 @@
-"""Experts in high precision at once: PyTorch's grouped product, of weights that are a tensor each.
+"""Experts in high precision, with PyTorch's grouped product. Each expert's weight is a separate tensor.
 
     y[i]  = x[i] @ w[e]^T + b[e]             for rows i of expert e
     dx[i] = dy[i] @ w[e]
     dw[e] = sum of dy[i]^T x[i],  db[e] = sum of dy[i]    over the rows i of e
 
-For counts of rows that lie where kernels read them: one by one, the host would have to know them.
+Row counts stay on the device; a loop over experts would have to copy them to the host.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ if kernels.USABLE:
     from quantshard.kernels.experts.segments import ExpertSegments
 
 ALIGNMENT = 16
-"""Bytes that a row of an operand is a multiple of."""
+"""Row size in bytes that the grouped product requires a multiple of."""
 
 
 def multiplies(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether there is a product of x [tokens, in_features] with these weights: bfloat16, rows aligned, on one device,
-    not quantized."""
+    """Return whether the grouped product supports x [tokens, in_features] and these weights.
+
+    All must be plain bfloat16 tensors on one device, with aligned rows.
+    """
     operands = (x, *weights)
-    if {operand.dtype for operand in operands} != {torch.bfloat16} or len({each.device for each in operands}) > 1:
+    if {operand.dtype for operand in operands} != {torch.bfloat16} or len({matrix.device for matrix in operands}) > 1:
         return False
     if any(isinstance(weight, QuantizedTensor) for weight in weights):
         return False
@@ -39,8 +41,10 @@ def multiplies(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def grouped_linear(x: Tensor, counts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """Rows x [tokens, in_features] times the weight [out_features, in_features] of their expert transposed, plus its
-    bias; `counts`: integer [experts], where x is."""
+    """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
+
+    `counts`: number of rows of each expert, integer [experts] on the device of x.
+    """
     out: Tensor = _PlainExpertsFunction.apply(x, counts, len(weights), *weights, *biases)
     return out
 
@@ -62,19 +66,24 @@ class _PlainExpertsFunction(torch.autograd.Function):
         ends = _ends(ctx.segments)
         dy, needs, experts = private_torch.plain(grads[0]).contiguous(), ctx.needs_input_grad[3:], len(weights)
         dx = F.grouped_mm(dy, torch.stack(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        found: list[Tensor | None] = [None] * len(needs)
+        param_grads: list[Tensor | None] = [None] * len(needs)
         if any(needs[:experts]):
-            found[:experts] = F.grouped_mm(dy.mT, x, offs=ends).unbind()
+            param_grads[:experts] = F.grouped_mm(dy.mT, x, offs=ends).unbind()
         if any(needs[experts:]):
-            found[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
-        return dx, None, None, *(value if needed else None for value, needed in zip(found, needs, strict=True))
+            param_grads[experts:] = grouped_kernel.expert_sums(dy, ctx.segments).to(ctx.bias_dtype).unbind()
+        return (
+            dx,
+            None,
+            None,
+            *(grad if is_needed else None for grad, is_needed in zip(param_grads, needs, strict=True)),
+        )
 
 
 def _ends(segments: ExpertSegments) -> Tensor:
-    """The row after each expert's last, as PyTorch's product takes it: int32 [experts]."""
+    """End offsets of the experts' rows for `grouped_mm`, int32 [experts]."""
     return segments.spans[:, 2].to(torch.int32)
 
 
 def _experts_of(ends: Tensor, x: Tensor) -> Tensor:
-    """Whose each row of x is: int64 [tokens]."""
+    """The expert of each row of x, int64 [tokens]."""
     return torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device, dtype=ends.dtype), right=True)

@@ -1,4 +1,4 @@
-"""The amax of a layer's input, where a backward that makes operands again must scale by that of the forward."""
+"""The amax of a layer's input, kept so that a backward that quantizes the input again uses the scale of forward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from quantshard.recipe import TensorRole
 def input_amax(
     values: Tensor, role: TensorRole, call: LinearContext, split: OperandSplit | None, wanted: OperandUsage
 ) -> Tensor | None:
-    """The amax of a whole input, if that is what it is scaled by; backward has that of the forward, as with kernels."""
-    read = call.recipe.activations[role]
-    if role is not TensorRole.INPUT or not operands.scales_by_one_amax(read) or not operands.needs_amax(*read):
+    """The amax of a whole input; None if the recipe scales otherwise. Backward gets the amax that forward measured."""
+    pair = call.recipe.activations[role]
+    if role is not TensorRole.INPUT or not operands.scales_by_one_amax(pair) or not operands.needs_amax(*pair):
         return None
     if wanted.first:
         call.amaxes[role, 0] = operands.whole_amax(values, split)

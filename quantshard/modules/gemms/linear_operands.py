@@ -1,7 +1,8 @@
-"""Operands of one linear layer's GEMMs: how its input, its weights and the gradients of its outputs are quantized.
+"""Operands of the GEMMs of one linear layer, quantized from its input, its weights and its output gradients.
 
-An input is read by fprop and, quantized along tokens, by wgrad; an output gradient by dgrad and wgrad. Where kernels
-run, both forms come from one read of the values; else, and for pieces under tensor parallelism, step by step.
+fprop reads an input and dgrad an output gradient; wgrad reads both, quantized along tokens. One kernel quantizes both
+forms in one pass over the values. Without kernels, and for pieces under tensor parallelism, they are quantized one
+after the other.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ if kernels.USABLE:
 
 @dataclass
 class WgradOperand:
-    """An operand of wgrad: [tokens, features], or its transpose where it had to be quantized along tokens.
+    """An operand of wgrad: [tokens, features], or its transpose if it is quantized along tokens.
 
-    `split`: this rank has a piece, cut along tokens, which `whole` gathers; only that is kept for backward. `cell`,
-    `words`: the piece is in high precision still, since it can be quantized as a part of the whole only.
+    `split`: split along tokens, of which this rank keeps its piece until `whole` gathers the pieces; None: not split.
+    `cell`, `words`: quantization and random bits of a piece that is still in high precision, because the split cuts a
+    Hadamard block or a byte of codes (`operands.gathers_codes`).
     """
 
     operand: Operand
@@ -49,7 +51,7 @@ class WgradOperand:
     words: operands.RandomBitsFn | None = None
 
     def whole(self) -> WgradOperand:
-        """This operand with the pieces of all ranks: a collective call if it is split."""
+        """Gather the pieces of all ranks. A collective call if the operand is split."""
         if self.split is None:
             return self
         if isinstance(self.operand, QuantizedStorage):
@@ -61,9 +63,9 @@ class WgradOperand:
 
 
 class GemmOperands(NamedTuple):
-    """An input or output gradient [tokens, features] for its two GEMMs: as it stands, and for wgrad.
+    """Operands of an input or output gradient [tokens, features]: `first` for fprop or dgrad, `second` for wgrad.
 
-    `sums`: over tokens, float32. `nan_flag`: float32 scalar, NaN if not all values are finite, otherwise 0. Codes
+    `sums`: sums over tokens, float32. `nan_flag`: float32 scalar, NaN if not all values are finite, otherwise 0. Codes
     saturate, so an infinite gradient would come out finite, and the optimizer would not skip the step.
     """
 
@@ -82,11 +84,12 @@ def gemm_operands(
     part: int = 0,
     weight_operands: WeightOperands | None = None,
 ) -> GemmOperands:
-    """An input or output gradient [tokens, features] for its two GEMMs.
+    """Quantize an input or output gradient [tokens, features] for its two GEMMs.
 
-    `part`: of which weight. Where one quantization serves both (square blocks, plain rounding), it is made once. An
-    input whose tokens are spread over ranks is not gathered for wgrad yet. `rights`: the weights that the first of its
-    operands is multiplied with, which the same kernel may lay out.
+    If one quantization serves both GEMMs (square blocks, round to nearest), it runs once. An input whose tokens are
+    split over ranks is not gathered for wgrad yet.
+
+    `part`: index of the weight. `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
     """
     if not isinstance(values, Tensor):
         return OperandRequest(role, call, state, wanted, part, values.like).of(values, weight_operands)
@@ -102,10 +105,10 @@ def gemm_operands(
     zero = torch.zeros((), dtype=torch.float32, device=values.device)
     nan_flag = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.nan_flag else None
     sums = values.float().sum(0) if wanted.sums else None
-    words = GradientRandomBits(state, part)
+    random_bits = GradientRandomBits(state, part)
     watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
-    as_is, kept = _in_pieces(values, role, first, second, split, amax, words, wanted, watching)
-    return GemmOperands(as_is, kept, sums, nan_flag)
+    first_operand, wgrad_operand = _in_pieces(values, role, first, second, split, amax, random_bits, wanted, watching)
+    return GemmOperands(first_operand, wgrad_operand, sums, nan_flag)
 
 
 def gradient_operands(
@@ -115,8 +118,11 @@ def gradient_operands(
     wanted: Sequence[OperandUsage],
     weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
-    """Gradients [tokens, features] of the outputs of a layer's weights, one for each: by one kernel those beside each
-    other that are alike, else one at a time. `rights`: the weights, as of `gemm_operands`."""
+    """Quantize the output gradients [tokens, features] of a layer, one for each weight.
+
+    One kernel quantizes adjacent gradients of equal shape, strides, dtype and usage. `weight_operands`: as in
+    `gemm_operands`.
+    """
     if len(grads) == 1:
         yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0], weight_operands=weight_operands)
         return
@@ -133,43 +139,50 @@ def gradient_operands(
             for part, value in zip(parts, values, strict=True):
                 yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
             continue
-        asked = [OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts]
+        requests = [
+            OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts
+        ]
         yield from operands_together(
-            asked, [TensorSource(value) for value in values], weight_operands if len(parts) == len(grads) else None
+            requests, [TensorSource(value) for value in values], weight_operands if len(parts) == len(grads) else None
         )
 
 
 def operands_together(
     asked: Sequence[OperandRequest], given: Sequence[TensorSource], weight_operands: WeightOperands | None = None
 ) -> list[GemmOperands]:
-    """What is asked alike of several matrices that are alike: by one kernel, or two where amaxes must be known."""
+    """Run equal requests on several matrices of equal layout by one kernel, or two if amaxes must be measured first."""
     plan = asked[0].plan
     if weight_operands is not None and weight_operands.reads_together:
         given[0].swizzle = plan.swizzle_request(weight_operands)
     outputs = outputs_of(asked, given)
-    found = TensorSource.emit_all(given, outputs)
-    kept: Sequence[TensorSource | None] = given if plan.reads_values and not plan.by_amax else [None] * len(given)
-    taken = [
-        each.taken(told, targets, values)
-        for each, told, targets, values in zip(asked, outputs, found, kept, strict=True)
+    all_targets = TensorSource.emit_all(given, outputs)
+    value_sources: Sequence[TensorSource | None] = (
+        given if plan.reads_values and not plan.by_amax else [None] * len(given)
+    )
+    results = [
+        request.taken(kernel_outputs, targets, values)
+        for request, kernel_outputs, targets, values in zip(asked, outputs, all_targets, value_sources, strict=True)
     ]
-    for each, source, made in zip(asked, given, taken, strict=True):
-        if each.watching is not None:
-            each.watching.see_both(source.values, made.first, made.second.operand, made.second.transposed)
-    return taken
+    for request, source, result in zip(asked, given, results, strict=True):
+        if request.watching is not None:
+            request.watching.see_both(source.values, result.first, result.second.operand, result.second.transposed)
+    return results
 
 
 def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorSource]) -> list[KernelOutputs]:
-    """What a kernel is told for several matrices whose values are there, and whose amaxes are taken here if need be."""
+    """Kernel arguments for several matrices in memory; amaxes that the plan needs are measured here."""
     plan = asked[0].plan
     if not plan.reads_values:
-        return [each.outputs() for each in asked]
+        return [request.outputs() for request in asked]
     nan_flags = [
-        workspace.zero(each.device) if plan.raised and source.nan_flag is None else source.nan_flag
-        for each, source in zip(asked, given, strict=True)
+        workspace.zero(request.device) if plan.raised and source.nan_flag is None else source.nan_flag
+        for request, source in zip(asked, given, strict=True)
     ]
     amaxes = plan.measure(given, asked[0].known, nan_flags)
-    return [each.outputs(both, nan_flag) for each, both, nan_flag in zip(asked, amaxes, nan_flags, strict=True)]
+    return [
+        request.outputs(amax_pair, nan_flag)
+        for request, amax_pair, nan_flag in zip(asked, amaxes, nan_flags, strict=True)
+    ]
 
 
 def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> bool:
@@ -177,14 +190,14 @@ def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> b
 
 
 def cells(recipe: Recipe, role: TensorRole) -> CellPair:
-    """How an input or output gradient is quantized: as it stands, and for wgrad."""
+    """Quantization of an input or output gradient: for its first GEMM, and for wgrad."""
     return recipe.activations[role]
 
 
 class OperandRequest:
-    """What kernels are asked for of an input or output gradient of one weight, part `part` of a layer.
+    """Request to quantize an input or output gradient by kernels, for weight `part` of a layer.
 
-    `like`: a tensor of its shape and dtype, which is not held.
+    `like`: tensor with the shape and dtype of the values; no reference to it is kept.
     """
 
     def __init__(
@@ -195,81 +208,91 @@ class OperandRequest:
         if observation.active is not None:
             self.watching = watch(role, call, state.record, state.weights[part])
             if self.watching is not None:
-                wanted = wanted._replace(passing=0)  # codes are looked at, not their values
+                wanted = wanted._replace(passing=0)  # observers need codes, not dequantized values
         cell = pair[0] or pair[1]
         self.delayed = DelayedScale.of(role, cell, call, state, part) if call.recipe.is_delayed else None
         self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
-        known = None if self.delayed is None else self.delayed.amax
-        if role is TensorRole.INPUT and known is None and operands.scales_by_one_amax(pair):
+        amax = None if self.delayed is None else self.delayed.amax
+        if role is TensorRole.INPUT and amax is None and operands.scales_by_one_amax(pair):
             self.amaxes = call.amaxes
-            known = None if wanted.first else call.amaxes.get((role, part))  # backward: forward has measured it
-        self.known = known
-        if (weight := call.recipe.weight) is None:  # it may be of another dtype
+            amax = None if wanted.first else call.amaxes.get((role, part))  # in backward: as measured by forward
+        self.known = amax
+        if (weight := call.recipe.weight) is None:  # the weight may have another dtype
             wanted = wanted._replace(passing=0)
         turned = role is TensorRole.GRAD_OUTPUT and weight is not None and not weight.format.serves_columns
-        # an operator's results are what formats store
-        stored = weight is None or self.watching is not None or workspace.separate.on
-        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), stored, turned)
-        self.plan = producers.plan_operand(pair, wanted, known is not None, like.shape, kind)
+        # a custom operator returns the components that the format stores
+        as_stored = weight is None or self.watching is not None or workspace.separate.on
+        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), as_stored, turned)
+        self.plan = producers.plan_operand(pair, wanted, amax is not None, like.shape, kind)
         self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
         self.words = GradientRandomBits(state, part) if self.plan.draws else None
 
     def of(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """All that is wanted, from one read of the source, or from two where an amax must be known first."""
-        known = source.known(self.plan)
-        given = source.measured(self.plan) if self.plan.reads_values and known is None else None
-        if given is None:
-            outputs = self.outputs(known)
+        """Quantize a source in one pass, or in two if an amax must be measured first."""
+        amaxes = source.known(self.plan)
+        measured_source = source.measured(self.plan) if self.plan.reads_values and amaxes is None else None
+        if measured_source is None:
+            outputs = self.outputs(amaxes)
         else:
-            (outputs,) = outputs_of([self], [given])
-        measured = (known and known[0]) if given is None else given.amax
-        if self.amaxes is not None and measured is not None:
-            self.amaxes[TensorRole.INPUT, 0] = measured.view(())
-        emitter = source if given is None else given
+            (outputs,) = outputs_of([self], [measured_source])
+        amax = (amaxes and amaxes[0]) if measured_source is None else measured_source.amax
+        if self.amaxes is not None and amax is not None:
+            self.amaxes[TensorRole.INPUT, 0] = amax.view(())
+        emitter = source if measured_source is None else measured_source
         if weight_operands is not None and weight_operands.reads_together and isinstance(emitter, TensorSource):
             emitter.swizzle = self.plan.swizzle_request(weight_operands)
-        taken = self.taken(outputs, emitter.emit(outputs), given)
+        result = self.taken(outputs, emitter.emit(outputs), measured_source)
         if self.watching is not None:
-            values = (source.measured() if given is None else given).values
-            self.watching.see_both(values, taken.first, taken.second.operand, taken.second.transposed)
-        return taken
+            values = (source.measured() if measured_source is None else measured_source).values
+            self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
+        return result
 
     def outputs(
         self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None
     ) -> KernelOutputs:
-        """Kernel arguments. `amaxes`: current ones (None: delayed scaling). `measured_nan_flag`: set while they were
-        measured."""
-        (one, two, *_, raised, _), delayed, device, words = self.plan, self.delayed, self.device, self.words
+        """Kernel arguments. `amaxes`: measured ones (None: `self.known`). `measured_nan_flag`: set while measuring."""
+        (first_plan, second_plan, *_, raised, _), delayed, device, random_bits = (
+            self.plan,
+            self.delayed,
+            self.device,
+            self.words,
+        )
         amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
         nan_flag = workspace.zero(device) if raised and measured_nan_flag is None else measured_nan_flag
-        sums = noted = first = second = None
+        sums = amax_slot = first = second = None
         if delayed is not None and delayed.notes:
-            noted = delayed.slot(device)
+            amax_slot = delayed.slot(device)
         if self.wanted.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
-        if one is not None:
-            first = one.request(amax, None if words is None else words.by_rows, nan_flag)
-        if two is not None:
-            second = two.request(other_amax, None if words is None else words.by_columns, nan_flag)
-        return KernelOutputs(first, second, None, noted, nan_flag if raised == "quantizing" else None, sums)
+        if first_plan is not None:
+            first = first_plan.request(amax, None if random_bits is None else random_bits.by_rows, nan_flag)
+        if second_plan is not None:
+            second = second_plan.request(other_amax, None if random_bits is None else random_bits.by_columns, nan_flag)
+        return KernelOutputs(first, second, None, amax_slot, nan_flag if raised == "quantizing" else None, sums)
 
     def taken(
         self, outputs: KernelOutputs, targets: producers.Targets, given: TensorSource | None = None
     ) -> GemmOperands:
-        """What a kernel has made of a source; `given`: its values, where a GEMM takes them as they are."""
-        (one, two, *_, nan_flag, _, _), (found, turned), wanted = self.plan, targets, self.wanted
+        """Wrap a kernel's outputs as operands. `given`: the input values, for a GEMM in high precision."""
+        (first_plan, second_plan, *_, nan_flag, _, _), (target, transposed_target), wanted = (
+            self.plan,
+            targets,
+            self.wanted,
+        )
         values = None if given is None else given.values
-        first: Operand | None = None if one is None or found is None else one.operand(found)
-        second: Operand | None = None if two is None or turned is None else two.operand(turned)
-        if one is not None and found is not None and found.transposed is not None:
-            second = one.operand(found, transposed=True)
-        kept = values if second is None and wanted.second else second
-        if kept is None:
-            kept = torch.empty(0, dtype=torch.float32, device="cpu")
-        if first is None:  # of an operator no two results may be one
+        first: Operand | None = None if first_plan is None or target is None else first_plan.operand(target)
+        second: Operand | None = (
+            None if second_plan is None or transposed_target is None else second_plan.operand(transposed_target)
+        )
+        if first_plan is not None and target is not None and target.transposed is not None:
+            second = first_plan.operand(target, transposed=True)
+        wgrad_values = values if second is None and wanted.second else second
+        if wgrad_values is None:
+            wgrad_values = torch.empty(0, dtype=torch.float32, device="cpu")
+        if first is None:  # two results of a custom operator may not alias
             first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
         return GemmOperands(
-            first, WgradOperand(kept, second is not None),
+            first, WgradOperand(wgrad_values, second is not None),
             outputs.sums, outputs.nan_flag if nan_flag == "scalar" else None,
         )  # fmt: skip
 
@@ -285,36 +308,36 @@ def _in_pieces(
     wanted: OperandUsage,
     watching: OperandWatch | None,
 ) -> tuple[Operand, WgradOperand]:
-    """The same step by step, of a piece too."""
+    """Run `gemm_operands` in plain PyTorch, also on a tensor-parallel piece."""
     quantized, _, shared = quantized_cells(first, second, wanted)
-    spread = split if split is not None and split.dim == 0 else None
+    token_split = split if split is not None and split.dim == 0 else None
     piece: Operand = values
     if quantized is not None:
         piece = _quantized(values, quantized, split, amax, words.by_rows)
     if watching is not None and (wanted.first or quantized is not None):
         watching.see(values, piece)
-    as_is = piece
-    if spread is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
-        as_is = _gathered(piece, spread)
+    first_operand = piece
+    if token_split is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
+        first_operand = _gathered(piece, token_split)
     if not wanted.second:
-        return as_is, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all of them alive
+        return first_operand, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all values alive
     if second is None or shared:
-        kept = WgradOperand(piece if shared else values, False, spread)
+        wgrad_operand = WgradOperand(piece if shared else values, False, token_split)
     else:
-        kept = _transposed_operand(values.t(), second, split, amax, words.by_columns)
+        wgrad_operand = _transposed_operand(values.t(), second, split, amax, words.by_columns)
         if watching is not None:
-            watching.see(values.t(), kept.operand, for_wgrad=True)
-    return as_is, kept if role is TensorRole.INPUT else kept.whole()
+            watching.see(values.t(), wgrad_operand.operand, for_wgrad=True)
+    return first_operand, wgrad_operand if role is TensorRole.INPUT else wgrad_operand.whole()
 
 
 def _quantized(
     values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
 ) -> QuantizedStorage:
-    """This rank's piece of an operand."""
+    """Quantize this rank's piece of an operand."""
     shape = (values.shape[0], values.shape[1])
-    drawn = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
-    given = None if cell.format.is_local else amax
-    return operands.quantize_operand(values, cell, amax=given, words=drawn, split=split)
+    random_bits = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
+    known_amax = None if cell.format.is_local else amax
+    return operands.quantize_operand(values, cell, amax=known_amax, words=random_bits, split=split)
 
 
 def _gathered(piece: Operand, split: OperandSplit) -> Operand:
@@ -324,8 +347,8 @@ def _gathered(piece: Operand, split: OperandSplit) -> Operand:
 def _transposed_operand(
     values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
 ) -> WgradOperand:
-    """An operand of wgrad from the transposed values [features, tokens], of which `split` says how they were cut."""
-    if split is None or split.dim == 1:  # features stay apart
+    """Build an operand of wgrad from transposed values [features, tokens]; `split`: split before transposing."""
+    if split is None or split.dim == 1:  # pieces along features are not gathered
         return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
     tokens = split.transposed
     if not operands.gathers_codes(cell, (values.shape[0], values.shape[1]), tokens):
@@ -334,9 +357,9 @@ def _transposed_operand(
 
 
 def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
-    """True if what `gemm_operands` gives for wgrad is of the transposed values, where these are not cut.
+    """Return whether `gemm_operands` returns wgrad's operand transposed, for values that are not split.
 
-    `values`: or a tensor of their dtype and device, also one that is traced.
+    `values`: the values, or any tensor of their dtype and device, also a traced one.
     """
     first, second = pair
     if second is None or not serves_both(first, second):
@@ -345,7 +368,7 @@ def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
 
 
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
-    """A weight for the GEMM: as it is stored, or quantized now from high precision."""
+    """Operand of a weight: its stored components, or a high-precision weight quantized now."""
     if isinstance(weight, QuantizedTensor):
         return weight.quantized_storage
     cell = call.recipe.weight

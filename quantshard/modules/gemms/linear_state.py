@@ -1,4 +1,4 @@
-"""What one linear layer carries between steps: amax histories, to scale by under delayed scaling, and random draws."""
+"""State of a linear layer between steps: amax histories for delayed scaling, and RNG counters."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAM
 
 @dataclass
 class LinearState:
-    """What one linear layer carries between steps: state of its weights, and delayed-scaling histories.
+    """State of one linear layer between steps: RNG state of its weights, and delayed-scaling histories.
 
-    `weights`: for each of its weights the key, draws and, under delayed scaling, amax history. `record`: whether amaxes
-    seen now are recorded (in training). `tp`: how its weights are cut by tensor parallelism. `amax_group`: whom
-    delayed scaling reduces amaxes over; None: whom autocast says. `data_group`: the ranks that together work on one
-    batch, if not those of `tp`, by which random streams are told apart. `layers`: of which layers the weights are,
-    where each has histories of its own; the input is scaled by the first one's, and noted for all. `stage`: of which
-    pipeline's the call is, as far as that matters.
+    `weights`: RNG key, RNG counter and (under delayed scaling) amax history of each weight. `record`: whether amaxes of
+    this call are recorded (in training). `tp`: tensor-parallel split of the weights. `amax_group`: ranks that delayed
+    scaling reduces amaxes over (None: the group of autocast). `data_group`: ranks that share a batch (None: the
+    tensor-parallel group); each such group has its own random stream. `layers`: the layers that own the weights, if
+    each keeps its own histories; the input is scaled by the first layer's history and recorded in all. `stage`: running
+    pipeline stage; None if amaxes are neither recorded nor observed.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -52,25 +52,25 @@ class LinearState:
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:
-        """That of several layers, of one weight each, which read one input."""
+        """Merge the states of layers with one weight each that read the same input."""
         return replace(layers[0], weights=[layer.weights[0] for layer in layers], layers=layers)
 
     def history(self, role: TensorRole, part: int) -> Tensor | None:
-        """Under delayed scaling, that of a tensor's amaxes."""
+        """The amax history of a tensor; None unless delayed scaling uses one."""
         if role is TensorRole.WEIGHT:
             return self.weights[part].get(AMAX_HISTORY)
         return self.input_history if role is TensorRole.INPUT else self.grad_output_history
 
     def owners(self, role: TensorRole, part: int) -> Sequence[LinearState]:
-        """The layers whose histories are told of an amax: of an input all, of an output's gradient its own."""
+        """Layers whose histories record this amax: every layer that reads the input, or the layer of the output."""
         if not self.layers or role is TensorRole.WEIGHT:
             return (self,)
         return self.layers if role is TensorRole.INPUT else (self.layers[part],)
 
     def split(self, role: TensorRole) -> OperandSplit | None:
-        """How an input, or the gradient of an output, [tokens, features] is cut over the ranks.
+        """The split over ranks of an input or output gradient [tokens, features]; None if it is not split.
 
-        Along features, it stays so. Along tokens (under sequence parallelism) the GEMMs need it gathered.
+        The GEMMs use pieces along features as they are, and gather pieces along tokens (sequence parallelism).
         """
         if self.tp.size == 1 or self.tp.mode is None:
             return None
@@ -80,17 +80,17 @@ class LinearState:
 
     @property
     def weight_split(self) -> OperandSplit | None:
-        """How a weight [out_features, in_features] is cut over the ranks."""
+        """The split over ranks of a weight [out_features, in_features]; None if it is not split."""
         if self.tp.size == 1 or self.tp.mode is None:
             return None
         return self.tp.split(0 if self.tp.mode == "column" else 1)
 
 
 class GradientRandomBits:
-    """Random words for the stochastic rounding of one gradient: one draw of the weight's counter, taken if needed.
+    """Random bits for the stochastic rounding of one gradient, from one lazy draw of the weight's RNG counter.
 
-    Ranks that work on different data have streams of their own; those of one group, a tensor-parallel one, share the
-    words of the tensor that they hold pieces of, by global index.
+    Ranks that work on different data have different streams. Ranks of one tensor-parallel group share a stream, which
+    is indexed by position in the global tensor.
     """
 
     def __init__(self, state: LinearState, part: int) -> None:
@@ -100,12 +100,12 @@ class GradientRandomBits:
 
     @property
     def by_rows(self) -> operands.RandomBitsFn:
-        """Words of dgrad's operand, for any rectangle of it."""
+        """Random bits for any rectangle of dgrad's operand."""
         return partial(self._words, False)
 
     @property
     def by_columns(self) -> operands.RandomBitsFn:
-        """Words of wgrad's operand, which is the transpose."""
+        """Random bits for any rectangle of wgrad's operand, which is the transpose."""
         return partial(self._words, True)
 
     def _words(self, transposed: bool, shard: Shard) -> RandomBits:
@@ -117,11 +117,11 @@ class GradientRandomBits:
 
 
 AMAX_NUMBERS = {role: number for number, role in enumerate(TensorRole)}
-"""By which ranks tell apart the amaxes of tensors that belong to one weight."""
+"""A number per role, which ranks use to agree on the order of a weight's amaxes."""
 
 
 def amaxes_of(role: TensorRole) -> PendingAmaxes:
-    """Those of the pass in which tensors of a role are quantized for the first time."""
+    """The pending amaxes of the pass (forward or backward) in which this role is quantized first."""
     if role is not TensorRole.GRAD_OUTPUT:
         return context.forward_amaxes()
     context.flush_after_backward()
@@ -129,64 +129,66 @@ def amaxes_of(role: TensorRole) -> PendingAmaxes:
 
 
 def check_same_stage(group: Groups, stage: RunningStage) -> None:
-    """Refuse to reduce amaxes over ranks that run other stages of a pipeline: each would wait for the other, since a
-    stage runs backward once for each micro-batch, when its gradients come. A stage that infers shapes notes none.
+    """Check that amaxes are not reduced over ranks that run other stages of a pipeline, which would deadlock.
+
+    Stages run backward once per micro-batch, at different times, so their collectives would wait for each other. A
+    stage that infers shapes records no amaxes.
 
     Raises:
-        ConfigurationError: `group` has such ranks.
+        ConfigurationError: `group` contains ranks of other stages.
     """
     pipeline = world() if stage.group is None else stage.group
     if pipeline is None or stage.infers:
         return
-    others = {*dist.get_process_group_ranks(pipeline)} - {dist.get_rank()}
-    if any(not others.isdisjoint(dist.get_process_group_ranks(each)) for each in spanned(group)):
+    other_ranks = {*dist.get_process_group_ranks(pipeline)} - {dist.get_rank()}
+    if any(not other_ranks.isdisjoint(dist.get_process_group_ranks(members)) for members in spanned(group)):
         raise ConfigurationError(limits.refusal("other stages", "torch.distributed.pipelining"))
 
 
 class DelayedScale:
-    """One tensor under delayed scaling: the amax of its history, to scale by, and where its own is noted for later.
+    """One tensor under delayed scaling: `amax` of its history, to scale by, and a slot for the new amax.
 
-    `notes`: whether it is to be. Of an input or a weight that is done once for a call: its backward and its
-    recomputation scale by the same amax. All output gradients of a layer share one history, as one GEMM's would.
+    `notes`: whether the new amax is recorded. An input or weight records one amax per call; backward and recomputation
+    reuse the scale of forward. All output gradients of a layer share one history, like the output of one GEMM.
     """
 
     def __init__(self, role: TensorRole, cell: QuantSpec, call: LinearContext, state: LinearState, part: int) -> None:
         self._role, self._call, self._state, self._part = role, call, state, part
-        known = call.amaxes.get((role, part))
+        amax = call.amaxes.get((role, part))
         infers = state.stage is not None and state.stage.infers
-        self.notes = known is None and state.record and not infers  # `record` of compiled layers is that of their trace
-        if known is None:
+        self.notes = amax is None and state.record and not infers  # compiled layers have `record` from their trace
+        if amax is None:
             self._pass, self._owners = amaxes_of(role), state.owners(role, part)
-            self._histories = [found for owner in self._owners if (found := owner.history(role, part)) is not None]
+            self._histories = [history for owner in self._owners if (history := owner.history(role, part)) is not None]
             self._queue = kernel_dispatch.launch_queue(self._histories[0].device)
-            known = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
+            amax = self._pass.past(self._histories[0], cell.scaling.most_recent, self._queue)
             if role is not TensorRole.GRAD_OUTPUT:
-                call.amaxes[role, part] = known
-        self.amax: Tensor = known
+                call.amaxes[role, part] = amax
+        self.amax: Tensor = amax
 
     @staticmethod
     def of(
         role: TensorRole, cell: QuantSpec | None, call: LinearContext, state: LinearState, part: int = 0
     ) -> DelayedScale | None:
-        """None unless `cell` scales by past amaxes."""
+        """Create a DelayedScale; return None unless `cell` scales by past amaxes."""
         if cell is None or not cell.scaling.history:
             return None
         return DelayedScale(role, cell, call, state, part)
 
     def slot(self, device: torch.device) -> Tensor:
-        """Where the largest of its amaxes, float32, is kept until it is recorded: for kernels to raise."""
+        """A float32 scalar that kernels raise to the new amax, until the amax is recorded."""
         role, part, state = self._role, self._part, self._state
         group = self._call.group if state.amax_group is None else state.amax_group
-        if state.tp.mode is not None:  # what is cut has one scale, whomever autocast was told
+        if state.tp.mode is not None:  # a sharded tensor has one scale, so its ranks always take part
             group = including(group, state.tp.group)
         if state.stage is not None:
             check_same_stage(group, state.stage)
-        # all output gradients of a layer have one history: of the largest of their amaxes
+        # all output gradients of a layer share one history, which records their largest amax
         keys = [owner.weights[part if role is TensorRole.WEIGHT else 0][KEY] for owner in self._owners]
         queue = self._queue if self._queue[0] == device else kernel_dispatch.launch_queue(device)
         return self._pass.slot(keys, AMAX_NUMBERS[role], self._histories, group, queue)
 
     def note(self, values: Tensor) -> None:
-        """Note the amax of a matrix."""
+        """Record the amax of a matrix in the slot."""
         slot = self.slot(values.device)
         torch.maximum(slot, kernel_dispatch.block_amax(values, (ALL, ALL)).view(()), out=slot)

@@ -1,4 +1,4 @@
-"""One operand of a layer, on its way to who observes (`tensor.observation`)."""
+"""Reports the operands of a layer to the observer (`tensor.observation`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from quantshard.tensor.storage import KEY, QuantizedStorage
 
 
 class OperandWatch(NamedTuple):
-    """Who observes an input, an output gradient or a weight, whose layer's weight has this key."""
+    """Observer of one tensor of a layer. `key`: RNG key of the layer's weight. `role`: role of the tensor."""
 
     observer: Observer
     key: Tensor
     role: TensorRole
 
     def see(self, values: Tensor, operand: Operand, for_wgrad: bool = False) -> None:
-        """Show values [R, C] and what they were quantized to; of wgrad's only what is quantized."""
+        """Report values [R, C] and their quantization. An operand for wgrad is reported only if it is quantized."""
         if not for_wgrad or isinstance(operand, QuantizedStorage):
             self.observer.see_operand(self.key, self.role, for_wgrad, values, operand)
 
     def see_both(self, values: Tensor, first: Operand, second: Operand, transposed: bool) -> None:
-        """Show values [R, C] and what kernels made of them for both GEMMs, or for one: the other is then empty.
+        """Report values [R, C] and the operands that kernels made of them; an operand that is not needed is empty.
 
-        `transposed`: the second is of the transpose.
+        `transposed`: whether `second` is quantized from the transpose.
         """
         if isinstance(first, QuantizedStorage) or first.shape == values.shape:
             self.see(values, first)
@@ -42,9 +42,9 @@ class OperandWatch(NamedTuple):
 
 
 def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]) -> OperandWatch | None:
-    """None if nobody observes, or this pass is no step of training: an evaluation, a second forward, a rehearsal.
+    """Return a watch, or None without an observer and outside of a training step: evaluation, recomputation, rehearsal.
 
-    `record`: of the layer's `LinearState`; `state`: that of its weight.
+    `record`: `LinearState.record`. `state`: RNG state of the weight.
     """
     observer = observation.active
     is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT

@@ -1,6 +1,6 @@
-"""What the operators of `operators` take: tensors, numbers and a key, all operators the same.
+"""Arguments of the custom operators in `operators`, which all have the same schema of tensors, numbers and a key.
 
-So a module goes in as a handle, what is fixed by the key of its `StepStructure`, a quantized weight as its components.
+A module is passed as a handle, static facts by the key of their `StepStructure`, a quantized weight as its components.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantshard.tensor.storage import QuantizedStorage
 
 
 class LinearModule(Protocol):
-    """What is asked of the module of a linear layer: a `QuantizedModule`, or one of several that it has under names."""
+    """Interface of the module of a linear layer: a `QuantizedModule`, or one that holds several of them by name."""
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState: ...
 
@@ -36,21 +36,23 @@ class LinearModule(Protocol):
 
 
 _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
-"""By the addresses of their handles."""
+"""Address of the handle -> module."""
 
 
 def handle(module: LinearModule, device: torch.device) -> Tensor:
-    """A tensor that stands for a module by its address: one compiled graph serves all of them, as it would not all
-    values of an int, and a CUDA graph holds what a GPU has. It is read without waiting for one. `device`: where the
-    weights are."""
-    found = torch.empty(1, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
-    if not private_torch.is_traced(found):
-        _modules[private_torch.keep_address(found).data_ptr()] = module
-    return found
+    """Create a tensor whose address identifies a module.
+
+    A tensor, unlike an int, lets one compiled graph serve all modules, and a CUDA graph can hold it. Reading its
+    address does not synchronize. `device`: device of the weights.
+    """
+    tensor = torch.empty(1, dtype=torch.uint8, device="cpu" if device.type == "meta" else device)
+    if not private_torch.is_traced(tensor):
+        _modules[private_torch.keep_address(tensor).data_ptr()] = module
+    return tensor
 
 
 def handle_beside(module: Any, known: Tensor) -> Tensor:
-    """The handle that a module has, or another, where its parameters have moved."""
+    """Return the handle of a module, or a new one if the module's parameters have moved to another device."""
     device = next((param.device for param in module.parameters()), known.device)
     return known if device == known.device or device.type == "meta" else handle(module, device)
 
@@ -59,11 +61,12 @@ def handle_beside(module: Any, known: Tensor) -> Tensor:
 
 
 class LayerArguments(NamedTuple):
-    """Some linear layers of a module, with a normalization in front of them or without.
+    """Arguments that describe linear layers of a module and an optional normalization before them.
 
-    `plain`: the weights; or none, and the `components` of quantized ones, those of each weight as in the row of its
-    format, None for those of a copy that is not there. `key`: of the `StepStructure`. `out_features`: of each weight.
-    `norm_weight`, `norm_bias`, `eps`: of the normalization.
+    `plain`: the weights; empty if they are passed as components. `components`: components of quantized weights, in the
+    order of their format; None for a component that is not resident. `module`: handle of the module. `key`: key of the
+    `StepStructure`. `out_features`: out_features of each weight. `norm_weight`, `norm_bias`, `eps`: arguments of the
+    normalization.
     """
 
     plain: Sequence[Tensor]
@@ -77,11 +80,11 @@ class LayerArguments(NamedTuple):
 
     @property
     def structure(self) -> StepStructure:
-        """What the graph was traced for."""
+        """The structure that the graph was traced for."""
         return structure_of(self.key)
 
     def input_shape(self, x_shape: Sequence[int], layer: int) -> tuple[int, ...]:
-        """Shape of the input of a layer: the first has that of x, or of x normalized."""
+        """Shape of the input of a layer. The first layer reads x or normalized x."""
         before = self.structure.by_layer(self.out_features)
         return tuple(x_shape) if layer == 0 else (*x_shape[:-1], before[layer - 1][0])
 
@@ -93,47 +96,49 @@ class LayerArguments(NamedTuple):
                 f"the module of the compiled layer of {structure.names!r} was deleted before backward ran; keep a "
                 "reference to it until then"
             )
-        states = [module._linear_state(each.weights, structure.recipe, each.prefix) for each in structure.layers]
+        states = [module._linear_state(layer.weights, structure.recipe, layer.prefix) for layer in structure.layers]
         return module, [replace(state, record=structure.record) for state in states]
 
     def weights_of(self, module: LinearModule) -> list[list[Tensor]]:
-        """The weights of each layer, put together again; a copy that was not given is that of the live one."""
+        """Rebuild the weights of each layer. Components that were not passed are fetched from the live weight."""
         structure = self.structure
         if self.plain:
             return structure.by_layer(self.plain)
-        left = iter(self.components)
+        remaining = iter(self.components)
         names = [name for layer in structure.layers for name in layer.weights]
-        return structure.by_layer([_rebuilt(attrgetter(name)(module), left, structure.dtype) for name in names])
+        return structure.by_layer([_rebuilt(attrgetter(name)(module), remaining, structure.dtype) for name in names])
 
     def amaxes(self, layer: int) -> list[tuple[TensorRole, int]]:
-        """Of which tensors backward needs the amax that forward scaled by: of role and part."""
-        recipe, asked, found = self.structure.recipe, self.structure.layers[layer], []
+        """(role, weight index) of the tensors whose forward amax backward needs."""
+        recipe, layer_structure, keys = self.structure.recipe, self.structure.layers[layer], []
         quantizes = any(not isinstance(weight, QuantizedTensor) for weight in self.plain)
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
-            found += [(TensorRole.WEIGHT, part) for part in range(len(asked.weights))]
-        read = cells(recipe, TensorRole.INPUT)
-        if asked.remakes and needs_amax(*read) and scales_by_one_amax(read):
-            found.append((TensorRole.INPUT, 0))
-        return found
+            keys += [(TensorRole.WEIGHT, part) for part in range(len(layer_structure.weights))]
+        input_cells = cells(recipe, TensorRole.INPUT)
+        if layer_structure.remakes and needs_amax(*input_cells) and scales_by_one_amax(input_cells):
+            keys.append((TensorRole.INPUT, 0))
+        return keys
 
 
 def components_of(weights: Sequence[QuantizedTensor]) -> list[Tensor | None]:
-    """What an operator is given of quantized weights."""
+    """Components of quantized weights, as `LayerArguments.components`."""
     storages = [weight.quantized_storage for weight in weights]
-    return [storage.components.get(each.name) for storage in storages for each in storage.cell.format.components]
+    return [
+        storage.components.get(component.name) for storage in storages for component in storage.cell.format.components
+    ]
 
 
 def _rebuilt(weight: Tensor, left: Iterator[Tensor | None], dtype: torch.dtype) -> Tensor:
     live: Any = private_torch.local_tensor(weight)
     storage: QuantizedStorage = live.quantized_storage
-    given = {each.name: next(left) for each in storage.cell.format.components}
-    components = {name: component for name, component in given.items() if component is not None}
+    all_components = {part.name: next(left) for part in storage.cell.format.components}
+    components = {name: component for name, component in all_components.items() if component is not None}
     whole = replace(storage, components=components, fetch=lambda which: storage.with_copy(which).components)
     return QuantizedTensor(whole, dtype)
 
 
 class ForwardArguments(NamedTuple):
-    """Arguments of a step's forward. `biases`: those that there are, in the order of their weights."""
+    """Arguments of a step's forward. `biases`: the biases that exist, in the order of their weights."""
 
     x: Tensor
     layers: LayerArguments
@@ -142,17 +147,17 @@ class ForwardArguments(NamedTuple):
 
     @staticmethod
     def of(arguments: Sequence[Any]) -> ForwardArguments:
-        """The arguments of a call, or what is known of each of them, such as gradients."""
+        """Group the arguments of a call, or one value for each argument, such as its gradient."""
         return ForwardArguments(*_grouped(arguments))
 
 
 class BackwardArguments(NamedTuple):
     """Arguments of a step's backward.
 
-    `grads`: of the outputs of the last layer. `x`: what is normalized, x + residual if there is a residual; or the
-    input of the first layer, where that is kept in high precision. `saved`: what forward has returned for backward.
-    `of_total`: the gradient of x + residual. Which gradients are needed: `need_front`, of x and of the normalization's
-    weight and bias; `need_weights`, `need_biases`, for each weight.
+    `grads`: gradients of the outputs of the last layer. `x`: input of the normalization (x + residual if there is a
+    residual), or the input of the first layer if it is kept in high precision. `saved`: tensors that forward returned
+    for backward. `of_total`: gradient of x + residual. `need_front`: whether x and the normalization's weight and bias
+    need gradients. `need_weights`, `need_biases`: whether each weight and its bias need gradients.
     """
 
     grads: Sequence[Tensor]
@@ -171,12 +176,12 @@ class BackwardArguments(NamedTuple):
 
     @property
     def reads_gradient_of_x(self) -> bool:
-        """True if some gradient is made of that of the first layer's input."""
+        """Whether any needed gradient depends on the gradient of the first layer's input."""
         return any(self.need_front)
 
 
 def _grouped(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The first argument, those of the layers as one, and the others."""
+    """Replace the arguments after the first that belong to the layers by one `LayerArguments`."""
     end = 1 + len(LayerArguments._fields)
     return (arguments[0], LayerArguments(*arguments[1:end]), *arguments[end:])
 
@@ -193,9 +198,10 @@ BACKWARD = (
 
 
 class SavedInput(NamedTuple):
-    """What is kept of the input of a layer for wgrad: quantized by `cell`, or in high precision; or its transpose.
+    """Layout of wgrad's operand of an input, as forward returns it for backward.
 
-    `shape`: rows and columns.
+    `cell`: quantization of the operand; None: high precision. `transposed`: whether the operand is the transpose.
+    `shape`: rows and columns of the operand.
     """
 
     cell: QuantSpec | None
@@ -204,7 +210,7 @@ class SavedInput(NamedTuple):
 
     @staticmethod
     def of(layers: LayerArguments, layer: int, x_shape: Sequence[int], like: Tensor) -> SavedInput | None:
-        """None if there is nothing, or if it is x itself. `like`: a tensor of the dtype of x, where that is."""
+        """The layout for a layer; None if nothing or x itself is kept. `like`: tensor of the dtype and device of x."""
         structure = layers.structure
         pair = _, second = cells(structure.recipe, TensorRole.INPUT)
         is_x = layer == 0 and second is None and not structure.normalization
@@ -216,28 +222,28 @@ class SavedInput(NamedTuple):
             tokens = tokens * size
         if second is None or not keeps_transposed(pair, like):
             return SavedInput(second, False, (tokens, features))
-        padding = -tokens % 16 if second.scaling.random_hadamard else 0  # the transform pads the summed dim
+        padding = -tokens % 16 if second.scaling.random_hadamard else 0  # the Hadamard transform pads the summed dim
         return SavedInput(second, True, (features, tokens + padding))
 
     def tensors(self, operand: WgradOperand) -> list[Tensor]:
-        """Those of an operand."""
+        """The tensors of an operand."""
         if isinstance(operand.operand, Tensor):
             return [operand.operand]
         return [operand.operand.components[component.name] for component in operand.operand.cell.format.components]
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """Tensors of their shapes and dtypes."""
+        """Uninitialized tensors with the shapes and dtypes of `tensors`."""
         if self.cell is None:
             return [like.new_empty(self.shape)]
-        found = []
+        tensors = []
         for component in self.cell.format.components:
             covered = zip(self.shape, component.block_shape, strict=True)
             grid = [1 if cover == ALL else sharding.ceil_div(size, cover) for size, cover in covered]
-            found.append(like.new_empty(grid, dtype=component.encoding.storage))
-        return found
+            tensors.append(like.new_empty(grid, dtype=component.encoding.storage))
+        return tensors
 
     def operand(self, left: Iterator[Tensor]) -> WgradOperand:
-        """The operand of the next of some tensors."""
+        """Build the operand from the next tensors of `left`."""
         if self.cell is None:
             return WgradOperand(next(left), False)
         parts = {component.name: next(left) for component in self.cell.format.components}

@@ -1,8 +1,8 @@
-"""An input that several layers read, each in a call of its own: quantized by the first, and read by the others.
+"""An input that several layers read in separate calls: the first layer quantizes it, and the others reuse the result.
 
-What makes it certain is the tensor: the others read what was quantized only if they get that very tensor, unchanged,
-and quantize by the same cells. So a hook that exchanges it, or a wrapper between, costs the sharing and no more. And
-each layer reads it once: the next forward of the same tensor, of which a CUDA graph may be captured, quantizes it anew.
+Sharing is detected by tensor identity: a layer reuses the operands only if it gets the same tensor, unchanged, and
+quantizes it in the same way. A hook or wrapper that replaces the tensor only disables sharing. Each layer reuses an
+input once: the next forward with the same tensor, which a CUDA graph can capture, quantizes again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 
 Wanted = tuple[int, tuple[QuantSpec | None, QuantSpec | None], bool]
-"""How often an input was changed in place when its operands were made, by which cells, and if those of wgrad too."""
+"""Cache key: version counter of the input, its quantization, and whether wgrad's operand was made."""
 
 
 @dataclass(frozen=True)
 class _QuantizedInput:
-    """An input [..., in_features] and its operands."""
+    """An input [..., in_features] and its operands; `number`: serial number of the entry."""
 
     x: weakref.ReferenceType[Tensor]
     number: int
@@ -35,14 +35,14 @@ class _QuantizedInput:
 
 
 class SharedInput:
-    """What some layers have in common: the last input of one of them, quantized, for as long as the tensor lives."""
+    """Cache shared by several layers: the last quantized input, as long as the input tensor is alive."""
 
     def __init__(self) -> None:
         self.last: _QuantizedInput | None = None
         self._made = 0
 
     def keep(self, x: Tensor, wanted: Wanted, made: GemmOperands) -> int:
-        """Keep what was made of an input for the other layers, under a new number."""
+        """Cache the operands of an input for the other layers and return the new serial number."""
         self._made += 1
         self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, wanted, made)
         return self._made
@@ -52,7 +52,7 @@ class SharedInput:
             self.last = None
 
     def __reduce__(self) -> Any:
-        return SharedInput, ()  # copies of the layers share what they read, and not with these
+        return SharedInput, ()  # copied layers share a cache among themselves, not with the originals
 
 
 class InputReader:
@@ -63,25 +63,25 @@ class InputReader:
         self._read = 0
 
     def operands(self, x: Tensor, call: LinearContext, state: LinearState, keeps: bool) -> GemmOperands:
-        """The input of a layer for fprop and, if it `keeps` it, for wgrad; its own where it cannot be another's.
+        """Operands of a layer's input for fprop and, if `keeps`, for wgrad; from the cache if possible.
 
-        Under delayed scaling each layer has its own: a history of its own says how it is scaled.
+        Under delayed scaling nothing is shared, because every layer scales by its own history.
         """
-        asked = cells(call.recipe, TensorRole.INPUT)
+        pair = cells(call.recipe, TensorRole.INPUT)
         if x.is_inference() or not is_shareable(call.recipe):
             return _made(x, call, state, keeps)
-        last, wanted = self.shared.last, (private_torch.in_place_changes(x), asked, keeps)
+        last, key = self.shared.last, (private_torch.in_place_changes(x), pair, keeps)
         is_new = last is not None and last.number != self._read
-        if last is not None and is_new and last.x() is x and last.wanted == wanted:
+        if last is not None and is_new and last.x() is x and last.wanted == key:
             self._read = last.number
             return last.operands
-        found = _made(x, call, state, keeps)
-        self._read = self.shared.keep(x, wanted, found)
-        return found
+        x_operands = _made(x, call, state, keeps)
+        self._read = self.shared.keep(x, key, x_operands)
+        return x_operands
 
 
 def is_shareable(recipe: Recipe) -> bool:
-    """True if what one layer makes of an input is what any other would: quantized, and by nothing of its own."""
+    """Return whether all layers quantize an input to the same codes: no histories and no random bits of their own."""
     first, second = cells(recipe, TensorRole.INPUT)
     quantized = first is not None and second is not None
     return quantized and TensorRole.INPUT not in recipe.histories and not recipe.input_draws

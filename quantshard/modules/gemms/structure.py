@@ -1,7 +1,7 @@
-"""What is fixed about linear layers in a compiled graph: values under keys, since an operator takes no such value.
+"""Static facts about compiled linear layers, stored under string keys to pass them to custom operators.
 
-A key is a digest of its value. So a graph that another process reads from a compile cache names the same value there,
-or one that is not known, and never another.
+A key is a digest of its value. A graph that another process reads from a compile cache therefore refers to the same
+value, or to an unknown key, and never to another value.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 class LayerStructure:
     """One linear layer of a module, with one weight or several that read the same input.
 
-    `weights`: their names there; `prefix`: what stands before the names of the histories. `biases`: the dtype of each
-    weight's bias, None without. `keeps`, `remakes`: whether what wgrad reads of the input is kept by forward, or made
-    again by backward; neither if no backward comes.
+    `weights`: names of the weights in the module. `prefix`: prefix of the names of the amax histories. `biases`: dtype
+    of each weight's bias, or None. `keeps`: whether forward keeps wgrad's operand of the input. `remakes`: whether
+    backward recomputes wgrad's operand; both are false if no backward follows.
     """
 
     weights: tuple[str, ...]
@@ -40,11 +40,12 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class StepStructure:
-    """Linear layers of one module, one behind the other, and what is fused with them; "" for none.
+    """Consecutive linear layers of one module, and the operations fused with them; "" for none.
 
-    `dtype`: of the weights, nominal if they are quantized. `record`: whether amaxes seen now are recorded (in
-    training). `setting`: the name of autocast's. `normalization`, `zero_centered_gamma`: in front of the first layer.
-    `activation`: between two; `activation_storage`: how its inputs are kept for backward.
+    `dtype`: dtype of the weights, nominal if they are quantized. `record`: whether amaxes are recorded (in training).
+    `setting`: name of the autocast setting. `normalization`, `zero_centered_gamma`: normalization before the first
+    layer. `activation`: activation between two layers. `activation_storage`: storage format of the activation's inputs
+    that are kept for backward.
     """
 
     layers: tuple[LayerStructure, ...]
@@ -58,23 +59,23 @@ class StepStructure:
 
     @property
     def recipe(self) -> Recipe:
-        """That of the setting."""
+        """The recipe of the autocast setting."""
         return context.setting(self.setting).recipe
 
     @property
     def is_trained(self) -> bool:
-        """True if the module was in training and a backward comes that needs the input."""
+        """Whether the module was in training and backward needs the input of a layer."""
         return self.record and any(layer.keeps or layer.remakes for layer in self.layers)
 
     @property
     def names(self) -> str:
-        """The names of all weights, to be shown."""
+        """Names of all weights, for messages."""
         return ", ".join(name for layer in self.layers for name in layer.weights)
 
     def by_layer(self, values: Sequence[T]) -> list[list[T]]:
-        """Values, one for each weight, as those of each layer."""
-        left = iter(values)
-        return [[next(left) for _ in layer.weights] for layer in self.layers]
+        """Group a list of values, one per weight, by layer."""
+        remaining = iter(values)
+        return [[next(remaining) for _ in layer.weights] for layer in self.layers]
 
 
 _structures: dict[str, StepStructure] = {}
@@ -82,9 +83,9 @@ _structures: dict[str, StepStructure] = {}
 
 @private_torch.constant_in_graphs
 def structure_key(layers: Sequence[Sequence[Any]], *others: Any) -> str:
-    """The key of the structure with these fields, which from now on is known by it in this process.
+    """Register the structure with these fields in this process and return its key.
 
-    Dynamo, which calls it, hands on values that Python has itself: so `layers` are the fields of each.
+    `layers` holds the fields of each layer as a sequence, because Dynamo passes only values of built-in types.
     """
     structure = StepStructure(tuple(LayerStructure(*layer) for layer in layers), *others)
     key = hashlib.sha256(repr(structure).encode()).hexdigest()
@@ -96,7 +97,7 @@ def structure_of(key: str) -> StepStructure:
     """The structure that a graph was traced for.
 
     Raises:
-        UnsupportedOperationError: this process has not traced the function, so that it does not know the key.
+        UnsupportedOperationError: this process has not traced the function, so the key is unknown.
     """
     if key not in _structures:
         raise UnsupportedOperationError(
