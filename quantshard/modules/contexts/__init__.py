@@ -1,1 +1,1 @@
-"""What is in force when a module runs: autocast, recomputation, refused arguments."""
+"""Contexts in which modules are built and run: autocast, activation recomputation, unsupported arguments."""

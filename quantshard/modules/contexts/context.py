@@ -1,4 +1,4 @@
-"""The two contexts: `quantized_model_init` decides how weights are stored, `autocast` how GEMMs run."""
+"""The two contexts: `quantized_model_init` selects how weights are stored, `autocast` how GEMMs run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 @dataclass(frozen=True)
 class InitPlan:
-    """How modules that are built now store their weights.
+    """How a module that is being built stores its weights.
 
-    `unnamed`: those whose recipes are found by their names, later; until then they are built in high precision.
+    `unnamed`: collection of layers that get their recipes by name at the exit of the context. Until then they are in
+    high precision.
     """
 
     recipe: Recipe
@@ -52,7 +53,7 @@ _queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
 _rehearses = False
 
 backward_amaxes = PendingAmaxes()
-"""Amaxes of output gradients seen in the running backward pass, which autograd spreads over threads of its own."""
+"""Pending amaxes of output gradients in the running backward pass; global because autograd uses several threads."""
 
 
 class _ThreadState(threading.local):
@@ -68,13 +69,13 @@ _thread = _ThreadState()
 
 
 def forward_amaxes() -> PendingAmaxes:
-    """Amaxes of inputs and weights that this thread has seen since it entered the outermost autocast."""
+    """Pending amaxes of inputs and weights in the outermost autocast of this thread."""
     return _thread.forward_amaxes
 
 
 @dataclass(frozen=True)
 class AutocastSetting:
-    """What one autocast asks for: a recipe, if strictly, and the group to reduce delayed amaxes over (None: all)."""
+    """Settings of one autocast. `amax_reduction_group`: None for all ranks. `strict`: whether fallbacks raise."""
 
     recipe: Recipe
     amax_reduction_group: dist.ProcessGroup | None = None
@@ -83,7 +84,7 @@ class AutocastSetting:
 
 @dataclass(frozen=True)
 class _RegisteredSetting:
-    """A setting that outlives its autocast; its process group does not live on for it, and it goes with its group."""
+    """A setting that outlives its autocast, but not its process group, which it references weakly."""
 
     recipe: Recipe
     group: weakref.ReferenceType[dist.ProcessGroup] | None = None
@@ -91,8 +92,9 @@ class _RegisteredSetting:
 
 
 _SettingKey = tuple[str | int | None, int, bool]
-"""The name of a recipe (None: the default one; "": none), or else its identity; that of a process group; and whether
-strict. What is known by its identity lives as long as the key is in a dict."""
+"""Recipe name (None: the default; "": disabled) or id of the recipe; id of the process group; strict.
+
+Objects that are identified by id stay alive as long as the key is in a dict."""
 
 NO_AUTOCAST = "no autocast"
 _HIGH_PRECISION = HighPrecision()
@@ -101,132 +103,131 @@ _names: dict[_SettingKey, str] = {}
 _numbers = itertools.count(1)
 
 
-# A compiled graph knows a setting by its name, so the functions marked below are constants to torch.compile.
+# A compiled graph refers to a setting by name, so torch.compile treats the functions marked below as constants.
 
 
 @private_torch.constant_in_graphs
 def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.ProcessGroup | None, strict: bool) -> str:
-    """A name for a setting, the same for equal ones; never used again for another, in any process.
+    """The name of a setting: equal settings have the same name, and no process reuses the name for another setting.
 
-    It has a digest of what graphs depend on, since a compile cache hands them to other processes. They do not depend on
-    the process group, which is known by its number in this process.
+    The name contains a digest of everything that graphs depend on, because a compile cache passes graphs to other
+    processes. Graphs do not depend on the process group, which is identified by a number in this process.
     """
     if by_name(recipe):
         raise ConfigurationError(
             "autocast(recipe=...) takes one recipe; give any that quantizes, in which layers whose recipes go by their "
             "names (quantized_model_init, convert) run by these"
         )
-    asked = resolve(recipe) if enabled else _HIGH_PRECISION
-    called = recipe if enabled else ""
-    key = (called if called is None or isinstance(called, str) else id(asked), id(group), strict)
+    resolved = resolve(recipe) if enabled else _HIGH_PRECISION
+    recipe_name = recipe if enabled else ""
+    key = (recipe_name if recipe_name is None or isinstance(recipe_name, str) else id(resolved), id(group), strict)
     if (name := _names.get(key, "")) != "":
         return name
-    name = _registered_name(asked, group, strict)
-    if not isinstance(key[0], int) or _settings[name].recipe is asked:
+    name = _registered_name(resolved, group, strict)
+    if not isinstance(key[0], int) or _settings[name].recipe is resolved:
         _names[key] = name
     return name
 
 
 def _registered_name(asked: Recipe, group: dist.ProcessGroup | None, strict: bool) -> str:
-    known = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
-    for name, other in list(_settings.items()):  # other threads may add some
-        if other == known and name != NO_AUTOCAST:
+    new_setting = _RegisteredSetting(asked, None if group is None else weakref.ref(group), strict)
+    for name, registered in list(_settings.items()):  # a copy, because other threads can add entries
+        if registered == new_setting and name != NO_AUTOCAST:
             return name
     content = repr((asked, list(asked.table.items()), sorted(gemm.value for gemm in asked.fast_gemms), strict))
     name = f"{asked.name} {hashlib.sha256(content.encode()).hexdigest()[:32]}"
-    if group is not None or name in _settings:  # a recipe of one's own may have the content of another
+    if group is not None or name in _settings:  # a custom recipe can have the same content as another
         name += f" {next(_numbers)}"
     if group is not None:
 
         def forget(_: weakref.ReferenceType[dist.ProcessGroup]) -> None:
-            for key in [key for key, other in _names.items() if other == name]:
+            for key in [key for key, setting_name in _names.items() if setting_name == name]:
                 _names.pop(key, None)
             _settings.pop(name, None)
 
-        known = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
-    _settings[name] = known
+        new_setting = _RegisteredSetting(asked, weakref.ref(group, forget), strict)
+    _settings[name] = new_setting
     return name
 
 
 @private_torch.constant_in_graphs
 def quantizes(name: str) -> bool:
-    """True if the setting of that name quantizes anything."""
+    """Return whether the setting quantizes any operand."""
     return bool(_settings[name].recipe.table)
 
 
 def has_quantized() -> bool:
-    """True if any autocast of this process so far quantizes anything."""
-    return any(known.recipe.table for known in list(_settings.values()))
+    """Return whether any autocast that this process has created quantizes."""
+    return any(registered.recipe.table for registered in list(_settings.values()))
 
 
 @private_torch.constant_in_graphs
 def is_delayed(name: str) -> bool:
-    """True if the setting of that name scales by past amaxes."""
+    """Return whether the setting uses delayed scaling."""
     return _settings[name].recipe.is_delayed
 
 
 @private_torch.constant_in_graphs
 def counts_calls(name: str) -> bool:
-    """True if each forward under the setting of that name counts: it notes amaxes, or draws random words."""
+    """Return whether a forward under the setting has side effects: it records amaxes or draws random bits."""
     recipe = _settings[name].recipe
     return recipe.is_delayed or recipe.input_draws
 
 
 def counts_backwards(name: str) -> bool:
-    """True if each backward under the setting of that name counts: it notes amaxes, or draws random words."""
+    """Return whether a backward under the setting has side effects: it records amaxes or draws random bits."""
     recipe = _settings[name].recipe
     cells = recipe.activations[TensorRole.GRAD_OUTPUT]
     return recipe.is_delayed or any(cell and cell.scaling.stochastic_rounding for cell in cells)
 
 
 def setting(name: str) -> AutocastSetting:
-    """The setting of that name, its group resolved: None where nothing is delayed, and without process groups."""
-    known, group = _settings[name], None
-    if known.recipe.is_delayed:
-        group = world() if known.group is None else known.group()
-    return AutocastSetting(known.recipe, group, known.strict)
+    """The setting with its group resolved. The group is None without delayed scaling or without process groups."""
+    registered, group = _settings[name], None
+    if registered.recipe.is_delayed:
+        group = world() if registered.group is None else registered.group()
+    return AutocastSetting(registered.recipe, group, registered.strict)
 
 
 def current_setting() -> str:
-    """Name of the setting of the innermost autocast."""
+    """Name of the innermost autocast's setting."""
     return _thread.autocasts[-1].setting if _thread.autocasts else NO_AUTOCAST
 
 
 def init_plan() -> InitPlan:
-    """How a module built now stores its weights; each that asks is counted as built."""
+    """The plan for a module that is being built. Each call counts as one module."""
     context_warnings.counts.built += 1
     return _thread.init_plans[-1] if _thread.init_plans else _HIGH_PRECISION_INIT
 
 
 def quantizes_weights() -> bool:
-    """True inside a `quantized_model_init` that quantizes, or may: recipes by name are told when it is left."""
+    """True inside a `quantized_model_init` that quantizes, or that assigns recipes by name at its exit."""
     return bool(_thread.init_plans) and (_thread.init_plans[-1].quantize or _thread.init_plans[-1].unnamed is not None)
 
 
 def in_autocast() -> bool:
-    """True inside an autocast, an `enabled=False` one included."""
-    return len(_thread.autocasts) > 0  # torch 2.11 cannot trace bool(list): every converted layer would run uncompiled
+    """True inside an autocast, also one with `enabled=False`."""
+    return len(_thread.autocasts) > 0  # torch 2.11 cannot trace bool(list), so converted layers would not be compiled
 
 
 def runs_by(recipe: str | Recipe) -> bool:
-    """True if the innermost autocast is known to be of that very recipe, which need not be entered again; while
-    compiling it is not known."""
+    """Return whether the innermost autocast uses this recipe object; false while compiling."""
     return not torch.compiler.is_compiling() and _settings[current_setting()].recipe is resolve(recipe)
 
 
 def is_strict() -> bool:
-    """True if the innermost autocast turns fallbacks into errors."""
+    """Return whether the innermost autocast turns fallbacks into errors."""
     return setting(current_setting()).strict
 
 
 def flush_after_backward() -> None:
-    """Record the amaxes of output gradients when the backward pass now running ends.
+    """Queue the recording of output-gradient amaxes for the end of the running backward pass.
 
-    Called first thing in a recomputed forward too: a reentrant checkpoint then runs a backward pass within this one, at
-    whose end it would be too early.
+    A recomputed forward calls this function first. Otherwise a reentrant checkpoint, which runs a nested backward pass,
+    would queue the recording for the end of the nested pass.
 
     Raises:
-        RankMismatchError: ranks used different modules in the forward, and the host is about to wait for the others.
+        RankMismatchError: ranks used different modules in forward, and the host is about to wait for other ranks.
     """
     global _queued_flush
     drop_failed_backward()
@@ -235,11 +236,11 @@ def flush_after_backward() -> None:
         _queued_flush = weakref.ref(flush)
         private_torch.at_end_of_backward(flush)
         if MISMATCHES.is_pending() and private_torch.has_offloaded_parameters():
-            MISMATCHES.check()  # at the end it is too late: there FSDP2 comes first
+            MISMATCHES.check()  # at the end of backward FSDP2 would wait for other ranks first
 
 
 class _BackwardFlush:
-    """What is queued for the end of a backward pass, which alone holds it: it is gone if the pass fails."""
+    """Callback at the end of a backward pass. Autograd has the only reference, so it is freed if the pass fails."""
 
     def __call__(self) -> None:
         global _queued_flush
@@ -249,7 +250,7 @@ class _BackwardFlush:
 
 @contextmanager
 def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator[None]:
-    """Meanwhile amaxes are noted there; those that are pending stay so. What runs inside is no step of training."""
+    """Redirect amaxes to `forward` and `backward`; code that runs inside counts as a rehearsal, not as training."""
     global backward_amaxes, _queued_flush, _rehearses
     before, before_forward = (backward_amaxes, _queued_flush, _rehearses), _thread.forward_amaxes
     backward_amaxes, _queued_flush, _rehearses = backward, None, True
@@ -262,12 +263,12 @@ def amaxes_noted_in(forward: PendingAmaxes, backward: PendingAmaxes) -> Iterator
 
 
 def is_rehearsed() -> bool:
-    """True in a pass that is run for a capture, and counts for nothing."""
+    """True in a rehearsal, such as a warm-up pass before a capture."""
     return _rehearses
 
 
 def drop_failed_backward() -> None:
-    """Forget the amaxes of a backward pass that failed; one that runs, on any thread, keeps its own."""
+    """Drop the pending amaxes of a failed backward pass. A pass that is running on any thread keeps its amaxes."""
     global _queued_flush
     if _queued_flush is not None and _queued_flush() is None:
         _queued_flush = None
@@ -276,9 +277,10 @@ def drop_failed_backward() -> None:
 
 @torch.library.custom_op("quantshard::record_forward_amaxes", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _record_forward_amaxes() -> Tensor:
-    """What leaving the outermost autocast does, as a step of a compiled graph. The result is empty.
+    """Record forward amaxes at the exit of the outermost autocast, as an operator of a compiled graph.
 
-    Without one, inductor frees the output of the layer before and then uses it (torch 2.13).
+    The operator returns an empty tensor. Without a result, inductor uses the output of the previous layer after freeing
+    it (torch 2.13).
     """
     _thread.forward_amaxes.flush()
     return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -294,7 +296,7 @@ private_torch.keep_order(torch.ops.quantshard.record_forward_amaxes.default)
 
 
 def check_flags(owner: str, **flags: object) -> None:
-    """A recipe in the place of `enabled` would be true, and another one used."""
+    """Check that flags are bools. A recipe passed as `enabled` would count as true and be ignored."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ConfigurationError(
@@ -304,7 +306,7 @@ def check_flags(owner: str, **flags: object) -> None:
 
 
 def _check_function(owner: str, function: Callable[..., Any]) -> None:
-    """What only runs after a call has returned would run outside of the context."""
+    """Reject generators and coroutines: their bodies run after the decorated call has left the context."""
     kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
     if any(is_of(function) for is_of in kinds):
         raise ConfigurationError(
@@ -313,39 +315,38 @@ def _check_function(owner: str, function: Callable[..., Any]) -> None:
 
 
 def _leave(entered: list[Any], one: object) -> None:
-    """Take a context off those that are entered: the last, unless a generator entered it that ends out of order."""
+    """Remove a context from the stack. Generators can leave contexts out of order, so it need not be the last."""
     if entered[-1] is one:
         entered.pop()
     else:
-        del entered[max(place for place, other in enumerate(entered) if other is one)]
+        del entered[max(index for index, context in enumerate(entered) if context is one)]
 
 
 class quantized_model_init:
-    """Modules built inside store their weights quantized.
+    """Context that stores the weights of modules built inside quantized.
 
-    Only the thread that entered it is affected. As a decorator, each call enters it again.
+    The context affects only the thread that entered it. As a decorator, it is entered again on each call.
 
     Args:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
-        recipe: a `Recipe` or its name; its weight format is used. Default: "auto", as for `autocast`. With
-            `enabled=False` the recipe only tells which autocast to prepare for: under delayed scaling the amax
-            histories exist from the start, and are in the state dict before the first step. Or, as `convert` takes it,
-            a mapping from patterns of layers' names to recipes, of which the first that matches holds, or a function
-            of module and name: `{"layers.0.*": "bf16", "*": "mxfp8"}`.
-            Layers have their names when the context is left, from the outermost module that was built, or
-            given a part, inside; until then weights are in high precision (on the meta device none takes memory), and
-            what is built under another context inside goes by that one; hooks of weights are for afterwards, since
-            other parameters take the place of these (those of PyTorch's accumulators of gradients are not seen). In an
-            autocast that quantizes, whichever its recipe, each of these layers runs by its own; in none, quantized
-            weights are dequantized, as ever.
-        preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU, to seed the
-            optimizer's masters from: `get_high_precision_init_val` of the weight, or of its `to_local()` if it is a
-            DTensor.
+        recipe: a `Recipe` or its name, for its weight format. Default: "auto", as for `autocast`. With
+            `enabled=False` the recipe only prepares for an autocast: under delayed scaling the amax histories exist
+            from the start, and are in the state dict before the first step.
+            For recipes per layer, pass a mapping from name patterns to recipes, of which the first match applies, or a
+            function of module and name, as for `convert`: `{"layers.0.*": "bf16", "*": "mxfp8"}`.
+            Layers are named at the exit of the context, relative to the outermost module that was built or extended
+            inside. Until then their weights are in high precision (build on the meta device to save the memory); the
+            exit replaces the parameters, so register hooks afterwards (hooks on gradient accumulators are not
+            detected). Modules built in a nested context follow the nested one. In any autocast that quantizes, each
+            layer runs with its own recipe; outside of autocast, quantized weights are dequantized.
+        preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU to initialize the
+            optimizer's masters. Read them with `get_high_precision_init_val` of the weight, or of its `to_local()` for
+            a DTensor.
 
     Raises:
-        ConfigurationError: `enabled` is not a bool, or the recipe is not known. When it is left, of recipes by name: a
-            pattern matches no layer; a layer has no name; a weight is sharded already, has hooks, is another module's
-            too, or in an optimizer.
+        ConfigurationError: `enabled` is not a bool, or the recipe is unknown. At the exit, for recipes per layer: a
+            pattern matches no layer; a layer has no name; a weight is already sharded, has hooks, is shared with
+            another module, or is in an optimizer.
     """
 
     @suggests_names
@@ -397,25 +398,24 @@ class quantized_model_init:
 
 
 class autocast:
-    """GEMMs of modules called inside are quantized by the recipe.
+    """Context that quantizes the GEMMs of modules called inside.
 
-    Contexts nest; the innermost decides, for the thread that entered it, as with `torch.autocast`. Backward and
-    recomputation use the recipe of their forward on any thread. At the exit of the outermost context, the amaxes that
-    delayed scaling saw on this thread are reduced over the ranks and recorded, in one collective. As a decorator, each
-    call enters a new context.
+    Contexts nest and are per thread, as with `torch.autocast`; the innermost applies. Backward and recomputation use
+    the recipe of their forward on any thread. At the exit of the outermost context, delayed scaling reduces the amaxes
+    of this thread over the ranks in one collective and records them. As a decorator, each call enters a new context.
 
     Args:
         enabled: False runs in high precision inside another autocast; quantized weights are then dequantized.
         recipe: a `Recipe` or its name. Default: "auto", which is "mxfp8" on Blackwell GPUs and "current" elsewhere.
-        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all); for a layer that
-            tensor parallelism cuts, also those of its group. Histories are equal within a group only, and a checkpoint
-            holds those of the group of rank 0.
-        strict: raise where a layer of quantshard would take a slower path than its native one (`limits.FALLBACKS`),
-            backward passes included; `explain(strict=True)` sees other modules, sharding and the optimizer too.
+        amax_reduction_group: the processes over which delayed scaling reduces amaxes (default: all). The group of a
+            tensor-parallel layer always takes part. Histories are equal only within a group, and a checkpoint holds the
+            histories of the group of rank 0.
+        strict: raise if a layer of quantshard would take a slower path than its native one (`limits.FALLBACKS`), also
+            in backward. `explain(strict=True)` also checks other modules, sharding and the optimizer.
 
     Raises:
         FallbackError: under `strict`, from a module's forward.
-        ConfigurationError: one instance is entered twice; make a new one each time. Or a flag is not a bool.
+        ConfigurationError: an instance is entered twice (make a new one each time), or a flag is not a bool.
     """
 
     def __init__(
@@ -434,10 +434,10 @@ class autocast:
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
-        if amax_reduction_group is not None:  # nothing of it in a compiled function
+        if amax_reduction_group is not None:  # not traced in a compiled function
             check_arguments("autocast", PROCESS_GROUP, amax_reduction_group=amax_reduction_group)
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
-        self.group = amax_reduction_group  # kept alive: the setting itself does not
+        self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = is_delayed(self.setting)
         self._runs_before = 0
         self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
@@ -473,10 +473,10 @@ class autocast:
             if context_warnings.counts.run == self._runs_before and quantizes(self.setting):
                 context_warnings.warn_of_idle_autocast(f"autocast(recipe={setting(self.setting).recipe.name!r})")
         else:
-            _thread.forward_amaxes.drop()  # other ranks may not have failed here: no collective
+            _thread.forward_amaxes.drop()  # no collective, because other ranks need not have failed
 
 
 def autocast_by(recipe: str | Recipe) -> autocast:
-    """The innermost autocast once more, of another recipe: as strict, and over the same ranks."""
+    """Create an autocast with another recipe and the other arguments of the innermost one."""
     *_, group, strict = _thread.autocasts[-1]._arguments
     return autocast(recipe=recipe, amax_reduction_group=group, strict=strict)

@@ -1,9 +1,9 @@
-"""What is said, once in a process, where a context does not reach what it was meant for.
+"""One-time warnings for contexts that had no effect, and for inputs that are wider than their layer.
 
-A context that no layer of quantshard was built or run in, a quantized weight that trains outside of one, and an input
-that makes a layer compute in more bits than its own. The rightful use pays a comparison of two counts: nothing hooks
-the forward, which would slow each module and keep torch.compile from taking it as one graph. Which modules were meant
-is found afterwards, in the variables of the code that entered the context.
+There is a warning if no layer of quantshard was built or run in a context, if a quantized weight trains outside of
+autocast, and if a layer computes in more bits than its weights have. Correct code pays only for comparing two counters;
+forward hooks would slow every module and break graphs of torch.compile. The modules to name in a warning are found
+afterwards, in the variables of the code that entered the context.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PLAIN_WEIGHT = "weight in high precision"
 """What is said once each."""
 
 _PACKAGE = __name__.split(".", 1)[0]
-_FRAMES = 24  # callers that are looked at
-_FRAMES_OWN_REFERENCES = 3  # to a copy of its variables: the frame's, and two of who counts them
+_FRAMES = 24  # callers to search
+_FRAMES_OWN_REFERENCES = 3  # references to the copy of the variables: one in the frame, two in `_variables`
 _seen_codes: set[CodeType] = set()
 
 
 class LayerCounts(threading.local):
-    """How many modules of quantshard this thread built, and how many of their linear layers it ran."""
+    """Number of quantshard modules that this thread has built, and of linear layers that it has run."""
 
     built = 0
     run = 0
@@ -47,7 +47,7 @@ counts = LayerCounts()
 
 
 class InitWatch:
-    """What is built while `quantized_model_init` is entered: no module of quantshard, but which other one first."""
+    """Records the first module with a matrix that is built inside `quantized_model_init` and is not quantshard's."""
 
     def __init__(self, what: str) -> None:
         self._what, self._before, self._thread = what, counts.built, threading.get_ident()
@@ -60,7 +60,7 @@ class InitWatch:
         ]
 
     def _note_parameter(self, module: nn.Module, name: str, parameter: Tensor | None) -> None:
-        """Of `nn.Linear` and what else may multiply by a matrix, or by those of experts."""
+        """Record the module if its parameter is 2-D, as in linear layers, or 3-D, as in experts."""
         if self._thread != threading.get_ident():
             return
         if self._first is not None or parameter is None or parameter.ndim not in (2, 3):
@@ -74,7 +74,7 @@ class InitWatch:
             self._path.insert(0, name)
 
     def end(self, failed: bool) -> None:
-        """Leave the context."""
+        """Remove the hooks; warn if no module of quantshard was built."""
         for hook in self._hooks:
             hook.remove()
         first = self._first
@@ -100,10 +100,10 @@ def _described(module: nn.Module) -> str:
 
 
 def warn_of_idle_autocast(what: str) -> None:
-    """Called where an autocast is left that no linear layer of quantshard ran in: where the code that entered it, or
-    its callers, hold a model that has linear layers, but none of quantshard, that was the one meant.
+    """Warn at the exit of an autocast in which no linear layer of quantshard ran.
 
-    Each place in the code is looked at once.
+    The warning names a model that has linear layers, but none of quantshard. Such a model is looked up in the variables
+    of the code that entered the autocast and of its callers; each code object is searched once.
     """
     frame = _user_frame()
     if is_told(AUTOCAST) or frame is None or frame.f_code in _seen_codes:
@@ -115,9 +115,9 @@ def warn_of_idle_autocast(what: str) -> None:
         models = list(_held_modules(frame))
         if any(_is_ours(module) for _, model in models for module in model.modules()):
             return
-        found = next((each for name, model in models for each in _linear_layers(name, model)), None)
-        if found is not None:
-            name, layer = found
+        named_layer = next((linear for name, model in models for linear in _linear_layers(name, model)), None)
+        if named_layer is not None:
+            name, layer = named_layer
             warn_once(
                 AUTOCAST,
                 f"{what}: no layer of quantshard ran inside, so nothing was quantized; {name} is a "
@@ -129,7 +129,7 @@ def warn_of_idle_autocast(what: str) -> None:
 
 
 def _user_frame() -> FrameType | None:
-    """The innermost one that is not of this package."""
+    """The innermost frame outside of this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
         frame = frame.f_back
@@ -137,29 +137,32 @@ def _user_frame() -> FrameType | None:
 
 
 def _held_modules(frame: FrameType) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a function's variables, in the attributes of the objects there, and in the globals that it names;
-    each with how the code calls it."""
+    """Yield (expression, module) for modules in a frame's variables, their attributes, and the globals in use."""
     names = {name: frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals}
     for name, value in {**names, **_variables(frame)}.items():
         if isinstance(value, nn.Module):
             yield name, value
         elif isinstance(value, list | tuple):
-            yield from _modules_in((f"{name}[{index}]", each) for index, each in enumerate(value[:_FRAMES]))
+            yield from _modules_in((f"{name}[{index}]", item) for index, item in enumerate(value[:_FRAMES]))
         elif not isinstance(value, type) and type(getattr(value, "__dict__", None)) is dict:
-            yield from _modules_in((f"{name}.{key}", each) for key, each in list(vars(value).items()))
+            yield from _modules_in((f"{name}.{key}", item) for key, item in list(vars(value).items()))
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running function, which are not kept: before Python 3.13 a frame whose variables were looked
-    at holds a copy of them until it ends, and so the first step's logits until a training loop does."""
+    """Return the variables of a running function without keeping them alive.
+
+    Before Python 3.13, reading a frame's variables stores a copy in the frame until the function returns. A training
+    loop would keep the first step's logits alive.
+    """
     if "locals" in frame.f_code.co_names:
-        return {}  # that copy is the function's too, perhaps its hyperparameters: to look would add to it
-    held = frame.f_locals
-    found = dict(held)
-    is_ours_alone = sys.getrefcount(held) <= _FRAMES_OWN_REFERENCES  # else the function has it too, by locals()
-    if isinstance(held, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and is_ours_alone:
-        held.clear()  # of a function it is that copy; of a module, which is not optimized, its globals
-    return found
+        return {}  # reading f_locals here would change the dict that the function got from locals()
+    frame_locals = frame.f_locals
+    variables = dict(frame_locals)
+    # more references: the function itself has the copy, from locals()
+    is_unshared = sys.getrefcount(frame_locals) <= _FRAMES_OWN_REFERENCES
+    if isinstance(frame_locals, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and is_unshared:
+        frame_locals.clear()  # only for functions: f_locals of a module, which is not CO_OPTIMIZED, are its globals
+    return variables
 
 
 def _modules_in(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, nn.Module]]:
@@ -167,7 +170,7 @@ def _modules_in(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, nn.Modu
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """FSDP2 makes classes of its own of those of modules."""
+    """Check all base classes, because FSDP2 subclasses the classes of modules."""
     return any(kind.__module__.partition(".")[0] == _PACKAGE for kind in type(module).__mro__)
 
 
@@ -181,8 +184,7 @@ def _linear_layers(name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module
 
 
 def warn_of_training_outside(module: Any, weight: str) -> None:
-    """Called where a quantized weight is multiplied with outside of every autocast: a fallback that strict cannot
-    refuse, since strict is an autocast's."""
+    """Warn that a quantized weight trains outside of autocast, a fallback that autocast's `strict` cannot reject."""
     if not is_told(OUTSIDE):
         text = f"{name_of(module)}.{weight}: in training, {limits.FALLBACKS['dequantized']}"
         warn_once(OUTSIDE, f"{text}; autocast(enabled=False) says that it is meant so")
@@ -196,11 +198,10 @@ def warn_of_plain_weight(module: Any, weight: str) -> None:
 
 
 def warn_of_wide_input(module: nn.Module | str, given: torch.dtype, own: torch.dtype) -> None:
-    """Called where an input has a wider dtype than the layer's weights, which may be nominal.
+    """Warn that an input has a wider dtype than the layer's weights.
 
-    It is not cast: what `torch.autocast` asks for is, but without one the dtype of a quantized weight is nominal, and
-    a residual stream in float32 over layers that are called bfloat16 may be meant. PyTorch's layers raise here. So
-    the numbers are those of the input's dtype, and it is said what they cost.
+    PyTorch's layers raise here. The dtype of a quantized weight is only nominal, and a float32 residual stream over
+    bfloat16 layers can be intended, so the layer computes in the input's dtype without a cast.
     """
     if is_told(WIDE_INPUT):
         return
@@ -215,17 +216,17 @@ def warn_of_wide_input(module: nn.Module | str, given: torch.dtype, own: torch.d
 
 @private_torch.constant_in_graphs
 def warn_of_wide_input_in_graph(name: str, given: torch.dtype, own: torch.dtype) -> None:
-    """The same, of a layer of a class of that name that torch.compile traces."""
+    """`warn_of_wide_input` for a layer that torch.compile traces; `name`: name of its class."""
     warn_of_wide_input(name, given, own)
 
 
 def name_of(module: Any) -> str:
-    """How the outermost module that runs now calls this one; else its own name or class."""
+    """Name of a module in the outermost running module; otherwise its own name or class."""
     frame, path = inspect.currentframe(), ""
     while frame is not None:
         holder = _variables(frame).get("self")
         if isinstance(holder, nn.Module) and holder is not module:
-            path = next((name for name, each in holder.named_modules() if each is module), path)
+            path = next((name for name, child in holder.named_modules() if child is module), path)
         frame = frame.f_back
     path = private_torch.without_wrappers(path).removeprefix("_orig_mod").removeprefix(".")
     return path or getattr(module, "name", None) or type(module).__name__

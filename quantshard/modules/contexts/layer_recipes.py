@@ -1,4 +1,4 @@
-"""Recipes of layers by their names: one for all, a mapping from patterns, or a function; for all who take them."""
+"""Recipes per layer: one recipe for all layers, a mapping from name patterns to recipes, or a function."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe, concrete_name, resolve
 
 HIGH_PRECISION = "bf16"
-"""The recipe that leaves a layer as it is."""
+"""Name of the recipe that leaves a layer in high precision."""
 
 RecipeByName = Mapping[str, str | Recipe] | Callable[[nn.Module, str], str | Recipe]
-"""Patterns of names and recipes, of which the first that matches a layer holds; or a function of a layer and its name.
-Where no pattern matches a layer, it stays in high precision, as by "bf16"."""
+"""Mapping from name patterns to recipes, where the first match applies, or a function of a layer and its name.
+
+A layer that no pattern matches stays in high precision, as with "bf16"."""
 
 Recipes = str | Recipe | RecipeByName
 
@@ -26,20 +27,20 @@ _KIND = "linear layers of this model"
 
 
 def by_name(recipes: object) -> bool:
-    """Whether these are recipes that depend on a layer's name."""
+    """Return whether recipes depend on layer names."""
     return isinstance(recipes, Mapping) or (callable(recipes) and not isinstance(recipes, type))
 
 
 def matches(pattern: str, name: str) -> bool:
-    """True if a pattern (`*`, `?`, `[...]`) covers the whole name, or the end of it behind a dot."""
+    """Return whether a pattern (`*`, `?`, `[...]`) matches the whole name, or a suffix of it that follows a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def check_recipes(owner: str, recipes: Recipes) -> None:
-    """Refuse what could never be the recipes of a model, whatever its layers are.
+    """Check recipes without a model.
 
     Raises:
-        ConfigurationError: a mapping is empty, or a recipe is not known.
+        ConfigurationError: a mapping is empty, or a recipe is unknown.
     """
     if isinstance(recipes, Mapping):
         if not recipes:
@@ -53,28 +54,30 @@ def check_recipes(owner: str, recipes: Recipes) -> None:
 
 
 def concrete_recipes(recipes: Recipes) -> Recipes:
-    """Replace "auto" by the recipe that it stands for on this machine, also inside a mapping."""
+    """Replace "auto" by the recipe that it selects on this machine, also inside a mapping."""
     if isinstance(recipes, Mapping):
-        return {pattern: concrete_name(each) if isinstance(each, str) else each for pattern, each in recipes.items()}
+        return {
+            pattern: concrete_name(recipe) if isinstance(recipe, str) else recipe for pattern, recipe in recipes.items()
+        }
     return concrete_name(recipes) if isinstance(recipes, str) else recipes
 
 
 def recipes_of(
     owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]], kind: str = _KIND
 ) -> list[Recipe | None]:
-    """The recipe of each of these layers, given by name; None where no pattern matches.
+    """Return the recipe of each layer, None where no pattern matches. `layers`: (name, module) pairs.
 
     Raises:
-        ConfigurationError: a pattern matches none of them, or none that others leave it, or a recipe is not known.
+        ConfigurationError: a pattern matches no layer, or only layers that earlier patterns match; a recipe is unknown.
     """
     check_recipes(owner, recipes)
     if isinstance(recipes, Mapping):
         names = [name for name, _ in layers]
         check_patterns(f"{owner}(recipe=", recipes, names, kind)
         check_reached(f"{owner}(recipe)", recipes, names)
-        known = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
+        resolved = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
         return [
-            next((recipe for pattern, recipe in known.items() if matches(pattern, name)), None) for name, _ in layers
+            next((recipe for pattern, recipe in resolved.items() if matches(pattern, name)), None) for name, _ in layers
         ]
     if callable(recipes):
         return [_resolved(f"{owner}(recipe=...)", recipes(layer, name), name) for name, layer in layers]
@@ -82,10 +85,10 @@ def recipes_of(
 
 
 def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str], kind: str = _KIND) -> None:
-    """Refuse a pattern that matches none of the layers.
+    """Check that each pattern matches at least one layer name.
 
     Raises:
-        ConfigurationError: with a name that is near, or how names end.
+        ConfigurationError: a pattern matches no name; the message suggests similar names.
     """
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -96,28 +99,27 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             first = f"; the first is {names[0]!r}" if near == [pattern.rsplit(".", 1)[-1]] else ""
             hint = f"did you mean {near[0]!r}?" if near and not first else f"their names end in {', '.join(ends[:12])}"
             within = f"{pattern}.*"
-            if any(matches(within, name) for name in names):  # it is a module around some of them
+            if any(matches(within, name) for name in names):  # the pattern names a module that contains layers
                 hint, first = f"did you mean {within!r}?", ""
             raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
 
 
 def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
-    """Refuse a pattern that holds for no name since others, which stand before it, match all that it matches; `*` is
-    for what is left, which may be nothing.
+    """Check that each pattern applies to a name that no earlier pattern matches. `*` is exempt, as the default.
 
     Raises:
-        ConfigurationError: naming the pattern.
+        ConfigurationError: earlier patterns match all names of a pattern.
     """
-    left = list(names)
+    remaining = list(names)
     for pattern in patterns:
-        rest = [name for name in left if not matches(pattern, name)]
-        if len(rest) == len(left) and pattern != "*":
+        rest = [name for name in remaining if not matches(pattern, name)]
+        if len(rest) == len(remaining) and pattern != "*":
             raise unreached(argument, pattern)
-        left = rest
+        remaining = rest
 
 
 def unreached(argument: str, pattern: str) -> ConfigurationError:
-    """What is said of a pattern that holds for no name."""
+    """The error for a pattern that earlier patterns hide."""
     return ConfigurationError(
         f"{argument}: {pattern!r} would do nothing, since the first pattern that matches a layer holds, and those "
         "before it match all its layers; let it stand before them, or leave it out"
@@ -125,7 +127,7 @@ def unreached(argument: str, pattern: str) -> ConfigurationError:
 
 
 def _resolved(argument: str, recipe: object, what: str) -> Recipe:
-    """A recipe that a mapping or a function gives; None, which elsewhere is the default recipe, is none."""
+    """Resolve a recipe from a mapping or function. None, elsewhere the default recipe, is rejected."""
     if not isinstance(recipe, str | Recipe):
         raise ConfigurationError(
             f"{argument}: {what} has {recipe!r}, which is no recipe nor the name of one; {HIGH_PRECISION!r} leaves a "

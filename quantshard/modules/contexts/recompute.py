@@ -1,12 +1,12 @@
-"""Activation recomputation: what the first forward of a checkpointed region did, its second forward does again.
+"""Activation recomputation: the recomputed forward of a checkpointed region repeats the first forward bit for bit.
 
-`torch.utils.checkpoint`, reentrant or not, runs a region's forward a second time in backward. By then autocast was
-left, and delayed scaling has recorded new amaxes. So each linear layer leaves a `LinearContext` with the region, and
-the second forward takes the recipe and the amaxes to scale by from there: it quantizes to the same bits and records
-nothing twice.
+`torch.utils.checkpoint`, reentrant or not, runs a region's forward a second time in backward, outside of autocast and
+after delayed scaling has recorded new amaxes. Each linear layer therefore stores a `LinearContext` with the region in
+the first forward. The second forward reads the recipe and the amaxes to scale by from there, so it quantizes to the
+same bits and records nothing twice.
 
-Which region that is `quantshard.checkpoint` knows by itself: it tells the first run of its function from later ones. Of
-`torch.utils.checkpoint` it must be found out (`private_torch.checkpointed_regions`).
+`quantshard.checkpoint` counts the runs of its function and thus knows its region. A region of `torch.utils.checkpoint`
+is looked up in PyTorch's state (`private_torch.checkpointed_regions`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
 Layer = tuple[int, str]
-"""A linear layer: id of its module, and the names of its weights there."""
+"""A linear layer: id of its module, and the names of its weights in the module."""
 
 _CALLS = "_quantshard_calls"
 
@@ -39,10 +39,9 @@ _CALLS = "_quantshard_calls"
 class LinearContext:
     """One forward of one linear layer.
 
-    `group`: over which delayed scaling reduces amaxes. `amaxes`: those to scale by under delayed scaling, kept by the
-    first forward, of the input (0) and of each weight. `strict`: no fallback is taken. `record`: whether its amaxes,
-    and those of its backward, are recorded. `repeated`: this is a second forward, whose amaxes were recorded by the
-    first.
+    `group`: ranks that delayed scaling reduces amaxes over. `strict`: whether fallbacks raise. `amaxes`: amaxes that
+    the first forward scaled by, for the input (index 0) and each weight. `record`: whether the amaxes of this forward
+    and its backward are recorded. `repeated`: whether this is a recomputed forward, whose amaxes are already recorded.
     """
 
     recipe: Recipe
@@ -54,7 +53,7 @@ class LinearContext:
 
 
 class _RegionContexts:
-    """The calls in the first forward of a region, in order for each layer, and how far a second one has come."""
+    """Calls of each layer in a region's first forward, in order, and the position of the current recomputation."""
 
     def __init__(self) -> None:
         self.made: dict[Layer, list[LinearContext]] = defaultdict(list)
@@ -66,12 +65,12 @@ class _RegionContexts:
             self.replay, self.repeated = replay, {}
         index = self.repeated.get(layer, 0)
         self.repeated[layer] = index + 1
-        made = self.made[layer]
-        return made[index] if index < len(made) else None
+        contexts = self.made[layer]
+        return contexts[index] if index < len(contexts) else None
 
 
 class _CheckpointRegion:
-    """The function of one `quantshard.checkpoint`: its first run is the first forward, each later one recomputes it."""
+    """The function of one `quantshard.checkpoint`. The first run is the first forward; later runs recompute it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.runs = function, 0
@@ -86,8 +85,11 @@ class _CheckpointRegion:
 
 
 class _RunningRegions(threading.local):
-    """The regions of `quantshard.checkpoint` that run on this thread, the innermost last: with which run of it that is,
-    and the backward pass in which it began."""
+    """Running regions of `quantshard.checkpoint` on this thread, innermost last.
+
+    Each entry has the region, the number of the run, and the id of the backward pass in which the run began (None:
+    outside of backward).
+    """
 
     def __init__(self) -> None:
         self.regions: list[tuple[_CheckpointRegion, int, int | None]] = []
@@ -97,49 +99,52 @@ _running = _RunningRegions()
 
 
 def _regions() -> CheckpointedRegions:
-    """Which regions the calling code runs in, those of `quantshard.checkpoint` and others."""
-    found = private_torch.checkpointed_regions()
+    """Checkpointed regions around the calling code, from `quantshard.checkpoint` and from PyTorch."""
+    regions = private_torch.checkpointed_regions()
     if not _running.regions:
-        return found
-    backward, entered = private_torch.current_backward(), list(found.entered)
+        return regions
+    backward, entered = private_torch.current_backward(), list(regions.entered)
     for region, run, began in reversed(_running.regions):
         if began != backward:
-            break  # a backward pass within this run: what runs now belongs to what that pass recomputes
+            break  # a nested backward pass is running: the caller belongs to a region that this pass recomputes
         if run > 1:
             return CheckpointedRegions(tuple(entered), region, run)
         entered.append(region)
-    return replace(found, entered=tuple(entered))
+    return replace(regions, entered=tuple(entered))
 
 
 def in_region() -> bool:
-    """True in a checkpointed function: in its first forward or where it is recomputed."""
-    found = _regions()
-    return bool(found.entered) or found.replayed is not None
+    """True inside a checkpointed function, in the first forward or in a recomputation."""
+    regions = _regions()
+    return bool(regions.entered) or regions.replayed is not None
 
 
 def linear_context(layer: Layer, quantized: bool, training: bool, setting: str | None = None) -> LinearContext:
-    """How a layer is to be computed now: as autocast says, or in a second forward as in the first.
+    """Return the context of a layer's forward, from autocast or, in a recomputation, from the first forward.
 
-    `training`: the mode of its module. `setting`: that of autocast when the running code was compiled; None if it was
-    not.
+    `training`: training mode of the module. `setting`: name of the autocast setting that the running code was compiled
+    for; None in eager code.
 
     Raises:
-        UnsupportedOperationError: a forward runs again, but nothing was kept of the first.
-        TorchVersionError: a forward runs again, and this version of PyTorch does not tell of which region.
+        UnsupportedOperationError: the first forward is unknown, or differs from the recomputation.
+        TorchVersionError: this version of PyTorch does not expose which region is recomputed.
     """
     context_warnings.counts.run += 1
     regions = _regions()
     if regions.replayed is None:
-        asked = context.setting(setting or context.current_setting())
+        autocast_setting = context.setting(setting or context.current_setting())
         if regions.unknown is not None and (quantized or context.has_quantized()):
             raise regions.unknown
         if regions is not private_torch.NO_REGIONS and private_torch.in_backward():
             _check_known_without_first(quantized, setting)
-        # Ranks may generate texts of different lengths: as in TransformerEngine, only a forward that is differentiated
-        # records. The first one of a reentrant region runs under no_grad, and compiled code always does.
+        # As in TransformerEngine, only a differentiated forward records: in generation, ranks can run different numbers
+        # of forwards. The first forward of a reentrant region, and compiled code, run under no_grad.
         differentiated = torch.is_grad_enabled() or bool(regions.entered) or setting is not None
         current = LinearContext(
-            asked.recipe, asked.amax_reduction_group, asked.strict, record=training and differentiated
+            autocast_setting.recipe,
+            autocast_setting.amax_reduction_group,
+            autocast_setting.strict,
+            record=training and differentiated,
         )
     else:
         first = _calls_of(regions.replayed).next(layer, regions.replay)
@@ -162,15 +167,15 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
 
 def _calls_of(region: Any) -> _RegionContexts:
     if not hasattr(region, _CALLS):
-        setattr(region, _CALLS, _RegionContexts())  # lives as long as the region, which is what autograd keeps of it
-    found: _RegionContexts = getattr(region, _CALLS)
-    return found
+        setattr(region, _CALLS, _RegionContexts())  # freed together with the region, which autograd keeps alive
+    calls: _RegionContexts = getattr(region, _CALLS)
+    return calls
 
 
 def _check_known_without_first(quantized: bool, setting: str | None) -> None:
-    """A forward in backward that is no recomputation of torch.utils.checkpoint: its first one is not known.
+    """Reject a forward that runs in backward outside of torch.utils.checkpoint if it needs its unknown first forward.
 
-    One that torch.compile put into a graph runs by the setting that it was compiled for.
+    A recomputation that torch.compile put into a graph uses the setting that it was compiled for.
     """
     delayed = context.is_delayed(setting or context.current_setting())
     if delayed or (quantized and setting is None and not context.in_autocast()):
@@ -179,38 +184,40 @@ def _check_known_without_first(quantized: bool, setting: str | None) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)`, keep none of its activations, and compute them again in backward.
+    """Call `function(*args, **kwargs)` without keeping its activations, and recompute them in backward.
 
-    The recomputation uses the recipe and scales of this call, whatever autocast says by then, and records no amax a
-    second time: the gradients have the same bits as without. This is `torch.utils.checkpoint` with TransformerEngine's
-    arguments; that itself, and PyTorch's `checkpoint_wrapper`, do as well, with FSDP2 inside or outside.
+    The recomputation uses the recipe and scales of this call and does not record amaxes again, so the gradients have
+    the same bits as without checkpointing. This is `torch.utils.checkpoint` with TransformerEngine's arguments.
+    PyTorch's own `torch.utils.checkpoint` and `checkpoint_wrapper` are supported too, with FSDP2 inside or outside.
 
     Args:
         function: a module or function.
         use_reentrant: which implementation of `torch.utils.checkpoint`.
-        **kwargs: the other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
-            `determinism_check`, `debug`) and of the function, with `use_reentrant` too, which PyTorch's does not take;
-            TransformerEngine's are in `unsupported`.
+        **kwargs: other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
+            `determinism_check`, `debug`), and keyword arguments of the function, which PyTorch does not accept with
+            `use_reentrant`. `unsupported` lists TransformerEngine's arguments.
     """
     check_arguments("checkpoint", CALLABLE, function=function)
     refused = unsupported.ARGUMENTS["checkpoint"]
     unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
     if use_reentrant:
         function, args, kwargs = _by_position(function, args, kwargs)
-    if not torch.compiler.is_compiling():  # a graph is told by names what its layers do, and recomputes that
+    if not torch.compiler.is_compiling():  # a compiled graph handles recomputation itself
         function = _CheckpointRegion(function)
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-"""Arguments of `torch.utils.checkpoint.checkpoint` besides those that its function gets."""
+"""Arguments of `torch.utils.checkpoint.checkpoint` that are not passed to the function."""
 
 
 def _by_position(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Function and arguments such that the function gets all by position: the reentrant implementation takes no others,
-    and finds tensors that need gradients among those alone."""
+    """Convert keyword arguments to positional ones.
+
+    The reentrant implementation accepts only positional arguments, and computes gradients only for tensors among them.
+    """
     options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
     names = [name for name in kwargs if name not in options]
     if not names:

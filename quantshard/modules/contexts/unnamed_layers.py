@@ -1,12 +1,11 @@
-"""Layers built in a `quantized_model_init` whose recipes go by names: what they are called is known when it is left.
+"""Layers built in a `quantized_model_init` with recipes per layer name. The names are only known at its exit.
 
-A module does not know its name while it is built. So these layers are built in high precision, and when the context is
-left, names are those of the tree of modules that was put together inside: PyTorch's hooks on registering a submodule or
-a parameter have shown who took part, and the outermost of them have no name. The weights are then quantized from the
-values that they have, as `convert` does. The other ways were weighed: a call `finish(model)` of the user's is one more
-line that can be forgotten, and a context that is left without it would have to raise; patterns for an attribute's name
-alone cannot tell `layers.0.proj` from `layers.1.proj`; and `name=` is an argument of our layers, but not of the blocks
-that other code makes of them.
+A module does not know its name while it is being built, so these layers are built in high precision. PyTorch's
+registration hooks record all modules that are built or extended inside. At the exit, names follow from the module tree,
+whose outermost modules have no name, and the weights are quantized from their current values, as in `convert`.
+
+Alternatives: a `finish(model)` call can be forgotten; patterns of attribute names cannot distinguish `layers.0.proj`
+from `layers.1.proj`; a `name=` argument is not available for blocks that other code builds from the layers.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from quantshard.tensor import components
 _FEW = 4
 
 Found = list[tuple[str, Any, Any]]
-"""Layers: the name, the module and its `InitPlan` of each."""
+"""(name, module, `InitPlan`) of each layer."""
 
 
 class UnnamedLayers:
-    """The layers of quantshard that are built while one `quantized_model_init` is entered."""
+    """Collection of the quantshard layers that are built inside one `quantized_model_init`."""
 
     def __init__(self, owner: str, recipes: RecipeByName) -> None:
         self._owner, self._recipes = owner, recipes
@@ -43,40 +42,40 @@ class UnnamedLayers:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnnamedLayers:
-        return self  # a copy of a layer, made inside, is one more layer of these
+        return self  # a copied layer belongs to the same collection
 
     def _note(self, module: nn.Module, name: str, value: nn.Module | Tensor | None) -> None:
-        for each in (module, value):
-            if isinstance(each, nn.Module):
-                self._seen[id(each)] = each
+        for item in (module, value):
+            if isinstance(item, nn.Module):
+                self._seen[id(item)] = item
 
     def leave(self) -> None:
-        """See no more of what is built."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def give(self, plan_of: Callable[[Recipe], Any]) -> None:
-        """Let each layer be as if it had been built by the plan of its recipe.
+        """Convert each layer in place to what the plan of its recipe would have built.
 
-        A collective call if tensor parallelism cuts any.
+        A collective call if tensor parallelism shards a layer. Errors occur on all ranks that have built the same
+        layers.
 
         Raises:
-            ConfigurationError: no layer was built, or one that is alive has no name; a pattern matches none; a weight
-                that would be quantized is another module's too, sharded, or in an optimizer, or has hooks. On all ranks
-                that have built alike.
+            ConfigurationError: no layer was built, or a live layer has no name; a pattern matches no layer; a weight to
+                quantize is shared with another module, sharded, in an optimizer, or has hooks.
         """
-        gc.collect()  # what was thrown away in a cycle lives on some ranks and not on others, which would not take part
-        found = [(name, layer, plan_of(recipe)) for name, layer, recipe in self._recipes_by_layer()]
-        self._check_users(found)
-        for name, layer, plan in found:
+        gc.collect()  # garbage in cycles can be alive on some ranks only, which then disagree about the layers
+        planned = [(name, layer, plan_of(recipe)) for name, layer, recipe in self._recipes_by_layer()]
+        self._check_users(planned)
+        for name, layer, plan in planned:
             layer.check_plan(plan, name)
         replaced = [
             (f"{name}.{leaf}", ref(weight))
-            for name, layer, plan in found
+            for name, layer, plan in planned
             if plan.quantize
             for leaf, weight in layer.named_weights()
         ]
-        for name, layer, plan in found:
+        for name, layer, plan in planned:
             layer.take_plan(plan, name)
         _check_optimizers(self._owner, replaced)
 
@@ -94,21 +93,21 @@ class UnnamedLayers:
                 "context is left, so it has no name for the recipes to go by; make it part of the model inside, or "
                 "build it under one recipe"
             )
-        given = recipes_of(self._owner, self._recipes, layers, "layers that were built inside")
-        return [(name, layer, recipe or HighPrecision()) for (name, layer), recipe in zip(layers, given, strict=True)]
+        recipes = recipes_of(self._owner, self._recipes, layers, "layers that were built inside")
+        return [(name, layer, recipe or HighPrecision()) for (name, layer), recipe in zip(layers, recipes, strict=True)]
 
     def _outermost(self) -> list[nn.Module]:
-        seen = list(self._seen.values())
-        below = {id(child) for module in seen for child in module.children()}
-        return [module for module in seen if id(module) not in below]
+        modules = list(self._seen.values())
+        below = {id(child) for module in modules for child in module.children()}
+        return [module for module in modules if id(module) not in below]
 
     def _layers(self) -> list[tuple[str, Any]]:
-        """The layers with weights whose recipes these are to tell, each once."""
-        found: dict[int, tuple[str, Any]] = {}
+        """(name, layer) of each layer with weights that belongs to this collection, without duplicates."""
+        named_layers: dict[int, tuple[str, Any]] = {}
         for name, module in self._modules():
             if getattr(module, "unnamed_layers", None) is self:
-                found.setdefault(id(module), (name, module))
-        return list(found.values())
+                named_layers.setdefault(id(module), (name, module))
+        return list(named_layers.values())
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for outermost in self._outermost():
@@ -121,19 +120,19 @@ class UnnamedLayers:
                 users[id(parameter)].setdefault(id(module), name)
         for name, layer, plan in found:
             for leaf, weight in layer.named_weights() if plan.quantize else ():
-                others = [other for module, other in users[id(weight)].items() if module != id(layer)]
-                if others:
+                other_names = [other_name for module, other_name in users[id(weight)].items() if module != id(layer)]
+                if other_names:
                     raise ConfigurationError(
-                        f"{self._owner}(recipe=...): {name}.{leaf} is also a parameter of {_shown(others)}, so it "
+                        f"{self._owner}(recipe=...): {name}.{leaf} is also a parameter of {_shown(other_names)}, so it "
                         f"cannot be quantized by {plan.recipe.name!r}; give {name!r} the recipe {HIGH_PRECISION!r}"
                     )
 
 
 def _check_optimizers(owner: str, replaced: list[tuple[str, ReferenceType[nn.Parameter]]]) -> None:
-    """Raise if an optimizer holds weights that others have replaced. It is looked for if anything holds one."""
-    alive = {id(weight): name for name, each in replaced if (weight := each()) is not None}
+    """Raise if an optimizer holds replaced weights. Optimizers are searched only if a replaced weight is alive."""
+    alive = {id(weight): name for name, reference in replaced if (weight := reference()) is not None}
     for optimizer in components.living_optimizers() if alive else ():
-        groups = getattr(optimizer, "param_groups", ())  # or its constructor failed
+        groups = getattr(optimizer, "param_groups", ())  # missing if its constructor failed
         names = [alive[id(param)] for group in groups for param in group["params"] if id(param) in alive]
         if names:
             raise ConfigurationError(

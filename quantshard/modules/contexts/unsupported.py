@@ -1,9 +1,8 @@
-"""TransformerEngine's arguments that mean nothing here: known by name, so that they are refused and never ignored.
+"""TransformerEngine's arguments that quantshard does not support. They are listed by name, so that none is ignored.
 
-Each stands here once, with the classes and methods that have it in TransformerEngine but not here, with its default
-there and why it is not here. Whoever passes the default, or switches the thing off (None, False), gets what is
-asked for, so that is accepted; any other value raises, unless the argument only helps to do faster what is done here
-without it; a name that TransformerEngine does not have either is a TypeError, as for any Python function.
+Each entry lists the classes and methods that have the argument in TransformerEngine, its default, and the reason why it
+is not supported. The default, None and False are accepted because they need nothing; any other value raises, unless the
+argument is only a performance hint. A name that TransformerEngine does not have either raises TypeError.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from quantshard.errors import ConfigurationError
 
 
 class UnsupportedArgument(NamedTuple):
-    """An argument's default in TransformerEngine, and why other values are refused, with the way out.
+    """An argument of TransformerEngine that is not supported.
 
-    `hint`: it changes no result, so that all values are accepted.
+    `default`: default in TransformerEngine. `reason`: why other values are rejected, and what to do instead. `hint`:
+    whether the argument changes no result, so that all values are accepted.
     """
 
     default: Any
@@ -40,14 +40,14 @@ _ATTENTION = ("MultiheadAttention", "TransformerLayer")
 _ATTENTION_CALLS = ("DotProductAttention.forward", "MultiheadAttention.forward", "TransformerLayer.forward")
 
 ARGUMENTS: dict[str, dict[str, UnsupportedArgument]] = {}
-"""Class or method -> TransformerEngine's arguments that it does not have."""
+"""Class or method -> name -> unsupported argument of TransformerEngine."""
 
 
 def _because(owners: Sequence[str], reason: str, /, *, hint: bool = False, **defaults: Any) -> None:
-    """Note arguments and their defaults; those of an owner that are noted twice are as noted last."""
+    """Add arguments and their defaults to `ARGUMENTS`; a later entry replaces an earlier one."""
     for owner in owners:
-        known = {name: UnsupportedArgument(default, reason, hint) for name, default in defaults.items()}
-        ARGUMENTS.setdefault(owner, {}).update(known)
+        arguments = {name: UnsupportedArgument(default, reason, hint) for name, default in defaults.items()}
+        ARGUMENTS.setdefault(owner, {}).update(arguments)
 
 
 _hints = partial(_because, hint=True)
@@ -59,7 +59,7 @@ _because((*_LINEAR, "GroupedLinear"), "gradients go to .grad, where autograd and
     fuse_wgrad_accumulation=False, delay_wgrad_compute=False)
 _because((*_LINEAR, "GroupedLinear"), NO_OVERLAP, ub_overlap_ag=False, ub_overlap_rs=False)
 _because(_LINEAR, NO_OVERLAP, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False)
-_because(["TransformerLayer"], NO_OVERLAP, ub_tp_comm_overlap=False,  # without which the others have no effect
+_because(["TransformerLayer"], NO_OVERLAP, ub_tp_comm_overlap=False,  # the others have no effect without it
     ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 _because(_LINEAR, "sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None)
 _because(["Linear", "GroupedLinear"], "backward keeps what wgrad reads, quantized; leave it out",
@@ -124,30 +124,30 @@ _because(["apply_rotary_pos_emb"], NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
 
 
 def refuse(owner: str, given: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Raise for arguments `given` to `owner` by names that it does not have, unless they ask for what happens anyway.
+    """Reject arguments that `owner` does not have, unless their values change nothing.
 
-    `own`: names that it has, of which one may have been meant.
+    `given`: name -> value of the unknown arguments. `own`: names that `owner` has, to suggest for a misspelled name.
 
     Raises:
-        ConfigurationError: TransformerEngine has the argument; the message says what to do instead.
-        TypeError: TransformerEngine does not have it either.
+        ConfigurationError: TransformerEngine has the argument; the message suggests an alternative.
+        TypeError: TransformerEngine has no such argument either.
     """
     for name, value in given.items():
-        known = ARGUMENTS.get(owner, {}).get(name)
-        if known is None:
+        argument = ARGUMENTS.get(owner, {}).get(name)
+        if argument is None:
             raise unexpected_argument(owner, name, [*own, *ARGUMENTS.get(owner, {})])
-        if known.hint or value is None or value is False:
+        if argument.hint or value is None or value is False:
             continue
-        if not isinstance(value, torch.Tensor) and value == known.default:
+        if not isinstance(value, torch.Tensor) and value == argument.default:
             continue
-        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ConfigurationError(f"{owner}({name}={shown}) is not supported: {known.reason}")
+        text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigurationError(f"{owner}({name}={text}) is not supported: {argument.reason}")
 
 
 class NoContextParallelGroup:
-    """TransformerEngine's method by which a module is handed a context-parallel group; it refuses all but None."""
+    """Mixin with TransformerEngine's `set_context_parallel_group`, which accepts only None."""
 
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuse a context-parallel group."""
+        """Raise unless the context-parallel group is None."""
         if cp_group is not None:
             raise ConfigurationError(f"{type(self).__name__}.set_context_parallel_group: {NO_CONTEXT_PARALLEL}")
