@@ -201,7 +201,7 @@ class PiecewiseAssignment(ComponentStateDict):
                 buffer.zero_()
 
     def _attributes_in_the_way(self) -> list[str]:
-        """Plain attributes that hide a component or piece of state and that no code reads.
+        """Names of plain attributes that hide a component or piece of state and that no code reads.
 
         Attributes named like a weight are left out: PyTorch's pruning and weight_norm set those.
         """

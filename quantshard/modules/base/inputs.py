@@ -1,4 +1,4 @@
-"""Checks a module's input and casts it to the dtype of `torch.autocast`."""
+"""Checks of a module's input, and its cast to the dtype of `torch.autocast`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves modules with quantized weights to state dicts as plain components, and loads them."""
+"""State dicts of modules with quantized weights: saving and loading as plain components."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ComponentStateDict(nn.Module):
         return {"": param, **{f"_{key}": value for key, value in self._born_states[name].items()}}
 
     def _state_entry(self, name: str, suffix: str) -> Tensor | None:
-        """The entry of `_state_keys` under `suffix`; cheaper, because it is looked up for every key of a state dict."""
+        """The entry of `_state_keys` under `suffix`, looked up alone because callers do so for every state-dict key."""
         param = getattr(self, name)
         if components.quantized_local(param) is not None:
             return components.state_entry(param, suffix)

@@ -47,7 +47,7 @@ counts = LayerCounts()
 
 
 class InitWatch:
-    """Records the first module with a matrix that is built inside `quantized_model_init` and is not quantshard's."""
+    """Watch inside `quantized_model_init` that records the first module with a matrix, other than quantshard's."""
 
     def __init__(self, what: str) -> None:
         self._what, self._before, self._thread = what, counts.built, threading.get_ident()

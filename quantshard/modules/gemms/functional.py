@@ -171,8 +171,9 @@ def linear(
 ) -> tuple[Tensor, ...]:
     """Compute x [..., in_features] @ weight^T [in_features, out_features] + bias for each weight, in x's dtype.
 
-    `again`: recomputes x in backward, so that x need not be kept. An output of attention, which attention keeps for its
-    own backward, is quantized a second time instead. `shared`: operands of x that other layers have quantized.
+    `again`: recomputes x in backward, so that x need not be kept. A large x that the operation before keeps for its own
+    backward, as attention does, is quantized again in backward. `shared`: operands of x that other layers have
+    quantized.
     """
     weights, biases, call, state = layer
     if not call.recipe.table and not any(isinstance(weight, QuantizedTensor) for weight in weights):

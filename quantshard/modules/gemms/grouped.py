@@ -40,7 +40,7 @@ if kernels.USABLE:
 
 
 class ExpertsReader:
-    """Collects the addresses of a layer's expert weights for kernels and caches them.
+    """Cache of the addresses of a layer's expert weights, for kernels.
 
     Addresses stay valid as long as the storages are the same objects. Weights that FSDP2 has gathered move, so they are
     collected on every call.
@@ -105,7 +105,7 @@ class ExpertsLayer(NamedTuple):
     reader: ExpertsReader
 
     def past(self, role: TensorRole) -> Tensor | None:
-        """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputation reuses them."""
+        """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
         cell, _ = cells(self.call.recipe, role)
         assert cell is not None
         if not cell.scaling.history:
@@ -231,6 +231,8 @@ def are_readable(
 
 def grouped_linear(x: Tensor, layer: ExpertsLayer) -> Tensor:
     """Compute x @ w^T + b with each row's expert: rows x [tokens, in_features], weights [out_features, in_features].
+
+    The result has x's dtype.
 
     Raises:
         ConfigurationError: amaxes would be reduced over ranks that run other pipeline stages.

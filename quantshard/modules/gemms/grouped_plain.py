@@ -24,7 +24,7 @@ if kernels.USABLE:
     from quantshard.kernels.experts.segments import ExpertSegments
 
 ALIGNMENT = 16
-"""Row size in bytes that the grouped product requires a multiple of."""
+"""Alignment in bytes: row sizes must be multiples of it for the grouped product."""
 
 
 def multiplies(x: Tensor, weights: Sequence[Tensor]) -> bool:
