@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import textwrap
@@ -296,30 +295,7 @@ def compatibility_page() -> str:
     return "\n".join([head + mark, *lines]) + "\n"
 
 
-MAP_HEAD = """# The map
-
-Made from the first sentence of every file. ARCHITECTURE.md tells how they go together.
-"""
-
-
-def map_page() -> str:
-    lines = [MAP_HEAD]
-    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")}):
-        said = docstring(folder / "__init__.py")
-        lines += [f"## {folder.relative_to(ROOT)}/", "", *([said, ""] if said else []), "| file | |", "|---|---|"]
-        files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
-        lines += [f"| `{path.name}` | {docstring(path)} |" for path in files] + [""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def docstring(path: Path) -> str:
-    """The first paragraph of a file's docstring, in a line."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.partition("\n\n")[0].split())
-
-
 PAGES = {
-    "map.md": map_page,
     "transformer-engine.md": rendered,
     "limits.md": limits_page,
     "layouts.md": layouts_page,
