@@ -1,7 +1,7 @@
-"""What a load will do, as a value: a checkpoint is read, compared with what is loaded, and planned.
+"""Plans a load: reads a checkpoint, compares it with the objects to load, and describes the load as a value.
 
-Nothing here writes, and no rank asks another; what can fail before the first byte is written fails here, and `loading`
-lets all ranks know.
+Planning writes nothing and communicates with no other rank. Every error that can be detected before the first byte is
+written is raised here, and `loading` raises it on all ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What is to be loaded into what, as `checkpoints.load` says it.
+    """The arguments of `checkpoints.load`.
 
-    `objects`: what loads a state that each rank has for itself, by name, as of `Manager(state=)`.
+    `objects`: objects with a state per rank, by name; see `Manager(state=)`.
     """
 
     path: Path_
@@ -53,7 +53,7 @@ class LoadRequest:
 
     @property
     def numbers(self) -> ParameterNumbers | None:
-        """Those of the optimizer's parameters, where they are not its own.
+        """The checkpoint's numbers for the optimizer's parameters; None if they are the optimizer's own.
 
         Raises:
             UnsupportedOperationError: see `ParameterNumbers.of`.
@@ -63,10 +63,11 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a rank reads of a checkpoint to plan its load.
+    """The parts of a checkpoint that a rank reads to plan its load.
 
-    `manifest`: None if there is none. `tags`: of each quantized weight, its format. `other_scales`: the weights whose
-    scales are not the powers of two that this model's are to be, by what this rank read of them.
+    `manifest`: None if the checkpoint has no manifest. `tags`: the format tag of each quantized weight. `other_scales`:
+    weights with scales that are not powers of two although this model requires such scales; only those that this rank
+    read.
     """
 
     metadata: Metadata
@@ -77,20 +78,21 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load will do with each entry, by its key in the checkpoint, whose pieces the metadata name.
+    """What a load will do with each entry. Keys are those of the checkpoint.
 
     Args:
-        state: the state dicts of the model and the optimizer; the tensors in it are the live ones, or take their place.
-        places: the path in `state` of each entry of it.
-        reading: what is read as it is stored: the tensor that is read in place, and cast if its dtype is another, which
-            only `lossy` allows; or what an object will replace.
-        extra: the caller's entries by name, likewise.
-        conversions: the parameters that are made anew, with their formats there and here and from what.
-        states: the optimizer's states that are kept in another dtype here.
-        settings: the optimizer's entries that are no tensors, and what each becomes.
-        ignored: entries of either side that are not read: what conversions make, and what stays as it is here.
-        rank_states: of each of this rank's objects, by name, the key and the state that it loads.
-        left: the names of those that are left as they are.
+        state: the state dicts of the model and the optimizer; their tensors are the live ones, or replace live ones.
+        places: the path of each entry in `state`.
+        reading: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs
+            (only with `lossy`). Placeholders are replaced by objects.
+        extra: the caller's entries by name, in the same form as `reading`.
+        conversions: the parameters to requantize, with both formats and the source of their values.
+        states: the optimizer states that this optimizer keeps in another dtype.
+        settings: the new values of the optimizer's entries that are not tensors.
+        ignored: keys of either side that are not read: the results of conversions, and entries that keep their live
+            value.
+        rank_states: the key and the state that each of this rank's objects loads, by the object's name.
+        left: the names of the objects that keep their state.
     """
 
     request: LoadRequest
@@ -112,12 +114,12 @@ class LoadPlan:
 
 
 def read_contents(request: LoadRequest) -> CheckpointContents:
-    """What planning needs to know of a checkpoint; each rank reads for itself.
+    """Read what planning needs from a checkpoint. Each rank reads for itself.
 
     Raises:
-        CheckpointError: it is of a newer version, by its number; a DamagedError, if it cannot be read.
+        CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
     """
-    check_arguments("load", PATH, path=request.path)  # here, where other ranks are told of it
+    check_arguments("load", PATH, path=request.path)  # here, where errors reach all ranks
     described = manifest.read_manifest(request.path)
     try:
         metadata = read_metadata(request.path)
@@ -129,11 +131,11 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
 
 
 def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
-    """The format of each weight of the model that is quantized in the checkpoint."""
-    stored, tags = metadata.state_dict_metadata, dict[str, Any]()
+    """The format of each weight of the model that is quantized in the checkpoint, by name."""
+    entries, tags = metadata.state_dict_metadata, dict[str, Any]()
     for name in request.model.state_dict():
         key = f"model.{name}{components.FORMAT_SUFFIX}"
-        if f"model.{name}" in stored and getattr(stored.get(key), "size", None) == _TAG_SIZE:
+        if f"model.{name}" in entries and getattr(entries.get(key), "size", None) == _TAG_SIZE:
             tags[key] = torch.zeros(_TAG_SIZE, dtype=torch.uint8, device="cpu")
     if tags:
         read_into(request.path, metadata, tags, no_dist=True)
@@ -142,23 +144,24 @@ def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
 
 
 def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, str]) -> list[str]:
-    """The weights of the same format whose stored scales are not the powers of two that this model's are to be, which
-    their values alone tell. Each rank reads some of them.
+    """The weights whose format matches but whose stored scales are not the powers of two that this model requires.
+
+    Only the values show the difference, so scales must be read. Each rank reads some of them.
 
     Raises:
-        DamagedError: they cannot be read.
+        DamagedError: a scale cannot be read.
     """
-    stored = metadata.state_dict_metadata
-    wanted = {
+    entries = metadata.state_dict_metadata
+    weight_names = {
         f"model.{name}{suffix}": name
         for name, param in components.named_parameters(request.model).items()
         for suffix in components.power_of_two_scales(param)
         if tags.get(name) == components.storage_of(param).cell.tag
     }
-    float32 = sorted(key for key in wanted if key in stored and _dtype(stored[key]) == torch.float32)
-    mine = float32[agreement.rank() :: agreement.rank_count()]
-    scales = read_whole(request.path, metadata, mine)
-    return [wanted[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+    float32 = sorted(key for key in weight_names if key in entries and _dtype(entries[key]) == torch.float32)
+    local_keys = float32[agreement.rank() :: agreement.rank_count()]
+    scales = read_whole(request.path, metadata, local_keys)
+    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
 
 
 def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
@@ -169,84 +172,97 @@ def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
 
 
 def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
-    """What this rank will do, if the checkpoint fits; `contents`: with the scales that all ranks read.
+    """Plan this rank's part of a load, and check that the checkpoint fits.
 
-    The files are compared before an object in them is decoded.
+    Checksums are verified before any object of a file is decoded. `contents` includes the `other_scales` of all ranks.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded; a DamagedError, if a file is not as the manifest says, or an
+        CheckpointError: the checkpoint cannot be loaded; a DamagedError if a file differs from the manifest, or an
             entry cannot be read.
     """
     plan = _planned_entries(request, contents)
     if request.verify and contents.manifest is not None:
         checksums.check_share(request.path, contents.manifest, _files(request, contents.metadata))
     groups = [] if request.optimizer is None else request.optimizer.param_groups
-    check_ties(request.path, contents.metadata, request.model, (param for each in groups for param in each["params"]))
+    check_ties(request.path, contents.metadata, request.model, (param for group in groups for param in group["params"]))
     if request.optimizer is not None:
         plan = _with_settings(plan, request.optimizer)
     return _with_rank_states(plan) if request.objects else plan
 
 
 def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
-    """The plan of what is read and made anew; the checks need no byte of the entries."""
+    """Plan the entries to read and to convert. The checks here need only metadata, not the entries' data."""
     path, model, optimizer = request.path, request.model, request.optimizer
-    every = contents.metadata.state_dict_metadata
+    all_entries = contents.metadata.state_dict_metadata
     state, numbers = {"model": model.state_dict()}, request.numbers
     if optimizer is not None:
         fit.check_members("load", model, optimizer)
-        state["optimizer"] = optimizer_states.to_load(optimizer, every, numbers)
+        state["optimizer"] = optimizer_states.to_load(optimizer, all_entries, numbers)
     conversions = _conversions(request, contents, state["model"])
     convertible = state_conversion.state_conversions(contents.metadata, model, optimizer)
     states = [change for change in convertible if request.requantize or change.is_earlier]
-    wanted, places = private_torch.flatten_state_dict(state)
-    others = fit.elsewhere(every, model, numbers)
-    stored = {
-        key: entry for key, entry in every.items() if key.startswith(("model.", "optimizer.")) and key not in others
+    targets, places = private_torch.flatten_state_dict(state)
+    other_ranks_keys = fit.elsewhere(all_entries, model, numbers)
+    stored_entries = {
+        key: entry
+        for key, entry in all_entries.items()
+        if key.startswith(("model.", "optimizer.")) and key not in other_ranks_keys
     }
-    ignored = fit.kept(stored, wanted, optimizer, own_seed=request.requantize) | {
+    ignored = fit.kept(stored_entries, targets, optimizer, own_seed=request.requantize) | {
         key
-        for key in (stored | wanted if request.requantize else ())
-        if requantization.left_out(conversions, key, stored.get(key), wanted.get(key))
+        for key in (stored_entries | targets if request.requantize else ())
+        if requantization.left_out(conversions, key, stored_entries.get(key), targets.get(key))
     }
     ignored |= {key for change in states for key in change.keys}
-    stored, wanted = ({k: v for k, v in entries.items() if k not in ignored} for entries in (stored, wanted))
+    stored_entries, targets = (
+        {k: v for k, v in entries.items() if k not in ignored} for entries in (stored_entries, targets)
+    )
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}
-    fit.check_model(path, stored, wanted, None if request.requantize and request.lossy else casts)
+    fit.check_model(path, stored_entries, targets, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
-        fit.check_optimizer(path, stored, wanted, optimizer, can_convert=len(convertible) > len(states))
+        fit.check_optimizer(path, stored_entries, targets, optimizer, can_convert=len(convertible) > len(states))
     extra = {
-        key.removeprefix(f"{EXTRA}."): placeholder(entry) for key, entry in every.items() if key.startswith(f"{EXTRA}.")
+        key.removeprefix(f"{EXTRA}."): placeholder(entry)
+        for key, entry in all_entries.items()
+        if key.startswith(f"{EXTRA}.")
     }
-    ignored |= stored.keys() - wanted.keys()
+    ignored |= stored_entries.keys() - targets.keys()
     return LoadPlan(
-        request, contents.metadata, contents.manifest, state, places, wanted, extra, conversions, states, ignored
+        request, contents.metadata, contents.manifest, state, places, targets, extra, conversions, states, ignored
     )
 
 
 def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
-    """Of each weight that is quantized in the checkpoint or in this model: its format there and here."""
-    suffix, found = components.FORMAT_SUFFIX, {}
-    here = {key.removesuffix(suffix): components.read_format_tag(own[key]) for key in own if key.endswith(suffix)}
-    for name in sorted({*contents.tags, *here}, key=lambda name: name + suffix):
-        if f"model.{name}" in contents.metadata.state_dict_metadata and name in own:  # else of another model
-            found[name] = contents.tags.get(name, HIGH_PRECISION), here.get(name, HIGH_PRECISION)
+    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
+    suffix, formats = components.FORMAT_SUFFIX, {}
+    live_formats = {
+        key.removesuffix(suffix): components.read_format_tag(own[key]) for key in own if key.endswith(suffix)
+    }
+    for name in sorted({*contents.tags, *live_formats}, key=lambda name: name + suffix):
+        # a weight on one side only belongs to another model, which `fit.check_model` reports
+        if f"model.{name}" in contents.metadata.state_dict_metadata and name in own:
+            formats[name] = contents.tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
     params = components.named_parameters(model)
     for name in contents.other_scales:
         cell = components.storage_of(params[name]).cell
-        found[name] = cell.tag, str(cell)
-    return found
+        formats[name] = cell.tag, str(cell)
+    return formats
 
 
 def _conversions(
     request: LoadRequest, contents: CheckpointContents, own: Mapping[str, Tensor]
 ) -> list[ParameterConversion]:
-    """The parameters that are made anew, which must be none unless that was asked for."""
+    """The parameters to convert; none without `requantize`.
+
+    Raises:
+        CheckpointError: a format differs, and `requantize` is false; or see `requantize.changes`.
+    """
     formats = _formats(contents, request.model, own)
     if not request.requantize:
-        for weight, (saved, here) in formats.items():
-            if saved != here:
+        for weight, (old, new) in formats.items():
+            if old != new:
                 raise CheckpointError(
-                    f"{request.path} is of another recipe: {weight} is stored as {saved} there and as {here} in this "
+                    f"{request.path} is of another recipe: {weight} is stored as {old} there and as {new} in this "
                     "model; build the model with the recipe that the checkpoint was written with, or load it with "
                     "requantize=True"
                 )
@@ -258,7 +274,7 @@ def _conversions(
 
 
 def _files(request: LoadRequest, metadata: Metadata) -> set[str]:
-    """The files that ranks will read, as all ranks find alike; where weights may be made anew, all."""
+    """The files that any rank will read, the same on all ranks; all files if weights can be requantized."""
     roots = ("model.", f"{EXTRA}.") if request.optimizer is None else ("model.", f"{EXTRA}.", "optimizer.")
     return {
         info.relative_path
@@ -268,32 +284,32 @@ def _files(request: LoadRequest, metadata: Metadata) -> set[str]:
 
 
 def _with_settings(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> LoadPlan:
-    """The plan with what the optimizer's entries become that are no tensors; whose the groups are stays as it is here.
+    """Add the optimizer's entries that are not tensors to a plan. The groups keep their parameters.
 
     Raises:
-        CheckpointError: one cannot stand there, or is of other parameters; a DamagedError, if it cannot be read.
+        CheckpointError: an entry does not fit, or belongs to other parameters; a DamagedError if it cannot be read.
     """
-    path, stored = plan.request.path, plan.metadata.state_dict_metadata
-    found = read_whole(path, plan.metadata, [key for key in plan.reading if fit.is_object(key, stored)])
-    named = fit.parameter_entries(found)
+    path, entries = plan.request.path, plan.metadata.state_dict_metadata
+    objects = read_whole(path, plan.metadata, [key for key in plan.reading if fit.is_object(key, entries)])
+    parameter_keys = fit.parameter_entries(objects)
     numbers = plan.request.numbers
-    fit.check_groups(path, found, optimizer.param_groups if numbers is None else numbers.groups)
-    settings = {key: value for key, value in found.items() if key not in named}
+    fit.check_groups(path, objects, optimizer.param_groups if numbers is None else numbers.groups)
+    settings = {key: value for key, value in objects.items() if key not in parameter_keys}
     fit.check_settings(path, settings, plan.reading, optimizer)
     return replace(
         plan,
-        reading={key: value for key, value in plan.reading.items() if key not in found},
+        reading={key: value for key, value in plan.reading.items() if key not in objects},
         settings={key: components.as_setting(value, plan.reading[key]) for key, value in settings.items()},
-        ignored={*plan.ignored, *named},
+        ignored={*plan.ignored, *parameter_keys},
     )
 
 
 def _with_rank_states(plan: LoadPlan) -> LoadPlan:
-    """The plan with what this rank's objects load."""
-    path, objects, stored = plan.request.path, plan.request.objects, plan.metadata.state_dict_metadata
-    keys = rank_state.wanted_keys(stored)
+    """Add the states of this rank's objects to a plan."""
+    path, objects, entries = plan.request.path, plan.request.objects, plan.metadata.state_dict_metadata
+    keys = rank_state.wanted_keys(entries)
     for key in keys:
-        if not isinstance(stored[key], TensorStorageMetadata):
+        if not isinstance(entries[key], TensorStorageMetadata):
             raise CheckpointError(f"{path} is damaged: {key} is no tensor there; choose another checkpoint")
-    states, left = rank_state.to_load(objects, read_whole(path, plan.metadata, keys), rank_state.writers(stored))
-    return replace(plan, rank_states=states, left=left)
+    states, unloaded = rank_state.to_load(objects, read_whole(path, plan.metadata, keys), rank_state.writers(entries))
+    return replace(plan, rank_states=states, left=unloaded)

@@ -1,7 +1,7 @@
-"""Loading a model and its optimizer: a checkpoint is read and planned, all ranks agree, then the plan is applied.
+"""Loads a model and its optimizer: read the checkpoint and plan the load, agree on all ranks, then apply the plan.
 
-It does what the plain idiom does (state dicts, DCP's load, `load_state_dict`), and looks first, so that a checkpoint of
-another model or recipe, or a damaged one, ends in one sentence on every rank before anything is written.
+`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but checks everything first. A checkpoint that is
+damaged, or of another model or recipe, raises the same short error on every rank before anything is written.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ def load(
     """Load a checkpoint written on any number of ranks into a model and its optimizer. A collective call.
 
     Args:
-        path: the directory. It may come from anybody: nothing in it is run (docs/security.md).
-        requantize: whether weights of another recipe are quantized anew, to the nearest, from the masters that the
-            checkpoint has, and masters and moments that the optimizer keeps in another dtype rounded to it (those of
-            `MasterWeights` and PyTorch's optimizers are not); warns of it.
-        lossy: whether those without masters are quantized from what their codes stand for, and plain tensors of
-            another dtype cast.
-        verify: whether the files that ranks will read are compared with the checksums of the manifest first, which
-            reads them once more. A checkpoint without a manifest is loaded with a NoManifestWarning.
+        path: the directory. Untrusted checkpoints are safe: loading never executes code from them (docs/security.md).
+        requantize: quantize weights of another recipe again, rounding the checkpoint's masters to nearest, and round
+            masters and moments to the dtypes of this optimizer, with a warning. Not supported for states of
+            `MasterWeights` and of PyTorch's optimizers.
+        lossy: also quantize weights without masters, from their dequantized codes, and cast plain tensors of another
+            dtype.
+        verify: first compare the files that ranks will read with the manifest's checksums, which reads the files twice.
+            A checkpoint without a manifest is loaded with a NoManifestWarning.
 
     Returns:
-        The `extra` entries that were saved. One that needs code to be read, which an earlier version or another library
-        saved, is left out with a warning that names it.
+        The saved `extra` entries. An entry that needs code to be read (saved by an earlier version or another library)
+            is left out, with a warning that names it.
 
     Raises:
-        CheckpointError: it is incomplete, damaged, or of another model, recipe or optimizer; the same on every rank.
-            Nothing was written, or, where it fails later (no manifest, a disk that fails), the model and the optimizer
-            refuse to run, step and be saved until a load succeeds.
-        ConfigurationError: the pieces of a parameter are not where PyTorch would load them to, or the optimizer is
-            of other weights than the model's.
-        UnsupportedOperationError: as of `save`.
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
+            every rank. Usually nothing was written. After a later failure (no manifest, a failing disk), the model and
+            the optimizer refuse to run, step and be saved until a load succeeds.
+        ConfigurationError: a shard of a parameter is not at the offset where PyTorch would load it, or the optimizer's
+            parameters are not the model's.
+        UnsupportedOperationError: see `save`.
     """
     check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
@@ -70,8 +70,11 @@ def load(
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What a load gives: the caller's entries, the names of the objects that were left as they are, and which weights
-    were quantized anew, in words."""
+    """The result of a load.
+
+    `extra`: the caller's entries. `left`: names of the objects that kept their state. `requantized`: a description of
+    the weights that were quantized again, or "".
+    """
 
     extra: dict[str, Any]
     left: tuple[str, ...]
@@ -79,10 +82,10 @@ class LoadResult:
 
 
 def load_checkpoint(request: LoadRequest) -> LoadResult:
-    """The one way in which `load` and `Manager.restore` load: read, plan, agree, apply. A collective call.
+    """Read, plan, agree and apply: the implementation of `load` and `Manager.restore`. A collective call.
 
     Raises:
-        CheckpointError, ConfigurationError, UnsupportedOperationError: as `load` does.
+        CheckpointError, ConfigurationError, UnsupportedOperationError: see `load`.
     """
     path = request.path
     with loading(f"the load of {path}", request.model, request.optimizer) as guard:
@@ -96,18 +99,19 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
     if rounded:
         warn_user(f"{path}: {state_conversion.told_of_earlier(rounded)}", RequantizedWarning)
-    told = [*requantization.told(plan.conversions), *state_conversion.told(plan.states)]
-    requantized = f"{path}: {'; '.join(told)}" if told else ""
+    notices = [*requantization.told(plan.conversions), *state_conversion.told(plan.states)]
+    requantized = f"{path}: {'; '.join(notices)}" if notices else ""
     if requantized:
         warn_user(requantized, RequantizedWarning)
     return LoadResult(extra, plan.left, requantized)
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
-    """This rank's plan, once every rank has one: nothing that can fail before the first byte is written is left.
+    """This rank's plan, returned once every rank has a plan. After this, nothing that could be detected earlier can
+    fail.
 
     Raises:
-        CheckpointError: what failed on the first rank where something did; the same on every rank.
+        CheckpointError: the error of the first rank that failed; the same on every rank.
     """
     contents = _shared_contents(request) if _plans_together(request) else None
 
@@ -115,9 +119,9 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         numbers = request.numbers
         return plan_load(request, contents or read_contents(request)), None if numbers is None else numbers.digest
 
-    (plan, _), told = agreement.exchanged(own, lambda found: (found[0].manifest is not None, found[1]))
-    check_alike([digest for _, digest in told], request.optimizer)
-    have_manifest = [has for has, _ in told]
+    (plan, _), summaries = agreement.exchanged(own, lambda result: (result[0].manifest is not None, result[1]))
+    check_alike([digest for _, digest in summaries], request.optimizer)
+    have_manifest = [has for has, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
             f"{request.path}: rank {have_manifest.index(False)} finds no {MANIFEST} there and others do; load from a "
@@ -127,31 +131,35 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
 
 
 def _plans_together(request: LoadRequest) -> bool:
-    """Whether no rank can plan before all have read, as all ranks find alike.
+    """Whether all ranks must have read the checkpoint before one of them can plan. The same on every rank.
 
-    Scales may have to be looked at, of which each rank reads a part; and the states of a stock optimizer are made by a
-    step of it, which may be a collective call that a rank whose reading failed would not come to.
+    - Scales that must be powers of two: each rank reads only some of them.
+    - States of a stock optimizer: they are created by one of its steps, which can contain a collective call. A rank
+      whose read failed would not join that call.
     """
     makes_states = request.optimizer is not None and not optimizer_states.allocates(request.optimizer)
     return makes_states or any(map(components.power_of_two_scales, request.model.parameters()))
 
 
 def _shared_contents(request: LoadRequest) -> CheckpointContents:
-    """What this rank reads, with the scales that all ranks found. A collective call."""
-    contents, found = agreement.exchanged(lambda: read_contents(request), lambda contents: contents.other_scales)
-    return replace(contents, other_scales=[name for names in found for name in names])
+    """This rank's `CheckpointContents`, with the `other_scales` of all ranks. A collective call."""
+    contents, names_by_rank = agreement.exchanged(
+        lambda: read_contents(request), lambda contents: contents.other_scales
+    )
+    return replace(contents, other_scales=[name for names in names_by_rank for name in names])
 
 
 def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Write what is planned. A collective call.
+    """Write what the plan says. A collective call.
 
     Returns:
-        The caller's entries; what is said of those that are left out, by key; and what `write_states` rounded.
+        The caller's entries; a message for each entry that was left out, by key; and the keys that `write_states`
+            rounded.
     """
     path = plan.request.path
     reading = {**plan.reading, EXTRA: dict(plan.extra)}
-    # DCP gathers and scatters the ranks' lists of pieces, and gathers who could not read: where an error of the disk is
-    # said on all ranks. Each batch that is made anew does so too, and agrees on its values before it writes weights.
+    # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
+    # requantized weights does the same, and checks its values on all ranks before it writes weights.
     left_out = read_into(path, plan.metadata, reading)
     extra = {key: value for key, value in reading.pop(EXTRA).items() if f"{EXTRA}.{key}" not in left_out}
     objects = {key: value for key, value in reading.items() if value is not plan.reading[key]}  # tensors: in place
@@ -159,21 +167,21 @@ def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
         _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(path, plan.metadata, plan.conversions))
     rounded = state_conversion.write_states(path, plan.metadata, plan.states, plan.request.optimizer)
-    # Modules, optimizers and objects of the caller's can refuse on one rank alone, as no plan foresees.
+    # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.alike(lambda: _load_states(plan, masters))
     return extra, left_out, rounded
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
-    """Put what was read where DCP's flattening found it; that makes strings of the numbers of an optimizer's states."""
+    """Store a value at a path of a state dict. DCP's paths have strings for the integer keys of optimizer states."""
     for part in path:
-        at = part if isinstance(root, list) or part in root else int(part)
-        holder, root = root, root[at]
-    holder[at] = value
+        key = part if isinstance(root, list) or part in root else int(part)
+        holder, root = root, root[key]
+    holder[key] = value
 
 
 def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor]]) -> None:
-    """Hand what was read to the model, the optimizer and the objects of this rank."""
+    """Load what was read into the model, the optimizer and this rank's objects."""
     request = plan.request
     try:
         request.model.load_state_dict(plan.state["model"])

@@ -1,7 +1,8 @@
-"""Managing a run's checkpoints: saved whole, in the background or not, verified, restored, and retired.
+"""Manages the checkpoints of a run: saves them atomically, in the background if asked to, and verifies, restores and
+removes them.
 
-A directory holds `step-000050` after 50 steps, and so on; one run writes there at a time. What is guaranteed, and of
-what it is made: docs/checkpoints.md.
+A directory holds `step-000050` after 50 steps, and so on; only one run writes to it at a time. docs/checkpoints.md
+lists the guarantees and how they are kept.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ from quantshard.errors import CheckpointError, ConfigurationError
 _NAME = re.compile(r"step-(\d{6,})")
 MODES = (None, "thread", "process")
 CLOSE_SECONDS = 60.0
-"""For how long the end of a run waits for the save that is under way: ranks that are gone may keep it from ending."""
+"""How long `close` waits for a running save, which might never end because other ranks are gone."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` loaded: the step, the caller's `extra` entries, and the names in `state` that were left alone.
+    """The result of `restore`.
 
-    `skipped`: later steps whose checkpoint is damaged. `requantized`: which weights were quantized anew, in words.
+    `step`: the step of the checkpoint. `extra`: the caller's entries. `left`: names in `state` whose objects kept their
+    state. `skipped`: later steps with a damaged checkpoint. `requantized`: a description of the weights that were
+    quantized again, or "".
     """
 
     step: int
@@ -63,29 +66,30 @@ class Restored:
 
 
 class Manager:
-    """The checkpoints of one run in one directory. Making one is a collective call; so are save, restore and wait.
+    """The checkpoints of one run in one directory. Constructing a Manager is a collective call; so are save, restore
+    and wait.
 
     Args:
-        directory: a path, or a URL that fsspec knows. It is made if it is not there.
-        keep_last: how many of the newest checkpoints are kept; None for all. The last good one is never removed, nor
-            one that is being read.
-        keep_every: checkpoints of steps that this divides are kept as well; 0 for none.
-        async_: None to save while training waits; "thread" or "process" to save beside it, from a copy of the state in
-            memory (pinned where there is a GPU, and kept for the next save).
-        state: objects with `state_dict` and `load_state_dict` that each rank saves its own of: the order of the data, a
-            schedule. Random generators (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
-        read_only: for a process that only looks and restores, beside the run that writes.
+        directory: a path, or a URL that fsspec supports. It is created if it does not exist.
+        keep_last: the number of newest checkpoints to keep; None for all. The last good checkpoint, and checkpoints
+            that are being read, are never removed.
+        keep_every: also keep the checkpoints of steps that are multiples of this number; 0 for none.
+        async_: None to block training during a save; "thread" or "process" to save in the background, from a copy of
+            the state in host memory (pinned if there is a GPU, and reused by the next save).
+        state: objects with `state_dict` and `load_state_dict` and a state per rank, e.g. a data loader or a scheduler.
+            RNG states (torch's on CPU and GPU, Python's, NumPy's) are saved with them.
+        read_only: for a process that only lists and restores checkpoints, while another run writes.
 
     Raises:
-        CheckpointError: another run writes there, or the directory cannot be made; the same on every rank.
-        ConfigurationError: an argument does not fit.
+        CheckpointError: another run writes there, or the directory cannot be created; the same on every rank.
+        ConfigurationError: an argument is invalid.
     """
 
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
-    """Saves by the process that all Managers share, which takes one at a time: torch would mix up the answers."""
+    """Saves by the process that all Managers share, one at a time: torch would mix up the results of several."""
     _given_up: ClassVar[list[Manager]] = []
-    """Those whose last save failed and still ran on some rank, the same on every rank. The save reads their memory, so
-    they are kept until all ranks have agreed that it has ended."""
+    """Managers whose last save failed while some rank was still writing; the same on every rank. The save reads their
+    memory, so they are kept alive until all ranks have agreed that the save has ended."""
 
     @suggests_names
     def __init__(
@@ -115,10 +119,10 @@ class Manager:
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: PendingSave | None = None
-        self._failed: PendingSave | None = None  # why this is among those given up
+        self._failed: PendingSave | None = None  # the save that put this Manager in `_given_up`
         self._closed = False
-        self._left_behind: set[int] = set()  # later steps than the restored one, which are saved anew
-        self._damaged: set[int] = set()  # of the checksums that `restore` has compared
+        self._left_behind: set[int] = set()  # steps after the restored one, which can be overwritten
+        self._damaged: set[int] = set()  # steps that `restore` found damaged
         if not read_only:
             agreement.alike(self._check_given_up)
             self._forget_given_up()
@@ -140,14 +144,15 @@ class Manager:
     # Looking ---------------------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be."""
+        """The path of a step's checkpoint, whether it exists or not."""
         return self._store.join(self._folder, f"step-{step:06d}")
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, ascending, as this process sees them now. Not a collective call.
+        """The steps with a complete checkpoint, in ascending order, as this process sees them now. Not a collective
+        call.
 
         Raises:
-            CheckpointError: the directory cannot be looked at.
+            CheckpointError: the directory cannot be read.
         """
         try:
             return [step for step in self._named() if self._is_complete(step)]
@@ -155,8 +160,8 @@ class Manager:
             raise CheckpointError(f"{self.directory} cannot be looked at ({why(error)}); see that it can") from error
 
     def _named(self) -> list[int]:
-        found = (_NAME.fullmatch(name) for name in self._store.names(self._folder))
-        return sorted(int(name[1]) for name in found if name and name[0] == f"step-{int(name[1]):06d}")
+        matches = (_NAME.fullmatch(name) for name in self._store.names(self._folder))
+        return sorted(int(name[1]) for name in matches if name and name[0] == f"step-{int(name[1]):06d}")
 
     def _is_complete(self, step: int) -> bool:
         mark = commit.METADATA_FILE if self._store.renames else MANIFEST
@@ -171,18 +176,18 @@ class Manager:
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, extra: Mapping[str, Any] | None = None
     ) -> SaveReport:
-        """Save a checkpoint of the state as it is now. A collective call.
+        """Save a checkpoint of the current state. A collective call.
 
-        A save that still runs is waited for first: there are never two. In the background, this one goes on after the
-        call; that it failed is raised by the next `save` or `wait`.
+        A save that is still running is waited for first, so there are never two. With `async_`, the call returns before
+        the write ends; if that write fails, the next `save` or `wait` raises.
 
         Raises:
-            CheckpointError: the step is saved already (unless the run went back behind it by `restore`), or cannot be
-                written; or a save that failed has not ended on every rank. The same on every rank, and what was saved
-                before is as it was.
-            ConfigurationError, RankMismatchError: the step is not an int of 0 or more, `extra` or what `state` names is
-                no plain data, `extra` is not equal on all ranks, or the Manager is read_only or closed; raised by this
-                call in any mode, on every rank.
+            CheckpointError: the step is saved already (unless `restore` went back to an earlier step), or cannot be
+                written; or a failed save is still running on some rank. The same on every rank, and earlier checkpoints
+                are unchanged.
+            ConfigurationError, RankMismatchError: the step is not an int >= 0, `extra` or a state is not plain data,
+                `extra` is not equal on all ranks, or the Manager is read_only or closed. Raised by this call in any
+                mode, on every rank.
         """
         began = time.perf_counter()
         agreement.alike(lambda: self._check_save(step))
@@ -217,16 +222,16 @@ class Manager:
         self._check_given_up()
 
     def _in_the_way(self) -> list[Manager]:
-        """Those given up that share this one's directory, or the process that saves."""
+        """Managers in `_given_up` that share this Manager's directory or its saving process."""
         return [
-            other
-            for other in Manager._given_up
-            if other._folder == self._folder or self.async_ == other.async_ == "process"
+            manager
+            for manager in Manager._given_up
+            if manager._folder == self._folder or self.async_ == manager.async_ == "process"
         ]
 
     def _check_given_up(self) -> None:
-        """A new save would meet one that still runs: in its collective calls, its memory, or its files."""
-        for failed in (other._failed for other in self._in_the_way()):
+        """Refuse a save while a failed one still runs: it shares collectives, memory or files with a new save."""
+        for failed in (manager._failed for manager in self._in_the_way()):
             if failed is not None and not failed.future.done():
                 raise CheckpointError(
                     f"the save of {failed.report.path} failed and has not ended on this rank, which may wait for "
@@ -235,26 +240,26 @@ class Manager:
                 )
 
     def _forget_given_up(self) -> None:
-        """Once all ranks have agreed that their saves have ended."""
-        for other in self._in_the_way():
-            Manager._given_up.remove(other)
-            other._failed = None
-            if other._closed:
-                other._let_go()
+        """Remove the Managers of failed saves from `_given_up`, after all ranks agreed that these saves have ended."""
+        for manager in self._in_the_way():
+            Manager._given_up.remove(manager)
+            manager._failed = None
+            if manager._closed:
+                manager._let_go()
 
     def _prepare(self, step: int) -> SaveTarget:
         assert self._owner is not None
         self._owner.proof.check()
         try:
             commit.clean(self._folder)
-            commit.clean_remnants(self.path(other) for other in self._named() if other < step)
+            commit.clean_remnants(self.path(earlier_step) for earlier_step in self._named() if earlier_step < step)
         except OSError as error:
             raise CheckpointError(commit.said_of(self.path(step), error)) from error
         replaced = step in self._left_behind or (not self._store.renames and not self._is_complete(step))
         return replace(commit.prepare_target(self.path(step), replaced), owner=self._owner.proof)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
-        """Copy the state, and begin to write the copy."""
+        """Copy the state, and start writing the copy."""
         assert self._stager is not None
         stager = self._stager
         copy = agreement.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
@@ -273,16 +278,16 @@ class Manager:
         return future
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save in the background, if there is one, and say what it cost. A collective call.
+        """Wait for the background save, if there is one, and return its report. A collective call.
 
         Raises:
-            CheckpointError: it failed on some rank; the same on every rank.
+            CheckpointError: the save failed on some rank; the same on every rank.
         """
         pending = self._pending
         if pending is None:
             return None
         failures = pending.failures()
-        self._pending = None  # only now: whoever interrupts the waiting closes what is still being written
+        self._pending = None  # only now: if the wait is interrupted, `close` needs the running save
         if pending.running:
             self._failed = pending
             Manager._given_up.append(self)
@@ -290,11 +295,11 @@ class Manager:
         with commit.abandoned_if_it_fails(pending.target):
             agreement.raise_first(failures)
         agreement.from_rank0(lambda: self._retire(step))
-        ended = pending.ended or time.perf_counter()  # it is done just now, and is yet to say so
+        ended = pending.ended or time.perf_counter()  # the done-callback might not have run yet
         return replace(pending.report, background_seconds=ended - pending.began)
 
     def _retire(self, last: int) -> None:
-        """Remove the checkpoints that need not be kept, unless this is closed. Later than the last do not count."""
+        """Remove checkpoints up to step `last` that need not be kept, unless this Manager is closed."""
         self._left_behind.discard(last)
         self._damaged.discard(last)
         if not self._is_complete(last):
@@ -306,14 +311,17 @@ class Manager:
             return
         if wrong := self._problems(last, contents=False):
             raise CheckpointError(f"{wrong[0]}, though it was just saved; nothing older was removed")
-        good = [
+        good_steps = [
             step
             for step in self.steps()
             if step <= last and step not in self._damaged and (step == last or self._has_all_files(step))
         ]
-        kept = {*good[-self.keep_last :], *(step for step in good if self.keep_every and step % self.keep_every == 0)}
-        for step in good:
-            if step not in kept and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
+        kept_steps = {
+            *good_steps[-self.keep_last :],
+            *(step for step in good_steps if self.keep_every and step % self.keep_every == 0),
+        }
+        for step in good_steps:
+            if step not in kept_steps and not is_being_read(self._store, self._store.join(self.path(step), MANIFEST)):
                 try:
                     commit.remove(self.path(step))
                 except CheckpointError as error:
@@ -333,17 +341,17 @@ class Manager:
         requantize: bool = False,
         lossy: bool = False,
     ) -> Restored | None:
-        """Load the last good checkpoint, or that of a step, after its checksums are verified. A collective call.
+        """Load the last good checkpoint, or that of `step`, after verifying its checksums. A collective call.
 
-        All ranks load the same one. Each verifies a part of its files; a damaged checkpoint is skipped with a warning
-        that names the file, and the one before is taken. One without a manifest, of plain `dcp.save`, is loaded as is.
-        `requantize` and `lossy` are those of `checkpoints.load`.
+        All ranks load the same checkpoint, and each verifies a part of its files. A damaged checkpoint is skipped with
+        a warning that names the file, and the previous one is tried. A checkpoint without a manifest (from plain
+        `dcp.save`) is loaded unverified. For `requantize` and `lossy` see `checkpoints.load`.
 
         Returns:
-            None if the directory holds no complete checkpoint, and no step was asked for.
+            None if the directory holds no complete checkpoint and `step` is None.
 
         Raises:
-            CheckpointError: the step's checkpoint, or every one, is missing or damaged, or it is of another model,
+            CheckpointError: the step's checkpoint (or every checkpoint) is missing or damaged, or of another model,
                 recipe or optimizer; the same on every rank.
         """
         self.wait()
@@ -361,9 +369,9 @@ class Manager:
                         path = self.path(candidate)
                         request = LoadRequest(path, model, optimizer, requantize, lossy, False, self.state)
                         loaded = loading.load_checkpoint(request)
-                        self._left_behind = {other for other in steps if other > candidate}
+                        self._left_behind = {n for n in steps if n > candidate}
                         return Restored(candidate, path, skipped=tuple(wrong), **vars(loaded))
-                    except DamagedError as error:  # or a rank is gone, which asking all of them shows
+                    except DamagedError as error:  # if a rank is gone, `gathered` raises that instead
                         problem = agreement.gathered(str(error))[0]
             wrong[candidate] = problem
             self._damaged.add(candidate)
@@ -374,23 +382,24 @@ class Manager:
         raise CheckpointError(
             f"{self.directory} has no checkpoint to go on from: {'; '.join(wrong.values())}"
             if step is None
-            else f"{wrong[step]}; choose another step of {[other for other in steps if other != step] or 'none'}"
+            else f"{wrong[step]}; choose another step of {[n for n in steps if n != step] or 'none'}"
         )
 
     def _verify(self, step: int) -> str | None:
-        """The first thing that is wrong with a checkpoint, on any rank; each reads a part of the files."""
-        _, found = agreement.exchanged(
+        """The first problem of a checkpoint on any rank, or None. Each rank reads a part of the files. A collective
+        call."""
+        _, problems_by_rank = agreement.exchanged(
             lambda: self._problems(step, contents=True), lambda problems: next(iter(problems), None)
         )
-        return next((problem for problem in found if problem is not None), None)
+        return next((problem for problem in problems_by_rank if problem is not None), None)
 
     def _problems(self, step: int, contents: bool) -> list[str]:
-        """What is wrong with this rank's part of a checkpoint's files; without `contents`, with the length of any."""
+        """The problems of this rank's part of a checkpoint's files; without `contents`, wrong lengths of any file."""
         path = self.path(step)
         part = slice(agreement.rank(), None, agreement.rank_count()) if contents else slice(None)
         try:
             described = manifest.read_manifest(path)
-            if described is None:  # nothing else is known of it
+            if described is None:  # without a manifest, only the metadata can be checked
                 read_metadata(path)
                 return []
         except CheckpointError as error:
@@ -402,12 +411,13 @@ class Manager:
     # The end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of the directory, and of what saving in the background takes. Not a collective call.
+        """Release the directory and the resources of background saves. Not a collective call.
 
-        A save that is under way is waited for first, but no longer than `CLOSE_SECONDS`. Then it goes on alone, and the
-        directory stays this run's until it is done. `wait` says how it ended, and removes nothing any more. So does one
-        that failed and still ran on some rank, which a warning tells: what another rank does nobody can tell alone, so
-        the directory then stays this run's until its processes end, or make a Manager of it when all is done.
+        A running save is waited for, up to `CLOSE_SECONDS`. After that it continues on its own, and the directory stays
+        locked until the save ends; `wait` then returns its report, but removes no old checkpoints.
+
+        If a save failed and still runs on some rank, `close` warns. This rank cannot know when other ranks are done, so
+        the directory stays locked until its processes end, or until a new Manager of it is constructed after the save.
         """
         self._closed = True
         if self._thread is not None:
@@ -434,7 +444,7 @@ class Manager:
         self._release()
 
     def _may_release(self) -> bool:
-        """Whether no other rank may still write, as far as this one knows."""
+        """Whether no other rank can still be writing, as far as this rank knows."""
         return self._failed is None or set(self._failed.running) <= {agreement.rank()}
 
     def _release(self) -> None:
@@ -447,7 +457,8 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save together; alone, as `close` does, if an error ends the run: others may not come."""
+        """Wait for the last save on all ranks, then close. After an error only close, since the other ranks might not
+        call `wait`."""
         try:
             if kind is None:
                 self.wait()

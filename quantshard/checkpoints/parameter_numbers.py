@@ -1,8 +1,8 @@
-"""The numbers of an optimizer's parameters in a checkpoint, where experts are spread over ranks.
+"""Numbers of an optimizer's parameters in a checkpoint, under expert parallelism.
 
-PyTorch's optimizers number their parameters, each rank its own. In a checkpoint they have the numbers of one process
-that holds all experts, which each rank can tell by itself: a layer knows how many experts there are, and those here
-stand in the order of all. So a checkpoint is the same whatever the experts were spread over.
+PyTorch's optimizers number their parameters, separately on each rank. A checkpoint uses the numbers of one process that
+holds all experts. Each rank can compute them locally, because a layer knows its number of experts and holds its local
+experts in global order. So a checkpoint does not depend on how the experts were distributed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ParameterNumbers:
-    """Of an optimizer over a model whose experts are spread.
+    """The parameter numbers of an optimizer, under expert parallelism.
 
-    `own`: of each parameter of this rank, in the optimizer's order, its number. `groups`: what each group names
-    parameters by, as of one process. `digest`: of the names of all, which ranks compare (`check_alike`).
+    `own`: the number of each local parameter, in the optimizer's order. `groups`: the parameter entries of each group,
+    as in one process. `digest`: a hash of all names, compared between ranks by `check_alike`.
     """
 
     own: Sequence[int]
@@ -39,53 +39,59 @@ class ParameterNumbers:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
-        """None where no experts are spread: the optimizer's own numbers are right.
+        """The numbers for a model and its optimizer; None without expert parallelism, where the optimizer's own numbers
+        are right.
 
         Raises:
-            UnsupportedOperationError: the optimizer makes its states in its first step; or a parameter is none of the
-                model's, or the experts of a layer do not stand in one of its groups as in one process.
+            UnsupportedOperationError: the optimizer creates its states in its first step; a parameter is not the
+                model's; or the experts of a layer are not in one group, in the order of one process.
         """
         layers = dict(_spread_layers(model))
         if not layers:
             return None
         names = {id(param): name for name, param in reversed(components.named_parameters(model).items())}
-        own: list[int] = []
+        numbers: list[int] = []
         groups: list[Group] = []
-        told: list[list[str]] = []
+        names_by_group: list[list[str]] = []
         for group in optimizer.param_groups:
-            mine = [names.get(id(param), "") for param in group["params"]]
-            every, here = list(_of_all_ranks(mine, layers)), {*mine}
-            first = sum(map(len, told))
-            places = {name: first + place for place, name in enumerate(every)}
-            known = {name for names in told for name in names}
-            if not hasattr(optimizer, "initialize_state") or [name for name in every if name in here] != mine:
+            local_names = [names.get(id(param), "") for param in group["params"]]
+            all_names, local_set = list(_of_all_ranks(local_names, layers)), {*local_names}
+            offset = sum(map(len, names_by_group))
+            number_of = {name: offset + index for index, name in enumerate(all_names)}
+            previous_names = {name for names in names_by_group for name in names}
+            if (
+                not hasattr(optimizer, "initialize_state")
+                or [name for name in all_names if name in local_set] != local_names
+            ):
                 raise _refused(optimizer)
-            if known & places.keys():  # as where each expert has a group of its own
+            if previous_names & number_of.keys():  # as where each expert has a group of its numbers
                 raise _refused(optimizer)
-            own += [places[name] for name in mine]
-            named = {"param_names": every} if "param_names" in group else {}
-            groups.append({"params": list(places.values()), **named})
-            told.append(every)
-        return ParameterNumbers(own, groups, sha256(repr(told).encode()).hexdigest())
+            numbers += [number_of[name] for name in local_names]
+            named = {"param_names": all_names} if "param_names" in group else {}
+            groups.append({"params": list(number_of.values()), **named})
+            names_by_group.append(all_names)
+        return ParameterNumbers(numbers, groups, sha256(repr(names_by_group).encode()).hexdigest())
 
     def to_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
-        """An optimizer's state dict with the numbers of a checkpoint."""
+        """Convert the keys of an optimizer's state dict to the numbers of a checkpoint."""
         states = {self.own[number]: value for number, value in state["state"].items()}
         pairs = zip(state["param_groups"], self.groups, strict=True)
-        return {**state, "state": states, "param_groups": [{**group, **every} for group, every in pairs]}
+        return {**state, "state": states, "param_groups": [{**group, **entries} for group, entries in pairs]}
 
     def from_checkpoint(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-        """The reverse, for this optimizer."""
-        here = {number: place for place, number in enumerate(self.own)}
-        states = {here[number]: value for number, value in state["state"].items()}
+        """Convert a checkpoint's optimizer state dict to the numbers of this rank's optimizer."""
+        local_index = {number: index for index, number in enumerate(self.own)}
+        states = {local_index[number]: value for number, value in state["state"].items()}
         groups = []
-        for own, saved in zip(state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True):
-            named = {key: own[key] for key in components.PARAMETER_ENTRIES if key in own}
-            groups.append({**saved, **named})
+        for live_group, stored_group in zip(
+            state_to_fill(optimizer)["param_groups"], state["param_groups"], strict=True
+        ):
+            parameter_entries = {key: live_group[key] for key in components.PARAMETER_ENTRIES if key in live_group}
+            groups.append({**stored_group, **parameter_entries})
         return {**state, "state": states, "param_groups": groups}
 
     def is_elsewhere(self, number: str) -> bool:
-        """Whether the states under a number belong to another rank's expert."""
+        """Whether the states under a number belong to an expert of another rank."""
         return number.isdecimal() and int(number) not in self._own and int(number) < self._count
 
     @cached_property
@@ -98,10 +104,10 @@ class ParameterNumbers:
 
 
 def check_alike(digests: Iterable[str | None], optimizer: Optimizer | None) -> None:
-    """Compare what all ranks have told of their numbers.
+    """Check that the digests of all ranks' parameter names are equal.
 
     Raises:
-        UnsupportedOperationError: they differ, as where one rank's experts of a layer are all frozen.
+        UnsupportedOperationError: the digests differ, e.g. because one rank's experts of a layer are all frozen.
     """
     if optimizer is not None and len({*digests}) > 1:
         raise _refused(optimizer)
@@ -112,37 +118,39 @@ def _refused(optimizer: Optimizer) -> UnsupportedOperationError:
 
 
 def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int, int]:
-    """The number in a checkpoint of each parameter, by its id."""
+    """The checkpoint's number of each parameter, by `id(param)`."""
     params: list[Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
     return {id(param): number for param, number in zip(params, known.own if known else range(len(params)), strict=True)}
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers whose experts are spread, by their names with a dot; `GroupedLinear` stands on a higher floor."""
+    """(prefix, layer) of each layer under expert parallelism. The layers are `GroupedLinear`, which cannot be imported
+    here."""
     for name, module in model.named_modules():
         if process_groups.expert_axis(module) is not None:
             yield f"{components.canonical_name(name)}." if name else "", module
 
 
 def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[str]:
-    """Names of parameters with those of other ranks' experts between them, as one process has them."""
+    """Insert the names of other ranks' experts into this rank's parameter names, in the order of one process."""
 
     def owner(name: str) -> str:
         prefix = f"{name.rpartition('.')[0]}." if "." in name else ""
         return prefix if prefix in layers else f"\n{name}"
 
-    for prefix, run in groupby(names, owner):
+    for prefix, names_of_owner in groupby(names, owner):
         if prefix not in layers:
             yield prefix.removeprefix("\n")
             continue
-        first = [name.removeprefix(prefix) for name in run]
-        experts = [layers[prefix].of_every_expert(name) for name in first]
-        kinds = experts[: len({*map(tuple, experts)})]  # of the first expert here: its weight, perhaps its bias
-        for same in zip(*kinds, strict=True):
-            yield from (prefix + name for name in same)
+        local_names = [name.removeprefix(prefix) for name in names_of_owner]
+        experts = [layers[prefix].of_every_expert(name) for name in local_names]
+        kinds = experts[: len({*map(tuple, experts)})]  # one list per parameter of an expert: weight, bias
+        for names_of_kind in zip(*kinds, strict=True):
+            yield from (prefix + name for name in names_of_kind)
 
 
 def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
-    """Its state dict, for a load; of ours without an error for bad steps, of which a load is the way out."""
-    made: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
-    return made()
+    """The optimizer's state dict as the target of a load. Unlike `state_dict`, it does not raise for bad steps, which a
+    load repairs."""
+    state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
+    return state_dict()

@@ -1,4 +1,4 @@
-"""A save in the background, and how ranks wait for one together."""
+"""A background save, and how ranks wait for it together."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from quantshard.checkpoints.disk.ownership import Ownership
 from quantshard.errors import CheckpointError
 
 POLL_SECONDS = 10.0
-"""After how long a rank whose writing goes on asks the others about theirs."""
+"""How long a rank that is still writing waits before it polls the other ranks."""
 POLLS_AFTER_FAILURE = 3
-"""How often it does so once one has failed, before it counts its own as lost."""
+"""Number of polls after a rank has failed, before this rank gives up its own save."""
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save cost this rank.
+    """The cost of a save on this rank.
 
-    `bytes`: of the tensors that it holds. `held_seconds`: for how long training stood still; `background_seconds`: how
-    long the save then took beside it, None while it runs.
+    `bytes`: size of this rank's tensors. `held_seconds`: how long training was blocked. `background_seconds`: how long
+    the save then ran in the background; None while it runs.
     """
 
     step: int
@@ -37,7 +37,7 @@ class SaveReport:
 
 @dataclass
 class PendingSave:
-    """A save in the background. Until it is done its future holds it, and so the `owner`, whatever the Manager does."""
+    """A background save. Its future keeps it and its `owner` alive until the save ends, even if the Manager is gone."""
 
     report: SaveReport
     target: SaveTarget
@@ -46,46 +46,46 @@ class PendingSave:
     began: float
     ended: float | None = None
     running: tuple[int, ...] = ()
-    """The ranks whose writing was not done when the others were last asked."""
+    """The ranks that were still writing at the last poll."""
 
     def end(self, _: object) -> None:
-        """What its future calls when it is done."""
+        """Record the end of the save; the callback of `future`."""
         self.ended, self.owner = time.perf_counter(), None
 
     def failures(self) -> list[str | None]:
-        """What failed on each rank, once all have written, or soon after one has failed. A collective call.
+        """The error of each rank, or None, once all ranks have written or soon after one has failed. A collective call.
 
-        The ranks ask each other every `POLL_SECONDS`. To wait for its own writing first, a rank could wait for one that
-        has failed: a process that saves looks half an hour for the others of its group.
+        The ranks poll each other every `POLL_SECONDS`. A rank cannot simply wait for its own write: if another rank has
+        failed, the saving process waits half an hour for the rest of its group.
         """
-        asked_again = 0
+        polls_after_failure = 0
         while True:
             done = bool(wait_for([self.future], POLL_SECONDS).done)
             error = self.future.exception() if done else None
-            said = None if error is None else commit.said_of(self.report.path, error)
-            ranks = agreement.gathered((done, said))
-            found = [of_rank for _, of_rank in ranks]
-            asked_again += any(found)
-            self.running = tuple(number for number, (ended, _) in enumerate(ranks) if not ended)
-            if not self.running or asked_again > POLLS_AFTER_FAILURE:
-                return found
+            message = None if error is None else commit.said_of(self.report.path, error)
+            ranks = agreement.gathered((done, message))
+            errors = [rank_error for _, rank_error in ranks]
+            polls_after_failure += any(errors)
+            self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)
+            if not self.running or polls_after_failure > POLLS_AFTER_FAILURE:
+                return errors
 
 
 def wait_for_process(saves: Collection[Future[Any]]) -> None:
-    """Wait until the process that saves is free, on every rank. A collective call.
+    """Wait on every rank until the saving process is free. A collective call.
 
-    Ranks end a save within moments of each other: where it runs on and has ended elsewhere, it failed there.
+    Ranks end a save within moments of each other. If a save still runs on some ranks only, it failed on the others.
 
     Raises:
-        CheckpointError: it is not free soon after it is on another rank; the same on every rank.
+        CheckpointError: the process is still busy after it was free on another rank; the same on every rank.
     """
-    asked_again = 0
+    polls_after_failure = 0
     while True:
         ranks = agreement.gathered(bool(wait_for(saves, POLL_SECONDS).not_done))
         if not any(ranks):
             return
-        asked_again += not all(ranks)
-        if asked_again > POLLS_AFTER_FAILURE:
+        polls_after_failure += not all(ranks)
+        if polls_after_failure > POLLS_AFTER_FAILURE:
             raise CheckpointError(
                 f"on rank {ranks.index(True)}: the process that saves is busy with a save of another Manager, which "
                 "has ended on other ranks; call that one's wait(), which says what failed"

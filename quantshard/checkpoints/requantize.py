@@ -1,9 +1,9 @@
-"""Loading into a model of another recipe: weights are quantized anew, from the masters of the checkpoint if it has any.
+"""Loads into a model of another recipe: weights are quantized again, from the checkpoint's masters if it has any.
 
-A weight whose format differs gets the nearest quantization of its float32 master, bit for bit that of one process,
-whatever meshes the checkpoint was written on and is loaded on. A rank reads its own part, in batches: beside the
-model and the optimizer it holds float32 values of `BATCH_ELEMENTS`, divided by the ranks, or of the largest weight;
-where masters are to be of another kind than the stored ones, those of all of them.
+A weight whose format differs becomes the nearest quantization of its float32 master, bit-identical to the result of one
+process, whatever meshes the checkpoint was written and loaded on. Each rank reads its own shards in batches. In
+addition to the model and the optimizer, a rank holds float32 values of `BATCH_ELEMENTS` / ranks elements or of its
+largest weight; if the masters are of another kind than the stored ones, it holds the values of all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 BATCH_ELEMENTS = 1 << 26
-"""Elements, of all ranks together, whose float32 values are held at a time."""
+"""Elements of a batch, over all ranks: the number of float32 values in memory at a time."""
 
 HIGH_PRECISION = "high precision"
-"""In place of a format's name."""
+"""Stands for the format of a weight that is not quantized."""
 
 _LOW, _SCALE = MASTER + REMAINDER_SUFFIX, "_scale_inv"
 _SUFFIXES = {
@@ -46,20 +46,20 @@ _SUFFIXES = {
     f"_{AMAX_HISTORY}",
     *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components),
 }
-"""What a weight's entries that depend on its format end with."""
+"""Key suffixes of a weight's entries that depend on its format."""
 
 
 class RequantizedWarning(UserWarning):
-    """Weights of a checkpoint were quantized anew, into the formats of another recipe."""
+    """Weights of a checkpoint were quantized again, to the formats of another recipe."""
 
 
 @dataclass(frozen=True)
 class ParameterConversion:
-    """A parameter that is not loaded as it is stored: its formats there and here, and what its values are read from.
+    """A parameter that is not loaded as it is stored.
 
-    `index`: its number in the optimizer. `source`: "master", "split master" or "codes" (or plain values).
-    `sets_master`: whether the optimizer's master is of another kind than the stored one, or what another format lacks,
-    and so is written too.
+    `index`: its number in the optimizer. `saved`, `own`: the stored and the live format. `source`: the entries its
+    values are read from: "master", "split master" or "codes" (also for plain values). `sets_master`: whether to write
+    the optimizer's master too, because it is of another kind than the stored one, or is a remainder of another format.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ParameterConversion:
 
     @property
     def requantizes(self) -> bool:
-        """Whether the weight, and not its master alone, is written from the values."""
+        """Whether the weight itself is written from the values, and not only its master."""
         return self.saved != self.own
 
 
@@ -83,41 +83,41 @@ def changes(
     formats: Mapping[str, tuple[str, str]],
     lossy: bool,
 ) -> list[ParameterConversion]:
-    """What must be made anew. The same on every rank.
+    """The parameters that must be converted. The same on every rank.
 
     Args:
-        formats: of each weight that is quantized there or here, its format there and here.
+        formats: (stored format, live format) of each weight that is quantized on either side.
 
     Raises:
-        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or no optimizer was given, or
-            one that has no `seed_master`, as FusedAdam has, for masters of another kind.
+        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or masters of another kind must
+            be set, and the optimizer has no `seed_master` (FusedAdam has one).
     """
-    stored, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
-    found, without = [], []
-    seen: set[int] = set()
+    entries, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
+    conversions, unconvertible = [], []
+    seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
-        saved, own = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
+        stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
         index = numbers.get(id(param))
-        sets_master = _sets_master(optimizer, param, index, stored, saved, own)
-        if id(param) in seen or (saved == own and not sets_master):
+        sets_master = _sets_master(optimizer, param, index, entries, stored_format, live_format)
+        if id(param) in seen_ids or (stored_format == live_format and not sets_master):
             continue
-        seen.add(id(param))
-        source = _source(index, stored, saved)
-        if source == "codes" and saved != own and not (lossy or saved == HIGH_PRECISION):
-            without.append(f"{name} ({saved})")
+        seen_ids.add(id(param))
+        source = _source(index, entries, stored_format)
+        if source == "codes" and stored_format != live_format and not (lossy or stored_format == HIGH_PRECISION):
+            unconvertible.append(f"{name} ({stored_format})")
         if sets_master and not hasattr(optimizer, "seed_master"):
             raise CheckpointError(
                 f"the master of {name} is of another kind in the checkpoint, and a {type(optimizer).__name__} cannot "
                 "take it; use FusedAdam, or what it was saved with"
             )
-        found.append(ParameterConversion(name, param, index, saved, own, source, sets_master))
-    if without:
+        conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
+    if unconvertible:
         why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
         raise CheckpointError(
-            f"{len(without)} weights are of another recipe, the first {without[0]}, and {why}; allow "
+            f"{len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and {why}; allow "
             "it (lossy=True, or --lossy) to quantize their dequantized codes, which loses what the masters kept"
         )
-    return found
+    return conversions
 
 
 def _numbers(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
@@ -137,13 +137,13 @@ def _sets_master(
     saved: str,
     own: str,
 ) -> bool:
-    """Whether the optimizer has a master of this parameter, of another kind than the checkpoint."""
+    """Whether the optimizer has a master of this parameter, of another kind than the checkpoint's."""
     live = _live_masters(optimizer, param)
-    if _LOW in live and saved != own:  # it is beside codes that are not those of the checkpoint
+    if _LOW in live and saved != own:  # a remainder belongs to the codes of one format
         return True
     prefix = f"optimizer.state.{index}."
-    theirs = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
-    if not live or theirs != live.keys():
+    stored_keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
+    if not live or stored_keys != live.keys():
         return bool(live)
     return any(_dtype(stored[prefix + key]) != value.dtype for key, value in live.items())
 
@@ -161,15 +161,17 @@ def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) 
 
 
 def is_history(key: str) -> bool:
-    """Whether an entry is an amax history, which delayed recipes alone keep, of what they scale so."""
+    """Whether an entry is an amax history. Only delayed-scaling recipes have them, for the tensors they scale
+    this way."""
     return key.endswith(AMAX_HISTORY)
 
 
 def left_out(found: list[ParameterConversion], key: str, there: STORAGE_TYPES | None, here: Any) -> bool:
-    """Whether an entry, under its key in the checkpoint, is made anew or kept, and so not read.
+    """Whether a load does not read an entry of either side, because it is converted or keeps its live value.
 
-    `there`, `here`: what the checkpoint and this model have under it; None: nothing. Random keys and draws are read
-    where both have them; an amax history that one of them lacks, or has of another length, belongs to the recipe.
+    `there`, `here`: the entry in the checkpoint and in this model, or None. RNG keys and draw counts are read if both
+    sides have them. An amax history belongs to its recipe: it is left out if one side lacks it, or if the lengths
+    differ.
     """
     for change in found:
         prefix = f"model.{change.name}"
@@ -184,13 +186,13 @@ def left_out(found: list[ParameterConversion], key: str, there: STORAGE_TYPES | 
 
 @torch.no_grad()
 def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
-    """Clear the amax histories of a model that a load ignores, by their keys in the checkpoint."""
-    found = dict(model.named_buffers())
+    """Zero the model's amax histories that a load ignores, given by their keys in the checkpoint."""
+    histories = dict(model.named_buffers())
     for name, param in components.named_parameters(model).items():
         local = components.quantized_local(param)
         if local is not None and AMAX_HISTORY in local.quantized_storage.state:
-            found[f"{name}_{AMAX_HISTORY}"] = local.quantized_storage.state[AMAX_HISTORY]
-    for name, history in found.items():
+            histories[f"{name}_{AMAX_HISTORY}"] = local.quantized_storage.state[AMAX_HISTORY]
+    for name, history in histories.items():
         if is_history(name) and f"model.{name}" in ignored:
             history.zero_()
 
@@ -199,15 +201,15 @@ def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
 def write_weights(
     path: Path_, metadata: Metadata, found: list[ParameterConversion]
 ) -> Iterator[tuple[ParameterConversion, Tensor]]:
-    """Read the values of the changed parameters, batch by batch, and quantize them; gives those of new masters.
+    """Read the values of the converted parameters in batches, and quantize them. Yields the values of new masters.
 
-    A collective call of every rank, once it is run to its end.
+    A collective call of every rank, which must exhaust the iterator.
     """
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
-        finish = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
+        value_readers = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
-        values = [done() for done in finish]
+        values = [reader() for reader in value_readers]
         agreement.alike(partial(_check_finite, path, batch, values))
         quantized = []
         for change, value in zip(batch, values, strict=True):
@@ -225,14 +227,14 @@ def write_weights(
 def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
         local = components.quantized_local(change.param)
-        told = (
+        problem = (
             ""
             if local is None or not change.requantizes
             else requantize.non_finite(value, local.quantized_storage.shard.origin)
         )
-        if told:
+        if problem:
             raise CheckpointError(
-                f"{path}: {change.name} by {_told(change.source)}: {told}; codes saturate, which would hide it. The "
+                f"{path}: {change.name} by {_told(change.source)}: {problem}; codes saturate, which would hide it. The "
                 "model is loaded in part: load another checkpoint"
             )
 
@@ -241,10 +243,10 @@ Change = TypeVar("Change")
 
 
 def batches(found: Iterable[Change], param_of: Callable[[Change], Tensor]) -> Iterator[list[Change]]:
-    """As many changes of parameters at a time as have `BATCH_ELEMENTS` together, one at least."""
+    """Group changes of parameters into batches of up to `BATCH_ELEMENTS` elements, or of one larger parameter."""
     batch: list[Change] = []
     for change in found:
-        if batch and sum(param_of(each).numel() for each in (*batch, change)) > BATCH_ELEMENTS:
+        if batch and sum(param_of(batch_change).numel() for batch_change in (*batch, change)) > BATCH_ELEMENTS:
             yield batch
             batch = []
         batch.append(change)
@@ -255,7 +257,7 @@ def batches(found: Iterable[Change], param_of: Callable[[Change], Tensor]) -> It
 def _reading(
     change: ParameterConversion, stored: Mapping[str, STORAGE_TYPES], tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
-    """Add to `tensors` what must be read, by key; the function then gives the local float32 values."""
+    """Add the tensors to read to `tensors`, by key. Returns a function that computes the local float32 values."""
     weight, state = f"model.{change.name}", f"optimizer.state.{change.index}."
     if change.source == "split master" and change.saved != HIGH_PRECISION:
         fmt, _ = format_of_tag(change.saved)
@@ -284,8 +286,11 @@ def _reading(
 def stored_values(
     param: Tensor, key: str, dtype: torch.dtype, cell: QuantSpec | None, tensors: dict[str, Tensor]
 ) -> Callable[[], Tensor]:
-    """Add to `tensors` what is read of a tensor of a parameter's shape, which is stored under a key as plain numbers of
-    a dtype or by a cell; the function then gives this rank's values, float32."""
+    """Add the tensors to read for one stored tensor of a parameter's shape to `tensors`, by key.
+
+    The tensor is stored under `key`, as plain numbers of `dtype` or as codes and scales of `cell`. Returns a function
+    that computes this rank's float32 values from the tensors that were read.
+    """
     if cell is not None:
         return _codes_of(param, key, cell, tensors).dequantize
     plain = tensors[key] = components.zeros_like(param, dtype)
@@ -293,7 +298,7 @@ def stored_values(
 
 
 def _codes_of(param: Tensor, key: str, cell: QuantSpec, tensors: dict[str, Tensor]) -> QuantizedStorage:
-    """What components under a key are read into; they are added to `tensors`."""
+    """An empty storage whose components are added to `tensors`, to be read from the entries of `key`."""
     device = private_torch.local_tensor(param).device
     storage = storages.empty(cell, components.shard_of(param), device)
     for name, part in components.storage_tensors(storage, param).items():
@@ -309,19 +314,21 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
 
 
 def told(found: list[ParameterConversion]) -> list[str]:
-    """What was quantized anew, in words: how many weights, from what to what, by which values; and of how many others
-    the masters were made, of what. Nothing if nothing was."""
+    """Sentences about the converted weights and masters: counts, formats and sources."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
-    others = [c for c in found if c.sets_master and not c.requantizes]
-    kept = [c for c in others if c.own != HIGH_PRECISION or c.source != "codes"]  # plain values lose nothing
-    new = sum(c.source == "codes" for c in kept)
-    words = [f"weights were quantized anew: {lines}"] if lines else []
-    if len(kept) > new:
-        words.append(f"masters are kept otherwise here, and were made of the stored ones: {len(kept) - new}")
+    master_changes = [c for c in found if c.sets_master and not c.requantizes]
+    # plain values are exact masters, so such changes are not reported
+    reported_changes = [c for c in master_changes if c.own != HIGH_PRECISION or c.source != "codes"]
+    new = sum(c.source == "codes" for c in reported_changes)
+    sentences = [f"weights were quantized anew: {lines}"] if lines else []
+    if len(reported_changes) > new:
+        sentences.append(
+            f"masters are kept otherwise here, and were made of the stored ones: {len(reported_changes) - new}"
+        )
     if new:
-        words.append(f"weights have masters here that had none, made of their codes: {new}")
-    return words
+        sentences.append(f"weights have masters here that had none, made of their codes: {new}")
+    return sentences
 
 
 def _told(source: str) -> str:

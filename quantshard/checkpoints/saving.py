@@ -1,6 +1,6 @@
-"""Saving a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
+"""Saves a model and its optimizer with stock `torch.distributed.checkpoint` (DCP).
 
-It does what the plain idiom does (state dicts, DCP's save), and looks first: before anything is overwritten.
+`save` does the same as state dicts and `dcp.save`, but checks everything first, before a file is overwritten.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from quantshard.tensor import state_keys
 def save(
     path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint to a new directory, wholly or not at all. A collective call.
+    """Save a checkpoint to a new directory: all of it or nothing. A collective call.
 
-    It is written beside the directory, under a hidden name, and renamed when it is durable; where a URL leads to a
-    store that cannot do so, in place, with `manifest.json` last.
+    The files are written to a hidden directory next to `path`, which is renamed once all files are durable. In a store
+    that cannot rename directories, the files are written in place, and `manifest.json` is the last of them.
 
     Args:
-        path: the directory, or a URL that fsspec knows; it may exist if it holds an incomplete checkpoint or nothing.
-        model, optimizer: what to save; without an optimizer what is loaded can only begin a training.
-        extra: a few more entries, e.g. the step, equal on all ranks: tensors, and plain data however nested (numbers,
-            strings, bytes, None, lists, tuples, sets, dicts, with whole tensors in them).
+        path: the directory, or a URL that fsspec supports; it can exist if it is empty or holds an incomplete
+            checkpoint.
+        model, optimizer: the objects to save. A checkpoint without an optimizer can only start a training, not resume
+            one.
+        extra: additional entries, e.g. the step, equal on all ranks: tensors and nested plain data (numbers, strings,
+            bytes, None, lists, tuples, sets and dicts, which can contain unsharded tensors).
 
     Raises:
         CheckpointError: the directory holds a complete checkpoint or other files, or cannot be written; the same on
             every rank.
-        ConfigurationError: the pieces of a parameter are not where PyTorch would save them; an entry of `extra` is no
-            plain data; the optimizer's `step()` needs a closure, or it is of other weights than the model's.
+        ConfigurationError: a shard of a parameter is not at the offset where PyTorch would save it; an entry of `extra`
+            is not plain data; the optimizer's `step()` needs a closure, or its parameters are not the model's.
         RankMismatchError: an entry of `extra` is not equal on all ranks.
-        UnsupportedOperationError: experts are spread over ranks, and the optimizer is one of `torch.optim`, or has
-            other parameters than the model, so that its states cannot be numbered as in one process.
+        UnsupportedOperationError: the model uses expert parallelism, and its optimizer states cannot be numbered as in
+            one process: the optimizer is from `torch.optim`, or has parameters that are not the model's.
     """
     states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
     agreement.alike(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
@@ -64,10 +66,11 @@ def save(
 def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What is saved: two trees and the caller's entries; tensors of the trees are the live ones. A collective call.
+    """The entries of a checkpoint: the state dicts of model and optimizer, with their live tensors, and `extra`. A
+    collective call.
 
     Raises:
-        ConfigurationError, RankMismatchError, UnsupportedOperationError: as `save` does.
+        ConfigurationError, RankMismatchError, UnsupportedOperationError: see `save`.
     """
     fit.check_places(model)
     state = {"model": agreement.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
@@ -80,13 +83,14 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 
-    (state, _), digests = agreement.exchanged(own, lambda found: found[1])
+    (state, _), digests = agreement.exchanged(own, lambda result: result[1])
     check_alike(digests, optimizer)
     return state
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest's facts: a parameter's largest mesh, `step` and `recipe` of `extra`, zero-centered gammas."""
+    """The manifest's facts about a run: the mesh with the most dims, `step` and `recipe` of `extra`, zero-centered
+    gammas."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     step, recipe = extra.get("step"), extra.get("recipe")
@@ -100,11 +104,11 @@ def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.ProcessGroup | None = None) -> None:
-    """Write and commit a checkpoint now. A collective call of the group, or of all ranks.
+    """Write and commit a checkpoint synchronously. A collective call of `group`, or of all ranks.
 
     Raises:
-        CheckpointError: the same on every rank.
-        KeyboardInterrupt, SystemExit: it was this rank that was interrupted; the others raise a CheckpointError.
+        CheckpointError: the write failed; the same on every rank.
+        KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise a CheckpointError.
     """
     alone = process_groups.world() is None
     try:
@@ -115,7 +119,7 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
             process_group=group,
             no_dist=alone,
         )
-    except (CheckpointException, OSError, RuntimeError) as error:  # the last where a rank is gone
+    except (CheckpointException, OSError, RuntimeError) as error:  # RuntimeError: a rank is gone
         if isinstance(error, CheckpointException):
             agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
         kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError

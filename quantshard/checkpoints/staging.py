@@ -1,4 +1,4 @@
-"""Staging: the copy of a state, in memory of the host, that a save in the background writes."""
+"""Copies of a state in host memory, for background saves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quantshard import private_torch
 
 
 class Stager(AsyncStager):
-    """Copies states; when `stage` returns all is copied, so it is the state at the call.
+    """Copies states. When `stage` returns, the copy is complete and holds the state at the time of the call.
 
-    The memory is pinned where there is a GPU, and used again by the next copy, which therefore must not begin before
-    the last one is written. `shared`: so that another process can write the copy.
+    The memory is pinned if there is a GPU, and reused by the next copy. So the previous copy must be written before the
+    next `stage`. `shared`: put the copy in shared memory, for another process.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -22,29 +22,29 @@ class Stager(AsyncStager):
         self._copier = private_torch.state_dict_stager(pin_memory=self._gpu, share_memory=shared)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy; entries keep their kinds (DTensors of the same placement)."""
+        """Return the copy; entries keep their types (a DTensor keeps its placements)."""
         copy: dict[str, Any] = self._copier.stage(state_dict, non_blocking=self._gpu)
         if self._gpu:
             torch.cuda.synchronize()
         return copy
 
     def synchronize_staging(self) -> None:
-        """Nothing: `stage` has waited."""
+        """Do nothing: `stage` is synchronous."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._copier.close()
 
 
 class CopiedStateStager(AsyncStager):
-    """For a state that is a copy already."""
+    """Stager for a state that is already a copy."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state itself."""
+        """Return the state itself."""
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing: the memory is another's."""
+        """Do nothing: the memory belongs to the `Stager`."""

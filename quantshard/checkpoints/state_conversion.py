@@ -1,7 +1,8 @@
-"""Loading moments into an optimizer that keeps them in another dtype: each is read as it is stored, and rounded to
-nearest as it is kept. (Masters, which weights are made of, are the matter of `requantize`.)
+"""Loads optimizer states into an optimizer that keeps them in another dtype: they are read as stored, and rounded to
+nearest.
 
-A rank reads its own part, in batches of `requantize.BATCH_ELEMENTS`.
+Each rank reads its own shards, in batches of `requantize.BATCH_ELEMENTS`. Masters, which also determine weights, are
+converted by `requantize`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ from quantshard.state_cells import (
 
 @dataclass(frozen=True)
 class StateConversion:
-    """A state that is not loaded as it is stored: of which parameter, its role and key, and how it is stored there and
-    kept here: a dtype, and a cell where it has scales."""
+    """An optimizer state that is not loaded as it is stored.
+
+    `param`, `role`, `key`: its parameter, its name in the optimizer, and its key in the checkpoint. `saved`, `own`: the
+    stored and the live dtype, each with the format of its codes and scales, or None for plain values.
+    """
 
     param: Tensor
     role: str
@@ -47,39 +51,41 @@ class StateConversion:
 
     @property
     def is_earlier(self) -> bool:
-        """Whether it is a second moment of 8 bits of before 2026-11-28, which has the same values here; but for scales
-        that are no powers of two, of before 2026-11-22."""
+        """Whether this is an 8-bit second moment written before 2026-11-28.
+
+        Its values are representable here, except under scales that are not powers of two (written before 2026-11-22).
+        """
         return (self.saved[1], self.own[1]) == (FP8_STATE, FP8_NONNEGATIVE_STATE)
 
     @property
     def keys(self) -> list[str]:
-        """Those that the state may have, there or here."""
+        """The keys that the state can have in the checkpoint or in this optimizer."""
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
 
 def state_conversions(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) -> list[StateConversion]:
-    """The states of an optimizer of ours that the checkpoint has in another dtype. The same on every rank."""
+    """The states of a quantshard optimizer that the checkpoint has in another dtype. The same on every rank."""
     if optimizer is None or not hasattr(optimizer, "set_scaled_state"):
         return []
-    stored, found = metadata.state_dict_metadata, []
+    entries, conversions = metadata.state_dict_metadata, []
     numbers = numbers_of(optimizer, ParameterNumbers.of(model, optimizer))
     for group in optimizer.param_groups:
         for param in group["params"]:
             live = optimizer.state.get(param, {})
             for role in _roles(live):
                 key = f"optimizer.state.{numbers.get(id(param))}.{role}"
-                entry = stored.get(key)
+                entry = entries.get(key)
                 if not isinstance(entry, TensorStorageMetadata) or entry.size != live[role].shape:
-                    continue  # of another optimizer or model, as is told elsewhere
-                saved = entry.properties.dtype, stored_state_cell(key, entry.properties.dtype, stored)
-                own = live[role].dtype, stored_state_cell(role, live[role].dtype, live)
-                if saved != own and _is_known(saved):
-                    found.append(StateConversion(param, role, key, saved, own))
-    return found
+                    continue  # of another optimizer or model, which `fit` reports
+                stored_kind = entry.properties.dtype, stored_state_cell(key, entry.properties.dtype, entries)
+                live_kind = live[role].dtype, stored_state_cell(role, live[role].dtype, live)
+                if stored_kind != live_kind and _is_known(stored_kind):
+                    conversions.append(StateConversion(param, role, key, stored_kind, live_kind))
+    return conversions
 
 
 def _roles(live: Mapping[str, Any]) -> Iterator[str]:
-    """The states among a parameter's entries, but for masters and averages."""
+    """The names of a parameter's states, except masters, averages and scales."""
     for key, value in live.items():
         if isinstance(value, Tensor) and not key.startswith((MASTER, AVERAGE)) and not scaled_state(key):
             yield key
@@ -91,27 +97,29 @@ def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
 
 
 def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], optimizer: Any) -> list[str]:
-    """Read the states and give their values to the optimizer, batch by batch; the keys of those of earlier versions
-    that were rounded, on any rank. A collective call.
+    """Read the states and write their values into the optimizer, in batches. A collective call.
+
+    Returns:
+        The keys of the `is_earlier` states that were rounded on any rank.
 
     Raises:
-        CheckpointError: a value is infinite or NaN, which the others under its scale would become too.
+        CheckpointError: a value is infinite or NaN, which would spoil all values under the same scale.
     """
     rounded = []
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
-        finish = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
+        value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
-        values = [done() for done in finish]
+        values = [reader() for reader in value_readers]
         agreement.alike(partial(_check_finite, path, batch, values))
         for change, value in zip(batch, values, strict=True):
             optimizer.set_scaled_state(change.param, change.role, value)
-            now = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
-            if change.is_earlier and not torch.equal(now, value):
+            written = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
+            if change.is_earlier and not torch.equal(written, value):
                 rounded.append(change.key)
-    earlier = [change.key for change in found if change.is_earlier]  # the same on every rank
-    anywhere = {key for keys in agreement.gathered(rounded) for key in keys} if earlier else set()
-    return [key for key in earlier if key in anywhere]
+    earlier_keys = [change.key for change in found if change.is_earlier]  # same on every rank
+    rounded_keys = {key for keys in agreement.gathered(rounded) for key in keys} if earlier_keys else set()
+    return [key for key in earlier_keys if key in rounded_keys]
 
 
 def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor]) -> None:
@@ -124,14 +132,14 @@ def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor
 
 
 def told(found: list[StateConversion]) -> list[str]:
-    """What is kept in another dtype here, of how many parameters, in words; nothing of earlier versions."""
+    """Sentences about the converted states: counts, names and dtypes. States of earlier versions are not counted."""
     counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in found if not c.is_earlier)
     lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
     return [f"states are kept in other dtypes here: {lines}"] if lines else []
 
 
 def told_of_earlier(rounded: list[str]) -> str:
-    """What is said of states of earlier versions that were rounded, by key."""
+    """The warning about 8-bit states of earlier versions that were rounded, given their keys."""
     return (
         f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that are "
         "no powers of two, and are rounded, by a sixteenth at most"

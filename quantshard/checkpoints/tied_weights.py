@@ -1,4 +1,4 @@
-"""Weights that are one in a model, under several names, must be alike in the checkpoint: else one of them is lost."""
+"""Checks that tied weights of a model have equal values in the checkpoint; otherwise a load would lose one of them."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 
 _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
-"""What the entries of a weight end with that its values follow from."""
+"""Key suffixes of the entries that determine a weight's values."""
 
 
 def check_ties(path: Path_, metadata: Metadata, model: nn.Module, stepped: Iterable[Tensor] = ()) -> None:
-    """Compare the entries of tied weights, bit for bit; each rank reads some, whole. Another rank must be told.
+    """Compare the entries of tied weights bit for bit. Each rank compares some pairs, so the caller must propagate
+    errors.
 
-    `stepped`: parameters whose states are loaded too; the number of these tells of weights that are not tied there.
+    `stepped`: parameters whose optimizer states are loaded too. These need no check: if the weights were not tied in
+    the checkpoint, the number of states differs.
 
     Raises:
-        CheckpointError: two that are one weight here have other values there.
+        CheckpointError: two names that share one weight in this model have different values in the checkpoint.
     """
-    known = {id(param) for param in stepped}
-    pairs = [(first, other) for param, first, other in tied_pairs(model) if id(param) not in known]
-    for first, other in pairs[agreement.rank() :: agreement.rank_count()]:
-        one, two = (_entries(path, metadata, name) for name in (first, other))
-        if one and two and not _alike(one, two):
+    stepped_ids = {id(param) for param in stepped}
+    pairs = [(first, alias) for param, first, alias in tied_pairs(model) if id(param) not in stepped_ids]
+    for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
+        entries, alias_entries = (_entries(path, metadata, name) for name in (first, alias))
+        if entries and alias_entries and not _alike(entries, alias_entries):
             raise CheckpointError(
-                f"{path} has other values for {other} than for {first}, which are one tied weight in this model, so "
+                f"{path} has other values for {alias} than for {first}, which are one tied weight in this model, so "
                 "one of the two would be lost; load it into a model where they are not tied"
             )
 
 
 def tied_pairs(model: nn.Module) -> list[tuple[nn.Parameter, str, str]]:
-    """Each parameter that has several names: it, its first name, and each other one."""
+    """(parameter, first name, other name) for each additional name of a parameter."""
     first: dict[nn.Parameter, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return [(param, first[param], name) for name, param in named if first.setdefault(param, name) != name]
 
 
 def _entries(path: Path_, metadata: Metadata, name: str) -> dict[str, Tensor]:
-    """What the checkpoint has of a weight's values, by the end of the key."""
+    """The checkpoint's entries that determine a weight's values, by key suffix."""
     keys = {f"model.{name}{suffix}": suffix for suffix in _SUFFIXES}
-    found = read_whole(path, metadata, [key for key in keys if key in metadata.state_dict_metadata])
-    return {keys[key]: value for key, value in found.items()}
+    values = read_whole(path, metadata, [key for key in keys if key in metadata.state_dict_metadata])
+    return {keys[key]: value for key, value in values.items()}
 
 
 def _alike(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

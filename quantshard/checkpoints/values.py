@@ -1,4 +1,4 @@
-"""A model's values in high precision, as a plain state dict: what its weights stand for, or the masters behind them."""
+"""High-precision values of a model as a plain state dict, from its dequantized weights or their masters."""
 
 from __future__ import annotations
 
@@ -32,56 +32,58 @@ def high_precision_state_dict(
     full: bool = False,
     cpu_offload: bool = False,
 ) -> dict[str, Any]:
-    """The state dict of a model as if its weights were in high precision: nothing in it needs quantshard.
+    """The state dict of a model as if its weights were in high precision. Nothing in it needs quantshard.
 
-    For each parameter its values, rounded once to `dtype`: those that the codes of a quantized one stand for, or its
-    float32 master. Random keys, draw counts, scales, amax histories of weights and format tags are left out; buffers
-    and other entries are as they are. All tensors are copies; a tied weight is one tensor under each of its names.
+    Each parameter is rounded once to `dtype`, from its dequantized codes or its float32 master. RNG keys, draw counts,
+    scales, amax histories of weights and format tags are left out; buffers and other entries are unchanged. All tensors
+    are copies; a tied weight is one tensor under each of its names.
 
-    A collective call if `full` and parameters are sharded. Beside the result a rank holds one whole tensor.
+    This is a collective call if `full` and parameters are sharded. In addition to the result, a rank holds one
+    unsharded tensor.
 
     Args:
-        model: whole, or sharded over any mesh (FSDP2, HSDP, tensor parallelism).
-        optimizer: a FusedAdam or MasterWeights, from whose masters the values are taken instead, also those of plain
-            parameters that have one. What is frozen has none and is taken from the model.
-        dtype: of the values of all floating-point parameters; None for each parameter's own.
-        full: whole tensors; otherwise DTensors, sharded as the parameters are.
-        cpu_offload: on the CPU; if `full` too, on rank 0 alone, and {} on the others, as `StateDictOptions` has it.
+        model: unsharded, or sharded over any mesh (FSDP2, HSDP, tensor parallelism).
+        optimizer: a FusedAdam or MasterWeights whose masters are used for the values, also for plain parameters with a
+            master. Frozen parameters have no master and are taken from the model.
+        dtype: dtype of all floating-point parameters; None for each parameter's own.
+        full: return unsharded tensors instead of DTensors that are sharded like the parameters.
+        cpu_offload: return tensors on the CPU. With `full`, only rank 0 gets them, and the others get {}, as with
+            `StateDictOptions`.
 
     Raises:
         ConfigurationError: `dtype` is not float32, bfloat16, float16 or float64; a trained weight has no master in the
-            optimizer, or was given new values since; the pieces of a parameter are not where their offsets say; `full`
-            of experts that are spread over ranks. The same on every rank.
-        CheckpointError: a parameter is on the meta device, or a load into the model has failed half way.
+            optimizer, or was changed since the optimizer read it; a shard of a parameter is not at the offset that it
+            states; `full` with expert parallelism. The same on every rank.
+        CheckpointError: a parameter is on the meta device, or a load into the model failed halfway.
     """
     live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
     left_out = _entries_of_weights(params, live.keys()) - buffers
-    is_here = not (full and cpu_offload) or agreement.rank() == 0
-    found: dict[str, Any] = {}
-    made: dict[int, Tensor] = {}
+    is_kept = not (full and cpu_offload) or agreement.rank() == 0
+    result: dict[str, Any] = {}
+    values_by_id: dict[int, Tensor] = {}
     for key, value in live.items():
         if key in left_out:
             continue
         param = params.get(key)
         if param is None:
-            entry = _placed(value.detach().clone() if isinstance(value, Tensor) else value, full, cpu_offload, is_here)
-        elif id(param) in made:
-            entry = made[id(param)]
+            entry = _placed(value.detach().clone() if isinstance(value, Tensor) else value, full, cpu_offload, is_kept)
+        elif id(param) in values_by_id:
+            entry = values_by_id[id(param)]
         else:
-            entry = made[id(param)] = _placed(_values(param, optimizer, dtype), full, cpu_offload, is_here)
-        if is_here:
-            found[key] = entry
-    return found
+            entry = values_by_id[id(param)] = _placed(_values(param, optimizer, dtype), full, cpu_offload, is_kept)
+        if is_kept:
+            result[key] = entry
+    return result
 
 
 def _checked(
     model: nn.Module, optimizer: Optimizer | None, dtype: torch.dtype | None, full: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The live state dict, and the parameters by its keys.
+    """The live state dict, and the parameters by its keys, after checks of the arguments.
 
     Raises:
-        ConfigurationError, CheckpointError: as of `high_precision_state_dict`.
+        ConfigurationError, CheckpointError: see `high_precision_state_dict`.
     """
     check_arguments("high_precision_state_dict", MODULE, model=model)
     check_arguments("high_precision_state_dict", OPTIMIZER.or_none, optimizer=optimizer)
@@ -96,7 +98,7 @@ def _checked(
                 f"high_precision_state_dict(full=True): the experts of {name or type(module).__name__} are spread over "
                 "ranks, of which none has all names; take full=False, which gives each rank its own"
             )
-    live = dict(model.state_dict())  # after which FSDP2 has put the shards in place
+    live = dict(model.state_dict())  # also reshards FSDP2's parameters
     params = components.named_parameters(model)
     components.check_offsets(params.items())
     for name, param in params.items():
@@ -132,46 +134,46 @@ def _has_master(param: Tensor, optimizer: Optimizer) -> bool:
 
 
 def _is_behind(param: Tensor, optimizer: Optimizer) -> bool:
-    """Whether a parameter was given other values since the optimizer last wrote or read it, as a step would find."""
+    """Whether a parameter was changed since the optimizer last wrote or read it; a step makes the same check."""
     quantized = components.quantized_local(param)
-    now = private_torch.in_place_changes(param) if quantized is None else quantized.quantized_storage.seen_version()
-    return bool(getattr(optimizer, "_versions", {}).get(param, now) != now)
+    version = private_torch.in_place_changes(param) if quantized is None else quantized.quantized_storage.seen_version()
+    return bool(getattr(optimizer, "_versions", {}).get(param, version) != version)
 
 
 def _entries_of_weights(params: dict[str, Tensor], keys: Any) -> set[str]:
-    """The keys of what a state dict has of weights besides their values."""
-    found = set()
+    """The keys of a state dict that belong to weights but are not their values."""
+    keys_of_weights = set()
     for name, param in params.items():
         suffixes = (
             _STATES if components.quantized_local(param) is None else [s for s in components.suffixes(param) if s]
         )
-        found |= {name + suffix for suffix in suffixes}
-    return (found & set(keys)) - params.keys()
+        keys_of_weights |= {name + suffix for suffix in suffixes}
+    return (keys_of_weights & set(keys)) - params.keys()
 
 
 def _values(param: Tensor, optimizer: Optimizer | None, dtype: torch.dtype | None) -> Tensor:
-    """A new tensor; a DTensor where the parameter is one."""
+    """A parameter's values as a new tensor; a DTensor if the parameter is one."""
     quantized, local = components.quantized_local(param), private_torch.local_tensor(param).detach()
-    wanted = dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
+    target_dtype = dtype if dtype is not None and param.dtype.is_floating_point else param.dtype
     master = None
     if optimizer is not None and _has_master(param, optimizer) and not _is_behind(param, optimizer):
-        read = getattr(optimizer, "get_unscaled_state", None)  # it may be split, or scaled
-        master = optimizer.state[param][MASTER] if read is None else read(param, MASTER)
+        read_unscaled = getattr(optimizer, "get_unscaled_state", None)  # handles split and scaled masters
+        master = optimizer.state[param][MASTER] if read_unscaled is None else read_unscaled(param, MASTER)
     if master is not None:
-        values = private_torch.local_tensor(master).detach().to(wanted, copy=True)
+        values = private_torch.local_tensor(master).detach().to(target_dtype, copy=True)
     elif quantized is not None:
-        values = quantized.quantized_storage.dequantize(dtype=wanted).reshape(local.shape)
+        values = quantized.quantized_storage.dequantize(dtype=target_dtype).reshape(local.shape)
     else:
-        values = local.to(wanted, copy=True)
+        values = local.to(target_dtype, copy=True)
     if not isinstance(param, DTensor):
         return values
     return components.as_dtensor(values, param, list(param.placements), tuple(param.shape))
 
 
 def _placed(value: Any, full: bool, cpu_offload: bool, is_here: bool) -> Any:
-    """A tensor where it is wanted; another entry as it is."""
+    """Gather and move a tensor as requested; other values are returned unchanged."""
     if not isinstance(value, Tensor):
         return value
     if full and isinstance(value, DTensor):
-        value = value.full_tensor()  # a collective call, of those too that do not keep it
+        value = value.full_tensor()  # a collective call, also on ranks that drop the result
     return value.cpu() if cpu_offload and is_here else value if is_here else value.new_empty(0)
