@@ -78,8 +78,8 @@ def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers
 def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, own_seed: bool) -> set[str]:
     """The keys of the optimizer's groups that keep their live value because the checkpoint lacks them.
 
-    The optimizer itself did not put these entries there, but e.g. a scheduler. `own_seed`: also keep the optimizer's rounding seed, if
-    the checkpoint has none.
+    The optimizer itself did not create these entries, but e.g. a scheduler did. `own_seed`: also keep the optimizer's
+    rounding seed, if the checkpoint has none.
     """
     if optimizer is None:
         return set()

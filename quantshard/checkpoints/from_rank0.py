@@ -1,7 +1,7 @@
-"""Loading a state dict that rank 0 alone has: it is described and checked first, then sent, cut and loaded.
+"""Loads a state dict that only rank 0 has: describe and check it, then broadcast, shard and load it.
 
 PyTorch's `set_model_state_dict(broadcast_from_rank0=True)` copies codes into a sharded weight without their scales,
-which is refused. Here the state dict says what there is to send.
+which quantshard rejects. Here the state dict determines which tensors are sent.
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ from quantshard.tensor import components, state_keys
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 
 BUCKET_BYTES = 2**25
-"""What is sent at once: as many tensors as fit, or one larger one."""
+"""Maximum size of a broadcast, except for a single larger tensor."""
 
 _CALL = "load_from_rank0: "
-_ALIGNMENT = 16  # bytes: at least the size of an element of any dtype, so that parts of a bucket can be viewed as it
+_ALIGNMENT = 16  # bytes, a multiple of every dtype's size, so that parts of a bucket can be viewed as any dtype
 
 
 @suggests_names
 @torch.no_grad()
 def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-    """Load the whole state dict that rank 0 has into every rank's part of a model. A collective call of all processes.
+    """Load rank 0's unsharded state dict into every rank's shards of a model. A collective call of all processes.
 
-    Nothing is dequantized: each rank ends with the very bits of its part of codes, scales, random keys, draw counts,
-    amax histories, plain parameters and buffers. During the call a rank holds its part once more, and one bucket of
-    `BUCKET_BYTES` or of the largest tensor.
+    Nothing is dequantized: codes, scales, RNG keys, draw counts, amax histories, plain parameters and buffers are
+    copied bit for bit. During the call a rank holds a second copy of its shards, and one bucket of `BUCKET_BYTES` or of
+    the largest tensor.
 
     Args:
-        model: wrapped by `fully_shard`, or whole on every rank (under DDP its `.module`); not on the meta device.
-        state_dict: on rank 0 plain tensors under the keys of `model.state_dict()`, as `get_model_state_dict` gives them
-            with `full_state_dict` and `cpu_offload`, or a file of theirs; what other ranks pass is not read.
-        strict: whether keys that only one side has are an error; otherwise they are left out. A weight comes with all
-            of its components or not at all in either case.
+        model: sharded by `fully_shard`, or unsharded on every rank (under DDP pass its `.module`); not on the meta
+            device.
+        state_dict: on rank 0 plain tensors under the keys of `model.state_dict()`, as returned by
+            `get_model_state_dict` with `full_state_dict` and `cpu_offload`, or read from a file of it. Ignored on other
+            ranks.
+        strict: raise if a key is missing on either side; otherwise such keys are skipped. In both cases a weight needs
+            either all of its components or none.
 
     Returns:
-        `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
+        `missing_keys` and `unexpected_keys`, like `load_state_dict`.
 
     Raises:
-        CheckpointError: an entry of rank 0's is missing, unknown or no plain tensor, or of another shape, dtype or
+        CheckpointError: an entry of rank 0 is missing, unknown, not a plain tensor, or has another shape, dtype or
             format than the model's. The same on every rank, and nothing was written.
-        ConfigurationError: the pieces of a parameter are not where their offsets say.
+        ConfigurationError: a shard of a parameter is not at the offset that it states.
     """
     agreement.alike(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     with loading("load_from_rank0", model) as load:
@@ -76,15 +78,15 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
 def _loaded(model: nn.Module, parts: Mapping[str, Any], strict: bool) -> Any:
     try:
         return model.load_state_dict(parts, strict=strict)
-    except Exception as error:  # a module of the user's can refuse in any way, and the other ranks wait
+    except Exception as error:  # user code can raise anything, and the other ranks wait
         raise CheckpointError(str(error)) from error
 
 
 def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """A state dict with format tags, and of other tensors shape and dtype alone.
+    """A state dict with the values of format tags, and meta tensors in place of all other tensors.
 
     Raises:
-        CheckpointError: it cannot be sent.
+        CheckpointError: the state dict cannot be sent.
     """
     remedy = (
         "pass on rank 0 what get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
@@ -106,14 +108,15 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
 def _fitting(
     model: nn.Module, described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
 ) -> dict[str, Any]:
-    """This rank's live state. `sent`: on rank 0 what is described.
+    """This rank's live state dict, checked against the description of rank 0's. `sent`: that state dict on rank 0, else
+    {}.
 
     Raises:
-        CheckpointError: a state dict with this description cannot be loaded into it.
+        CheckpointError: a state dict with this description cannot be loaded into the model.
     """
     live = model.state_dict()
-    for key, own in live.items():
-        if isinstance(own, Tensor) and own.is_meta and key in described:
+    for key, live_value in live.items():
+        if isinstance(live_value, Tensor) and live_value.is_meta and key in described:
             raise CheckpointError(
                 f"{key} is on the meta device, where loading does nothing; call reset_parameters() or to_empty() first"
             )
@@ -144,7 +147,11 @@ def _kind(value: object) -> str:
 def _check_weights(
     model: nn.Module, live: Mapping[str, Any], described: Mapping[str, Tensor], sent: Mapping[str, Tensor]
 ) -> None:
-    """Raise CheckpointError if a quantized weight, here or on rank 0, is another there, or not all of it is there."""
+    """Check the format and the completeness of each weight that is quantized in the model or on rank 0.
+
+    Raises:
+        CheckpointError: the formats differ, or components are missing.
+    """
     tags = {key: value for key, value in described.items() if str(key).endswith(FORMAT_SUFFIX) and not value.is_meta}
     for name, param in components.named_parameters(model).items():
         tag = tags.get(name + FORMAT_SUFFIX)
@@ -162,7 +169,7 @@ def _check_weights(
 
 
 def _buckets(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The keys in order, in groups of at most BUCKET_BYTES where a group is not a single key."""
+    """Group the keys, in order, into buckets of up to BUCKET_BYTES, or of one larger tensor."""
     keys: list[str] = []
     size = 0
     for key, value in described.items():
@@ -176,16 +183,16 @@ def _buckets(described: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rank 0's whole tensors of these keys, on every rank, as views of one buffer."""
+    """Broadcast rank 0's tensors of these keys; on every rank they are views of one buffer."""
     group = process_groups.world()
     if group is None:
         return {key: values[key] for key in keys}
     sizes = [-(-described[key].nbytes // _ALIGNMENT) * _ALIGNMENT for key in keys]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=process_groups.collective_device(group))
     received = {}
-    for key, room in zip(keys, buffer.split(sizes), strict=True):
+    for key, part in zip(keys, buffer.split(sizes), strict=True):
         like = described[key]
-        received[key] = room[: like.nbytes].view(like.dtype).view(like.shape)
+        received[key] = part[: like.nbytes].view(like.dtype).view(like.shape)
         if agreement.rank() == 0:
             received[key].copy_(values[key])
     dist.broadcast(buffer, src=0, group=group)
@@ -193,7 +200,7 @@ def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping
 
 
 def _local_part(value: Tensor, live: Any) -> Tensor:
-    """A copy of this rank's part of a whole tensor, like the live one: cut at the offsets that DCP loads by."""
+    """A copy of this rank's shard of a tensor, placed like the live tensor and cut at the offsets that DCP uses."""
     local = private_torch.local_tensor(live)
     if not isinstance(live, DTensor):
         return value.to(local.device, copy=True)

@@ -1,4 +1,4 @@
-"""Loading high-precision weights into a quantized model: an explicit, batched, sharded call."""
+"""Loads high-precision weights into a quantized model: an explicit call that quantizes them in one batch."""
 
 from __future__ import annotations
 
@@ -22,46 +22,45 @@ from quantshard.tensor.storage import DRAWS, KEY
 @suggests_names
 @torch.no_grad()
 def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Quantize high-precision weights into a model's parameters, and copy the others. A collective call.
+    """Quantize high-precision weights into a model's parameters, and copy the other parameters. A collective call.
 
-    Each rank reads only its part of each tensor, and all amaxes are reduced in one collective. Nothing is written
-    before everything fits. Build the optimizer afterwards: its masters start from the loaded values, which trainable
-    weights keep on the CPU until the first step (`clear_high_precision_init_val` of a weight frees them earlier).
+    Each rank reads only its shards, all amaxes are reduced in one collective, and everything is checked before the
+    first write. Build the optimizer afterwards, so that its masters start from the loaded values. Trainable weights
+    keep these values on the CPU until the first step (a weight's `clear_high_precision_init_val` frees them earlier).
 
     Args:
-        model: whole or wrapped by `fully_shard`, not on the meta device.
-        state_dict: for every parameter of the model its values: a whole tensor, or a DTensor sharded as the parameter
-            is. Entries for buffers, random keys and draw counts are copied; entries of the quantized form
-            (`X_scale_inv`, ...) are errors.
+        model: unsharded, or sharded by `fully_shard`; not on the meta device.
+        state_dict: the values of every parameter: a full tensor, or a DTensor sharded like the parameter. Entries of
+            buffers, RNG keys and draw counts are copied; entries of the quantized form (`X_scale_inv`, ...) are errors.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, quantized, or of another shape, or an entry is none or cannot be
-            read, or values that are to be quantized are infinite or NaN; on every rank, if so on one.
-        ConfigurationError: the pieces of a parameter are not where their offsets say.
+        CheckpointError: a tensor is missing, unknown, quantized, or of another shape; an entry is not a tensor or
+            cannot be read; or values to be quantized are infinite or NaN. If one rank fails, all do.
+        ConfigurationError: a shard of a parameter is not at the offset that it states.
     """
     agreement.alike(lambda: check_arguments("load_high_precision", MODULE, model=model))
     with loading("load_high_precision", model) as load:
         components.check_offsets(model.named_parameters())
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # else a forward without backward may have left the gathered copies in place
+                module.reshard()  # a forward without backward can leave parameters unsharded
         params = dict(model.named_parameters(remove_duplicate=False))
-        others, parts = agreement.alike(lambda: _fitting(model, params, state_dict))
+        other_entries, parts = agreement.alike(lambda: _fitting(model, params, state_dict))
         load.writes = True
-        for tensor, value in others:
+        for tensor, value in other_entries:
             tensor.copy_(value)
         quantized: list[tuple[Tensor, Tensor]] = []
-        kept: dict[str, Tensor] = {}
+        initial_values: dict[str, Tensor] = {}
         for name, param in params.items():
             local = components.quantized_local(param)
             if local is None:
                 private_torch.local_tensor(param).copy_(parts[name])
                 continue
             if param.requires_grad:
-                kept[name] = parts[name].cpu().clone()
+                initial_values[name] = parts[name].cpu().clone()
             quantized.append((param, parts[name].to(local.device)))
         requantize.requantize_(quantized, assume_finite=True)
-        for name, values in kept.items():
+        for name, values in initial_values.items():
             components.storage_of(params[name]).keep_initial_values(values)
         load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())
 
@@ -69,23 +68,23 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
 def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """What this rank will write: the entries that belong to no parameter, and its part of each parameter."""
-    check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where other ranks are told of it
+    """The checked writes of this rank: the entries that belong to no parameter, and its shard of each parameter."""
+    check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where errors reach all ranks
     given = state_keys.split_stacked(model, given)
-    others = _other_entries(model, params, given)
+    other_entries = _other_entries(model, params, given)
     parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
     for name, part in parts.items():
         local = components.quantized_local(params[name])
-        told = "" if local is None else requantize.non_finite(part, local.quantized_storage.shard.origin)
-        if told:
-            raise CheckpointError(f"load_high_precision: {name}: {told}; codes saturate, which would hide it")
-    return others, parts
+        problem = "" if local is None else requantize.non_finite(part, local.quantized_storage.shard.origin)
+        if problem:
+            raise CheckpointError(f"load_high_precision: {name}: {problem}; codes saturate, which would hide it")
+    return other_entries, parts
 
 
 def _other_entries(
     model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Entries that belong to no parameter: (live tensor, value) of each buffer, random key and count of draws."""
+    """(live tensor, value) of each buffer, RNG key and draw count in the state dict."""
     live = dict(model.named_buffers())
     for name in given.keys() - params.keys() - live.keys():
         tensor = _by_attributes(model, name) if name.endswith((f"_{KEY}", f"_{DRAWS}")) else None
@@ -104,10 +103,10 @@ def _other_entries(
 
 def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
     try:
-        found = attrgetter(name)(model)
+        value = attrgetter(name)(model)
     except AttributeError:
         return None
-    return found if isinstance(found, Tensor) else None
+    return value if isinstance(value, Tensor) else None
 
 
 def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
 
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:
-    """An entry of the state dict, shown to hold values for a live tensor."""
+    """An entry of the state dict, after checks that it can be copied to a live tensor."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"load_high_precision: {name} is a {type(value).__name__}, not a tensor")
     if value.is_meta:

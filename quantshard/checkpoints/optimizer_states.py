@@ -1,8 +1,8 @@
-"""An optimizer's part of a checkpoint: what is saved of it, and what a load writes into.
+"""The optimizer's part of a checkpoint: what is saved, and the state dict that a load writes into.
 
-A stock `torch.optim` optimizer makes the states of a parameter in its first step, so one that was just built has none
-to load into. They are made here, for those parameters that have states in the checkpoint: of the kinds that a step with
-a gradient of zeros gives to a parameter of zeros that stands for the model's.
+A stock `torch.optim` optimizer creates a parameter's states in its first step, so a new optimizer has no states to load
+into. They are created here for the parameters that have states in the checkpoint, by a step with zero gradients on a
+zero parameter that stands for the model's.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
 STATES = "optimizer.state."
-"""What the keys of states begin with: this, the parameter's number, and the state's own name."""
+"""Prefix of the keys of states, followed by the parameter's number and the state's name."""
 
 GROUPS = "optimizer.param_groups."
-"""What the keys of group entries begin with: this, the group's number, and the entry's own name."""
+"""Prefix of the keys of group entries, followed by the group's number and the entry's name."""
 
 Entries = Mapping[str, STORAGE_TYPES]
 
 
 def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict, with parameters named as the model's entries are, and its numbers.
+    """The optimizer's state dict, with the parameter names and numbers of a checkpoint.
 
     Raises:
-        ConfigurationError: its `step()` needs a closure, so its states could not be made for a load.
+        ConfigurationError: the optimizer's `step()` needs a closure, so a load could not create its states.
     """
     _check_step(optimizer)
     state: dict[str, Any] = optimizer.state_dict()
@@ -52,10 +52,11 @@ def _check_step(optimizer: Optimizer) -> None:
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The state dict of an optimizer, with states for those parameters that have some in the checkpoint, and its
-    numbers.
+    """The optimizer's state dict as the target of a load, with states for the parameters that have some in the
+    checkpoint.
 
-    The optimizer and its parameters stay as they are. A collective call where its step is one on sharded parameters.
+    The optimizer and its parameters are not changed. A collective call if the optimizer's step on sharded parameters is
+    one.
     """
     state = state_to_fill(optimizer)
     _add_entries_of_others(state["param_groups"], stored, components.own_settings(optimizer))
@@ -64,18 +65,18 @@ def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | N
     if allocates(optimizer):
         return state
     by_number = _by_number(stored)
-    lacking = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
-    state["state"] = {key: own for key, own in state["state"].items() if key not in lacking}
+    without_states = {number for number in state["state"] if isinstance(number, int)} - by_number.keys()
+    state["state"] = {key: value for key, value in state["state"].items() if key not in without_states}
     numbered = enumerate((param, group) for group in optimizer.param_groups for param in group["params"])
     for number, (param, group) in numbered:
-        theirs = by_number.get(number, {})
-        if not _covers(state["state"].get(number, {}), theirs):
-            state["state"][number] = _made(optimizer, group, param, theirs)
+        stored_state = by_number.get(number, {})
+        if not _covers(state["state"].get(number, {}), stored_state):
+            state["state"][number] = _made(optimizer, group, param, stored_state)
     return state
 
 
 def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: set[str]) -> None:
-    """Make a place for group entries that others than the optimizer saved, such as a scheduler's `initial_lr`."""
+    """Add placeholders for group entries of other code than the optimizer, e.g. a scheduler's `initial_lr`."""
     for key, entry in stored.items():
         number, _, name = key.removeprefix(GROUPS).partition(".")
         if not key.startswith(GROUPS) or not number.isdecimal() or int(number) >= len(groups):
@@ -86,22 +87,23 @@ def _add_entries_of_others(groups: list[dict[str, Any]], stored: Entries, own: s
 
 
 def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:
-    """The states of a checkpoint: of each parameter's number, its entries by their names."""
-    found: dict[int, dict[str, STORAGE_TYPES]] = {}
+    """The checkpoint's state entries by parameter number and state name."""
+    states: dict[int, dict[str, STORAGE_TYPES]] = {}
     for key, entry in stored.items():
         number, _, name = key.removeprefix(STATES).partition(".")
         if key.startswith(STATES) and number.isdecimal():
-            found.setdefault(int(number), {})[name] = entry
-    return found
+            states.setdefault(int(number), {})[name] = entry
+    return states
 
 
 def allocates(optimizer: Optimizer) -> bool:
-    """Whether it makes all states when it is built, as ours do, and loads into these."""
+    """Whether the optimizer creates all its states at construction and loads into them, like quantshard's
+    optimizers."""
     return hasattr(optimizer, "initialize_state")
 
 
 def _covers(own: Mapping[str, Any], theirs: Entries) -> bool:
-    """Whether a state has what is to be loaded into it, by the keys of its entries in a checkpoint."""
+    """Whether a live state has an entry for each stored one, by flattened key."""
     flat = private_torch.flatten_state_dict(dict(own))[0]
     return all(key in flat and (not _is_tensor(entry) or flat[key] is not None) for key, entry in theirs.items())
 
@@ -111,25 +113,26 @@ def _is_tensor(entry: STORAGE_TYPES) -> bool:
 
 
 def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs: Entries) -> dict[str, Any]:
-    """A state for a parameter: what a first step makes, and what only later ones do as far as its layout is clear."""
-    made = _first(optimizer, group, param)
-    flat = private_torch.flatten_state_dict(made)[0]
+    """A new state for a parameter: the result of a first step, plus entries of later steps whose layout can be
+    inferred."""
+    state = _first(optimizer, group, param)
+    flat = private_torch.flatten_state_dict(state)[0]
     for key, entry in theirs.items():
         if not isinstance(entry, TensorStorageMetadata):
             if flat.get(key) is None and "." not in key:
-                made[key] = None  # to be read as an object
+                state[key] = None  # placeholder for an object
         elif flat.get(key) is None and "." not in key:
             if entry.size == param.shape:
-                made[key] = components.zeros_like(param, entry.properties.dtype)
+                state[key] = components.zeros_like(param, entry.properties.dtype)
             elif not entry.size:
-                made[key] = torch.zeros((), dtype=entry.properties.dtype, device="cpu")
-    return made
+                state[key] = torch.zeros((), dtype=entry.properties.dtype, device="cpu")
+    return state
 
 
 def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """The state after a first step; {} if this optimizer cannot make it by itself."""
+    """The state after a first step; {} if this optimizer cannot run a step on its own."""
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
-        return {}  # a step of one within it would be a step of the model
+        return {}  # a step of the inner optimizer would change the model
     settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in components.PARAMETER_ENTRIES}
     probe = nn.Parameter(components.zeros_like(param, param.dtype))
     probe.grad = components.zeros_like(param, param.dtype)
@@ -137,7 +140,7 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             return private_torch.first_state(optimizer, settings, probe)
-        except Exception:  # a class of the caller's can fail in any way; the comparison then names what is missing
+        except Exception:  # user code can raise anything; `fit` then reports the missing states
             return {}
 
 
@@ -145,8 +148,8 @@ def _first(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> dic
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: ParameterNumbers | None) -> None:
     """Load a state dict of `to_load`, without casting any state.
 
-    Stock `load_state_dict` casts states to the dtype of their parameter, which loses bits of float32 states of 16-bit
-    weights.
+    Stock `load_state_dict` casts states to the dtype of their parameter, so float32 states of 16-bit weights would lose
+    bits.
     """
     optimizer.load_state_dict(dict(state) if numbers is None else numbers.from_checkpoint(state, optimizer))
     if allocates(optimizer):

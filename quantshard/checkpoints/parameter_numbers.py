@@ -124,8 +124,7 @@ def numbers_of(optimizer: Optimizer, known: ParameterNumbers | None) -> dict[int
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(prefix, layer) of each layer under expert parallelism. The layers are `GroupedLinear`, which cannot be imported
-    here."""
+    """(prefix, layer) of each expert-parallel layer, i.e. each `GroupedLinear` (not importable from here)."""
     for name, module in model.named_modules():
         if process_groups.expert_axis(module) is not None:
             yield f"{components.canonical_name(name)}." if name else "", module
@@ -150,7 +149,10 @@ def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[s
 
 
 def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load. Unlike `state_dict`, it does not raise for bad steps, which a
-    load repairs."""
+    """The optimizer's state dict as the target of a load.
+
+    Quantshard's optimizers have a variant of `state_dict` that does not raise after bad steps, since a load repairs
+    them.
+    """
     state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
     return state_dict()

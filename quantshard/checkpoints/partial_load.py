@@ -1,8 +1,8 @@
-"""What a load leaves behind that fails after it began to write: a model and an optimizer that refuse to be used.
+"""Makes a model and an optimizer refuse to be used after a load that failed while writing.
 
-Part of their values are those of the checkpoint then and part are not, and nothing else would tell. The refusals are
-hooks, which are put on when a load has failed and taken off by one that succeeds: a forward or a step of what is whole
-looks at nothing.
+Such objects mix values of the checkpoint with earlier values, which nothing else would detect. The refusals are hooks:
+a failed load registers them, and a successful load removes them, so that complete objects pay nothing in a forward or a
+step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
 _MARK = "_quantshard_partial_load"
-"""Attribute of a module or an optimizer: which load failed, and why. A copy has it too."""
+"""Attribute of a module or an optimizer: which load failed, and why. Copies have it too."""
 
 _hooks: WeakKeyDictionary[nn.Module | Optimizer, list[Any]] = WeakKeyDictionary()
 
 
 @dataclass
 class LoadGuard:
-    """A load that is under way.
+    """The progress of a load.
 
-    `writes`: whether it has begun to write, so that a failure leaves a mixture. `mends`: whether it writes all that an
-    earlier one may have left, `is_mixed` whether there was such a one.
+    `is_mixed`: an earlier load failed halfway. `writes`: this load has begun to write, so that a failure leaves mixed
+    values. `mends`: this load overwrites everything that an earlier one could have left mixed.
     """
 
     is_mixed: bool
@@ -43,48 +43,48 @@ class LoadGuard:
 
 @contextmanager
 def loading(call: str, model: nn.Module, optimizer: Optimizer | None = None) -> Iterator[LoadGuard]:
-    """A load into a model and an optimizer, while the context lasts; set `writes` before the first byte is written.
+    """Guard a load into a model and an optimizer. Set `writes` before the first byte is written.
 
-    If it fails after that, all modules and the optimizer refuse to be used until another load has written all of them;
-    if it fails before, they are as they were. `call`: what the load is called in messages.
+    If the load fails after that, all modules and the optimizer refuse to be used until another load has written all of
+    them. If it fails earlier, they are unchanged. `call`: the name of the load in messages.
     """
     marked: list[nn.Module | Optimizer] = [*model.modules(), *(() if optimizer is None else (optimizer,))]
-    earlier = {each: mark for each in marked if (mark := _unmark(each)) is not None}
+    earlier = {owner: mark for owner in marked if (mark := _unmark(owner)) is not None}
     load = LoadGuard(bool(earlier))
     try:
         yield load
     except BaseException as error:
-        said = f"{call} failed after it had begun to write ({type(error).__name__}: {why(error)})"
-        marks = dict.fromkeys(marked, said) if load.writes else earlier
-        for each, mark in marks.items():
-            _mark(each, mark)
+        message = f"{call} failed after it had begun to write ({type(error).__name__}: {why(error)})"
+        marks = dict.fromkeys(marked, message) if load.writes else earlier
+        for owner, mark in marks.items():
+            _mark(owner, mark)
         if load.writes:
             _count_as_written(model)
             _forget_compiled_code()
         raise
-    for each, mark in ({} if load.mends else earlier).items():
-        _mark(each, mark)
+    for owner, mark in ({} if load.mends else earlier).items():
+        _mark(owner, mark)
     if earlier:
         _forget_compiled_code()
 
 
 def covers_buffers(model: nn.Module, given: Collection[str] = ()) -> bool:
-    """Whether the buffers that a state dict has are all among some names."""
+    """Whether `given` contains the names of all buffers of the model's state dict."""
     return {name for name, _ in model.named_buffers()} & model.state_dict().keys() <= set(given)
 
 
 def refuse_partial(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Raise if a load into one of them failed half way, and none has succeeded since.
+    """Raise if a load into the model or the optimizer failed halfway, and none has succeeded since.
 
     Raises:
-        CheckpointError: saying which load, and what to do.
+        CheckpointError: names the load, and a remedy.
     """
-    for each in (*model.modules(), *(() if optimizer is None else (optimizer,))):
-        _refuse(each)
+    for owner in (*model.modules(), *(() if optimizer is None else (optimizer,))):
+        _refuse(owner)
 
 
 def _refuse(marked: nn.Module | Optimizer, *_: Any) -> None:
-    """The hook: before a forward, a step, and `state_dict()`."""
+    """Hook before a forward, a step and `state_dict()` that raises for marked objects."""
     mark = vars(marked).get(_MARK)
     if mark is None:
         return
@@ -117,12 +117,12 @@ def _mark(marked: nn.Module | Optimizer, mark: str) -> None:
 
 
 def _loaded(optimizer: Optimizer) -> None:
-    """Its `load_state_dict` raises before it writes, or writes all."""
+    """Remove the mark after a `load_state_dict`, which writes everything or raises before it writes."""
     _unmark(optimizer)
 
 
 def _unmark(marked: nn.Module | Optimizer) -> str | None:
-    """Take the refusal away; its mark, if there was one."""
+    """Remove the mark and its hooks. Returns the mark, or None."""
     mark: str | None = vars(marked).pop(_MARK, None)
     for hook in _hooks.pop(marked, ()):
         hook.remove()
@@ -130,7 +130,7 @@ def _unmark(marked: nn.Module | Optimizer) -> str | None:
 
 
 def _count_as_written(model: nn.Module) -> None:
-    """Let optimizers that the load was not given notice it: their masters are of other weights."""
+    """Mark the weights as changed, so that optimizers outside the load notice that their masters are stale."""
     for param in model.parameters():
         quantized = components.quantized_local(param)
         if quantized is not None:
@@ -138,6 +138,6 @@ def _count_as_written(model: nn.Module) -> None:
 
 
 def _forget_compiled_code() -> None:
-    """Compiled code is not looked at again when hooks come and go, if it is of a module around the loaded one."""
+    """Reset torch.compile, which ignores hook changes in a compiled module that contains the loaded one."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()

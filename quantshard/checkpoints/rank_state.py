@@ -1,8 +1,8 @@
-"""What each rank has for itself: random generators, and the caller's objects, as plain tensors.
+"""States that each rank has on its own: RNG states, and the caller's objects, stored as plain tensors.
 
-Each is one uint8 tensor under `ranks.RANK.NAME`, a file of torch.save that is read as other entries are, so that
-nothing in it is run: "random" for the generators, and the caller's names for what has `state_dict` and
-`load_state_dict` (the order of the data, a schedule). Tensors in it come back on the CPU.
+Each state is one uint8 tensor under `ranks.RANK.NAME`: a torch.save file, which is read like other entries, without
+executing code. "random" holds the RNG states; the other names are those of the caller's objects with `state_dict` and
+`load_state_dict` (a data loader, a scheduler). Their tensors are loaded to the CPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ RANDOM = "random"
 
 
 class RandomGenerators:
-    """The random generators of this process: torch's on the CPU and on its GPU, Python's and NumPy's."""
+    """The random generators of this process: torch's on the CPU and its GPU, Python's and NumPy's."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each, in plain types."""
+        """The RNG states, in plain types."""
         name, keys, *rest = np.random.get_state(legacy=True)
         state = {
             "torch": torch.get_rng_state(),
@@ -40,9 +40,9 @@ class RandomGenerators:
         return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set each to its state; one that is not there is left as it is."""
+        """Set the RNG states. A generator without a state keeps its own."""
         name, keys, position, *rest = state_dict["numpy"]
-        if not 0 <= position <= len(keys):  # NumPy would read there
+        if not 0 <= position <= len(keys):  # NumPy would read out of bounds
             raise ValueError(f"position {position} is not within NumPy's {len(keys)} keys")
         torch.set_rng_state(state_dict["torch"])
         random.setstate(state_dict["python"])
@@ -52,7 +52,7 @@ class RandomGenerators:
 
 
 def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """The caller's objects and the generators, by name.
+    """The caller's objects and the random generators, by name.
 
     Raises:
         ConfigurationError: a name cannot be part of a key, or an object has no state_dict.
@@ -66,7 +66,7 @@ def with_generators(objects: Mapping[str, Stateful]) -> dict[str, Stateful]:
 
 
 def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
-    """This rank's entries, below `ranks`.
+    """This rank's entries, to be stored under `ranks`.
 
     Raises:
         ConfigurationError: a state needs code to be read.
@@ -75,47 +75,46 @@ def entries(objects: Mapping[str, Stateful]) -> dict[str, dict[str, Tensor]]:
 
 
 def writers(stored: Iterable[str]) -> int:
-    """How many ranks wrote entries of their own, by the keys of a checkpoint."""
+    """The number of ranks that wrote a state of their own, by the keys of a checkpoint."""
     return len(_by_rank(stored))
 
 
 def wanted_keys(stored: Iterable[str]) -> list[str]:
-    """Of the keys of a checkpoint, those that this rank needs: its own, or, if as many ranks did not write it, all."""
-    found = _by_rank(stored)
-    if len(found) == agreement.rank_count():
-        return list(found.get(str(agreement.rank()), {}).values())
-    return [key for keys in found.values() for key in keys.values()]
+    """The keys this rank must read: its own, or all keys if another number of ranks wrote the checkpoint."""
+    keys_by_rank = _by_rank(stored)
+    if len(keys_by_rank) == agreement.rank_count():
+        return list(keys_by_rank.get(str(agreement.rank()), {}).values())
+    return [key for keys in keys_by_rank.values() for key in keys.values()]
 
 
 def to_load(
     objects: Mapping[str, Stateful], values: Mapping[str, Tensor], written_by: int
 ) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:
-    """What each object is to load of the `wanted_keys`, by its name: the key and the state; and the names of those that
-    are left as they are.
+    """The key and the state that each object loads, by its name, and the names of the objects that keep their state.
 
-    Where another number of ranks wrote it, what was equal on all of them is loaded on all; the rest belongs to nobody.
-    Nor do the generators of a single rank, which would make all alike.
+    If another number of ranks wrote the checkpoint, only states that were equal on all of them are loaded, on every
+    rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
 
     Raises:
-        CheckpointError: an entry is no such state.
+        CheckpointError: an entry is not the bytes of a state.
     """
     for key, entry in values.items():
         if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.ndim != 1:
             what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
             raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
-    found, states, left = _by_rank(values), {}, []
-    nobodys = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
+    keys_by_rank, states, unloaded = _by_rank(values), {}, []
+    skipped = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
     for name in objects:
-        held = [keys[name] for keys in found.values() if name in keys and name not in nobodys]
-        if not held or not all(torch.equal(values[held[0]], values[key]) for key in held):
-            left.append(name)
+        candidates = [keys[name] for keys in keys_by_rank.values() if name in keys and name not in skipped]
+        if not candidates or not all(torch.equal(values[candidates[0]], values[key]) for key in candidates):
+            unloaded.append(name)
             continue
-        states[name] = held[0], decoded(held[0], values[held[0]].numpy().tobytes())
-    return states, tuple(left)
+        states[name] = candidates[0], decoded(candidates[0], values[candidates[0]].numpy().tobytes())
+    return states, tuple(unloaded)
 
 
 def load_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str, Any]]) -> None:
-    """Load what `to_load` found.
+    """Load the states of `to_load` into the objects.
 
     Raises:
         CheckpointError: an object cannot load its state.
@@ -123,19 +122,19 @@ def load_states(objects: Mapping[str, Stateful], states: Mapping[str, tuple[str,
     for name, (key, state) in states.items():
         try:
             objects[name].load_state_dict(state)
-        except Exception as error:  # an object of the user's can refuse in any way, and the other ranks wait
+        except Exception as error:  # user code can raise anything, and the other ranks wait
             raise CheckpointError(f"{key} cannot be loaded into {name!r}: {why(error)}") from error
 
 
 def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """{rank: {name: key}}."""
-    found: dict[str, dict[str, str]] = {}
+    result: dict[str, dict[str, str]] = {}
     for key in keys:
-        head, _, rest = key.partition(".")
-        rank, _, name = rest.partition(".")
+        head, _, tail = key.partition(".")
+        rank, _, name = tail.partition(".")
         if head == RANKS and rank.isdecimal() and name:
-            found.setdefault(rank, {})[name] = key
-    return found
+            result.setdefault(rank, {})[name] = key
+    return result
 
 
 def _packed(name: str, state: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""Where checkpoints lie, and how a save becomes visible."""
+"""Storage of checkpoints, and the commit that makes a save visible."""

@@ -1,4 +1,4 @@
-"""What one rank finds out and all must know: values and errors that are the same on every rank."""
+"""Exchange of values and errors between ranks, so that every rank returns or raises the same."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ U = TypeVar("U")
 
 
 def rank() -> int:
-    """This process's rank; 0 where there is no process group."""
+    """This process's rank; 0 without a process group."""
     return 0 if process_groups.world() is None else dist.get_rank()
 
 
 def rank_count() -> int:
-    """How many ranks there are; 1 where there is no process group."""
+    """The number of ranks; 1 without a process group."""
     return 1 if process_groups.world() is None else dist.get_world_size()
 
 
 def gathered(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
-    found = [value] * rank_count()
+    values = [value] * rank_count()
     if process_groups.world() is not None:
         with _told():
-            dist.all_gather_object(found, value)
-    return found
+            dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What fails in a collective call is said as what it is: another rank is gone, or did not come."""
+    """Convert the failure of a collective call to a LostRankError: another rank exited or never joined."""
     try:
         yield
     except RuntimeError as error:
@@ -51,96 +51,98 @@ def _told() -> Iterator[None]:
 
 
 def is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether an error from a collective call says that another rank is gone, as a bare RuntimeError does."""
-    own = isinstance(error, torch.OutOfMemoryError | QuantshardError | CheckpointException)
-    return isinstance(error, RuntimeError) and not own and process_groups.world() is not None
+    """Whether an error of a collective call means that another rank is gone, like a bare RuntimeError."""
+    has_other_cause = isinstance(error, torch.OutOfMemoryError | QuantshardError | CheckpointException)
+    return isinstance(error, RuntimeError) and not has_other_cause and process_groups.world() is not None
 
 
 def from_rank0(find: Callable[[], T]) -> T:
-    """What `find` returns on rank 0, on all ranks. A collective call.
+    """The result of `find` on rank 0, on all ranks. A collective call.
 
     Raises:
-        CheckpointError, ConfigurationError: on every rank, if raised there; any other error is said as the first.
+        CheckpointError, ConfigurationError: `find` failed; on every rank. Other errors are converted to
+            CheckpointError.
     """
-    sent: list[Any] = [None, None]
+    payload: list[Any] = [None, None]
     interrupt: BaseException | None = None
     if rank() == 0:
         try:
-            sent = [find(), None]
+            payload = [find(), None]
         except ConfigurationError as error:
-            sent = [None, (ConfigurationError, str(error))]
+            payload = [None, (ConfigurationError, str(error))]
         except (CheckpointError, OSError) as error:
-            sent = [None, (CheckpointError, str(error))]
+            payload = [None, (CheckpointError, str(error))]
         except Exception as error:  # the other ranks wait
-            sent = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
+            payload = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
         except INTERRUPTS as error:
-            sent, interrupt = [None, (CheckpointError, _interrupted(0, error))], error
+            payload, interrupt = [None, (CheckpointError, _interrupted(0, error))], error
     if process_groups.world() is not None:
         with _told():
-            dist.broadcast_object_list(sent, src=0)
+            dist.broadcast_object_list(payload, src=0)
     if interrupt is not None:
         raise interrupt
-    if sent[1] is not None:
-        kind, message = sent[1]
+    if payload[1] is not None:
+        kind, message = payload[1]
         raise kind(message)
-    found: T = sent[0]
-    return found
+    result: T = payload[0]
+    return result
 
 
 def raise_alike(error: str | None, prefix: str = "") -> None:
-    """Raise the error of the first rank that has one, on every rank, behind a prefix. A collective call."""
+    """Raise the error of the first rank that has one, on every rank, after a prefix. A collective call."""
     raise_first(gathered(error), prefix)
 
 
 def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
-    """Raise the first of the errors of all ranks, by rank, behind a prefix."""
+    """Raise the first of the errors of all ranks, by rank, after a prefix."""
     for number, message in enumerate(errors):
         if message is not None:
             raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
 def alike(own: Callable[[], T], prefix: str = "") -> T:
-    """What each rank finds out for itself, if all of them do. A collective call. Errors are said behind the prefix.
+    """The result of `own` on this rank, if it succeeds on all ranks. A collective call. Error messages start with
+    `prefix`.
 
     Raises:
-        CheckpointError: the first rank's, or one of its kind, on every rank; any other error too is said as one.
-        ConfigurationError: likewise.
-        KeyboardInterrupt, SystemExit: of this rank; the others are told.
+        CheckpointError, ConfigurationError: the first rank's error, on every rank. Other errors are converted to
+            CheckpointError.
+        KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise a CheckpointError.
     """
     return exchanged(own, lambda _: None, prefix)[0]
 
 
 def exchanged(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
-    """What this rank finds out for itself, and what each rank tells of its own, by rank, if none failed.
+    """The result of `own` on this rank, and `tell(result)` of each rank, by rank, if no rank failed.
 
-    One collective call; prefix and errors as of `alike`.
+    One collective call; prefix and errors are those of `alike`.
     """
-    found: list[T] = []
-    told: U | None = None
+    results: list[T] = []
+    summary: U | None = None
     failed: tuple[type[QuantshardError], str] | None = None
     cause: BaseException | None = None
     try:
-        found.append(own())
-        told = tell(found[0])
+        results.append(own())
+        summary = tell(results[0])
     except QuantshardError as error:
         failed, cause = (type(error), str(error)), error
     except OSError as error:
         failed, cause = (CheckpointError, str(error)), error
-    except Exception as error:  # objects of the caller's fail in any way, and the other ranks wait
+    except Exception as error:  # user code can raise anything, and the other ranks wait
         failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
     except INTERRUPTS as error:
         gathered(((CheckpointError, _interrupted(rank(), error)), None))
         raise
-    by_rank = gathered((failed, told))
-    for number, (other, _) in enumerate(by_rank):
-        if other is not None:
-            kind, message = other
+    by_rank = gathered((failed, summary))
+    for number, (failure, _) in enumerate(by_rank):
+        if failure is not None:
+            kind, message = failure
             raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from cause
-    return found[0], [cast(U, each) for _, each in by_rank]
+    return results[0], [cast(U, rank_summary) for _, rank_summary in by_rank]
 
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
-"""What ends a process because somebody wants it to: never said as an error of another kind to the process itself."""
+"""Deliberate ends of a process. The process itself raises them unchanged; other ranks raise a CheckpointError."""
 
 
 def _interrupted(number: int, error: BaseException) -> str:
@@ -148,21 +150,21 @@ def _interrupted(number: int, error: BaseException) -> str:
 
 
 def raise_interrupt(error: CheckpointException, own: int) -> None:
-    """Raise what interrupted a rank in DCP, which makes a failure of it.
+    """Raise the interrupt of a rank that DCP has wrapped in a failure. `own`: this rank's number in the call.
 
     Raises:
-        KeyboardInterrupt, SystemExit: it was this rank, whose number in the call is `own`.
-        CheckpointError: it was another.
+        KeyboardInterrupt, SystemExit: this rank was interrupted.
+        CheckpointError: another rank was interrupted.
     """
-    interrupts = {rank: found for rank, (found, _) in error.failures.items() if isinstance(found, INTERRUPTS)}
+    interrupts = {rank: cause for rank, (cause, _) in error.failures.items() if isinstance(cause, INTERRUPTS)}
     if own in interrupts:
         raise interrupts[own] from error
-    for number, found in sorted(interrupts.items()):
-        raise CheckpointError(_interrupted(number, found)) from error
+    for number, cause in sorted(interrupts.items()):
+        raise CheckpointError(_interrupted(number, cause)) from error
 
 
 def first_failed(error: BaseException) -> tuple[int, BaseException]:
-    """The first rank that had an error, and which; of one that is not DCP's, this rank's own number."""
+    """The first failed rank and its error in DCP's exception; for other errors, this rank and the error itself."""
     if isinstance(error, CheckpointException) and error.failures:
         number = min(error.failures)
         return number, error.failures[number][0]
@@ -170,12 +172,12 @@ def first_failed(error: BaseException) -> tuple[int, BaseException]:
 
 
 def first_failure(error: BaseException) -> str:
-    """The first line of an error; of DCP's, of the first rank that had one."""
+    """The first line of an error; for DCP's exception, of the first failed rank's error."""
     return words(first_failed(error)[1])
 
 
 def words(error: BaseException) -> str:
-    """An error in one line; one of the system's without its number, and with its file."""
+    """An error in one line. An OSError is shown with its file, without its number."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.strerror}: {os.fsdecode(error.filename)}"
     text = str(error).strip() or type(error).__name__
