@@ -1,9 +1,9 @@
-"""Committing a checkpoint: it is there wholly, or not at all.
+"""Commits a checkpoint atomically: after a save, either all of it is visible or nothing.
 
-Where folders can be renamed, all ranks write into a hidden folder beside the target; the coordinator adds `.metadata`
-and `manifest.json`, makes all of it durable, and renames it. Elsewhere the files are written in place, and the
-manifest, written last, is the commit. A rank digests what it writes while it writes it: nothing is read again, and what
-is damaged on its way to the disk is found.
+If directories can be renamed, all ranks write into a hidden directory next to the target. The coordinator adds
+`.metadata` and `manifest.json`, makes everything durable, and renames the directory. Otherwise the files are written in
+place, and writing the manifest last is the commit. Each rank computes checksums while it writes. So nothing is read
+again, and damage on the way to the disk is detected later.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST
 
 @dataclass(frozen=True)
 class SaveTarget:
-    """Where a checkpoint is to stand, and the token that names this attempt on all ranks.
+    """The destination of a save.
 
-    `replace`: whether one that is complete may be replaced by it. `owner`: what shows that the run which saves has the
-    directory still, if one run has it.
+    `token`: a random id of this attempt, equal on all ranks. `replace`: allow replacing a complete checkpoint. `owner`:
+    proves that the run still owns the directory, if the directory belongs to a run.
     """
 
     path: str
@@ -59,47 +59,48 @@ class SaveTarget:
 
     @property
     def store(self) -> Store:
-        """The store that it is in."""
+        """The store that holds `path`."""
         return locate(self.path)[0]
 
     def hidden(self, kind: str) -> str:
-        """The folder beside it: "tmp", where it is written, or "old", which it replaces."""
+        """The path of the hidden directory next to `path`: "tmp" for the new files, "old" for the replaced
+        checkpoint."""
         store = self.store
         name = os.path.basename(self.path.rstrip("/"))
         return store.join(store.parent(self.path), f".{name}.{self.token}.{kind}")
 
     @property
     def written_in(self) -> str:
-        """The folder that the ranks write into."""
+        """The directory that the ranks write to."""
         return self.hidden("tmp") if self.store.renames else self.path
 
 
 @suggests_names
 def is_complete(path: Path_) -> bool:
-    """True if the checkpoint was written to its end: DCP writes its metadata last, and a manifest comes after them.
+    """Whether a checkpoint was written completely: DCP writes its metadata after all data, and the manifest follows.
 
     Raises:
-        CheckpointError: nobody can tell.
+        CheckpointError: the path cannot be accessed.
     """
     check_arguments("is_complete", PATH, path=path)
-    store, place = locate(path)
+    store, store_path = locate(path)
     try:
-        return store.is_file(store.join(place, METADATA_FILE))
+        return store.is_file(store.join(store_path, METADATA_FILE))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
 
 
 def begin(path: Path_, replace: bool = False) -> SaveTarget:
-    """See that a checkpoint can be written here, and remove what a killed attempt left. A collective call.
+    """Check that a checkpoint can be written to `path`, and remove the files of killed saves. A collective call.
 
     Raises:
-        CheckpointError: there is a complete one already, or other files; the same on every rank.
+        CheckpointError: the directory holds a complete checkpoint or other files; the same on every rank.
     """
     return agreement.from_rank0(lambda: prepare_target(path, replace))
 
 
 def prepare_target(path: Path_, replace: bool = False) -> SaveTarget:
-    """What `begin` does, on the one rank that looks."""
+    """`begin` on a single rank; not a collective call."""
     try:
         return _prepared(path, replace)
     except OSError as error:
@@ -107,29 +108,30 @@ def prepare_target(path: Path_, replace: bool = False) -> SaveTarget:
 
 
 def _prepared(path: Path_, replace: bool) -> SaveTarget:
-    store, place = locate(path)
+    store, store_path = locate(path)
     if is_complete(path) and not replace:
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
     _check_link(path, replace)
-    if store.exists(place):
+    if store.exists(store_path):
         try:
-            there = store.names(place)
+            names = store.names(store_path)
         except NotADirectoryError as error:
             raise CheckpointError(f"{path} could not be written: {why(error)}: it is no directory") from None
-        if others := [name for name in there if not _OURS.fullmatch(name)]:
-            raise CheckpointError(f"{path} holds other files ({others[0]}); save to a directory of its own")
-        if there and not store.renames:
-            store.remove(place)
+        if foreign_names := [name for name in names if not _OURS.fullmatch(name)]:
+            raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a directory of its own")
+        if names and not store.renames:
+            store.remove(store_path)
     if isinstance(store, LocalStore):
-        store.make(store.parent(place))
-    clean(store.parent(place), os.path.basename(place.rstrip("/")))
-    return SaveTarget(place, secrets.token_hex(8), replace)
+        store.make(store.parent(store_path))
+    clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
+    return SaveTarget(store_path, secrets.token_hex(8), replace)
 
 
 def _check_link(path: Path_, replace: bool) -> None:
-    """Refuse a link in the place of a checkpoint, unless it leads to one that may be replaced; then the link is."""
-    store, place = locate(path)
-    link = place.rstrip("/")  # behind which a system follows it
+    """Refuse a symbolic link as a target, unless it leads to a checkpoint that can be replaced; then the link is
+    replaced."""
+    store, store_path = locate(path)
+    link = store_path.rstrip("/")  # with a trailing slash, the link would be followed
     if isinstance(store, LocalStore) and os.path.islink(link) and not (replace and is_complete(path)):
         raise CheckpointError(
             f"{path} is a symbolic link to {os.readlink(link)}, and a checkpoint takes the place of what has its name; "
@@ -138,47 +140,49 @@ def _check_link(path: Path_, replace: bool) -> None:
 
 
 def clean(folder: Path_, only: str = "") -> list[str]:
-    """Remove what killed attempts left in a folder; of one checkpoint `only`, if one is named. Their names."""
-    store, place = locate(folder)
+    """Remove what killed saves left in a folder, or only the remains of checkpoint `only`. Returns the removed
+    names."""
+    store, store_path = locate(folder)
     removed = []
-    for name in store.names(place):
-        found = _HIDDEN.fullmatch(name)
-        if found and only in ("", found["name"]):
-            with suppress(OSError):  # it is in nobody's way
-                store.remove(store.join(place, name))
+    for name in store.names(store_path):
+        match = _HIDDEN.fullmatch(name)
+        if match and only in ("", match["name"]):
+            with suppress(OSError):  # harmless if it stays
+                store.remove(store.join(store_path, name))
                 removed.append(name)
     return removed
 
 
 def clean_remnants(paths: Iterable[str]) -> None:
-    """Of checkpoints where folders cannot be renamed, remove what a killed save or removal left of some."""
+    """Remove the remains of killed saves and removals at `paths`, in stores without renames."""
     for path in paths:
-        store, place = locate(path)
+        store, store_path = locate(path)
         if store.renames:
             return
-        names = store.names(place)
+        names = store.names(store_path)
         if not {MANIFEST, METADATA_FILE} & set(names) and all(_OURS.fullmatch(name) for name in names):
-            with suppress(OSError):  # it is in nobody's way
-                store.remove(place)
+            with suppress(OSError):  # harmless if it stays
+                store.remove(store_path)
 
 
 def remove(path: Path_) -> None:
-    """Remove a checkpoint: it is gone at once, or first of all no longer complete. Of a link, the link.
+    """Remove a checkpoint atomically, or at least make it incomplete first. A symbolic link is removed instead of its
+    target.
 
     Raises:
-        CheckpointError: it could not be, or not all of it.
+        CheckpointError: not everything could be removed.
     """
-    store, place = locate(path)
+    store, store_path = locate(path)
     try:
         if isinstance(store, LocalStore):
-            aside = SaveTarget(place, secrets.token_hex(8)).hidden("old")
-            os.rename(place.rstrip("/"), aside)
-            store.remove(aside)
+            moved = SaveTarget(store_path, secrets.token_hex(8)).hidden("old")
+            os.rename(store_path.rstrip("/"), moved)
+            store.remove(moved)
             return
         for name in (MANIFEST, METADATA_FILE):
             with suppress(FileNotFoundError):
-                store.rm_file(store.join(place, name))
-        store.remove(place)
+                store.rm_file(store.join(store_path, name))
+        store.remove(store_path)
     except OSError as error:
         raise CheckpointError(
             f"{path} could not be removed: {agreement.words(error)}; see that this process may write in the folder "
@@ -188,20 +192,23 @@ def remove(path: Path_) -> None:
 
 @contextmanager
 def abandoned_if_it_fails(target: SaveTarget) -> Iterator[None]:
-    """Rank 0 removes what a failed save wrote. A rank that still writes for it can commit nothing without these files,
-    and what it adds the next save removes, which begins when none writes any more."""
+    """On an error in the context, remove on rank 0 what the failed save wrote.
+
+    A rank that is still writing cannot commit without these files. What such a rank adds later is removed by the next
+    save, which starts only when no rank writes any more.
+    """
     try:
         yield
-    except BaseException:  # a Ctrl-C too: if others still write there, the next save removes the rest
+    except BaseException:  # also KeyboardInterrupt; if other ranks still write there, the next save removes the rest
         if agreement.rank() == 0:
             abandon(target)
         raise
 
 
 def abandon(target: SaveTarget) -> None:
-    """Remove what a failed attempt wrote; if that fails, warn of what is left. On the coordinator.
+    """Remove what a failed save wrote, with a warning if that fails. On the coordinator.
 
-    Without renames the next run writes in the same place: a run that has lost the directory leaves it alone.
+    Without renames, a newer run writes to the same place, so a run that has lost the directory removes nothing.
     """
     store, folder = target.store, target.written_in
     try:
@@ -239,7 +246,7 @@ _REMEDIES = {
 
 
 def said_of(path: Path_, error: BaseException) -> str:
-    """What is said of a save that failed: why, on which rank, with which file, what is intact, and what to do."""
+    """The error message of a failed save: cause, rank, file, what is intact, and a remedy."""
     if isinstance(error, CheckpointError):
         return str(error)
     number, first = agreement.first_failed(error)
@@ -250,9 +257,9 @@ def said_of(path: Path_, error: BaseException) -> str:
 
 
 class CommitWriter(FileSystemWriter):
-    """DCP's writer of files, whose `finish` commits them.
+    """DCP's file writer, with a `finish` that commits the checkpoint.
 
-    `facts`: `step`, `mesh` and `recipe` of the manifest. All ranks are given one target.
+    `target`: the same on all ranks. `facts`: `step`, `mesh` and `recipe` of the manifest.
     """
 
     def __init__(self, target: SaveTarget, facts: Mapping[str, Any]) -> None:
@@ -264,7 +271,7 @@ class CommitWriter(FileSystemWriter):
         self.path = cast(Path, store.init_path(target.written_in))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; their digests go to the coordinator with the results."""
+        """Write this rank's files. Their checksums are sent to the coordinator with the results."""
         transfer.expect(sum(_tensor_bytes(item) for item in plan.items))
         write = super().write_data
         results = self._tried(lambda: write(plan, planner).wait())
@@ -275,10 +282,10 @@ class CommitWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and the manifest, and commit. On the coordinator."""
         files: dict[str, FileEntry] = {}
-        for of_rank in results:
-            files.update(of_rank[-1].storage_data)
+        for rank_results in results:
+            files.update(rank_results[-1].storage_data)
         finish = super().finish
-        self._tried(lambda: finish(metadata, [of_rank[:-1] for of_rank in results]))
+        self._tried(lambda: finish(metadata, [rank_results[:-1] for rank_results in results]))
         files[METADATA_FILE] = self.recorder.digests[METADATA_FILE]
         self._check(files)
         described = Manifest(
@@ -291,37 +298,37 @@ class CommitWriter(FileSystemWriter):
         commit(self.target, described)
 
     def _tried(self, action: Callable[[], T]) -> T:
-        """A write of whole files, made again behind a URL where it fails for a reason that passes: nothing of it counts
-        before the commit."""
+        """Write whole files; in a remote store, retry after transient errors. Nothing is visible before the commit, so
+        a retry is safe."""
         store = self.target.store
         if isinstance(store, LocalStore):
             return action()
         return retries.tried(action, lambda error: told(error, self.target.path), store.retry)
 
     def _check(self, files: Mapping[str, FileEntry]) -> None:
-        """All that the ranks say they wrote is to be seen from here."""
+        """Check that this process sees all files that the ranks wrote."""
         store = self.target.store
         for name, entry in files.items():
             path = store.join(self.target.written_in, name)
-            found = store.size(path) if store.is_file(path) else None
-            if found != entry.bytes:
+            size = store.size(path) if store.is_file(path) else None
+            if size != entry.bytes:
                 raise CheckpointError(
-                    f"{path} was written with {entry.bytes} bytes and has {found} as the first rank sees it; save to a "
+                    f"{path} was written with {entry.bytes} bytes and has {size} as the first rank sees it; save to a "
                     "directory that all ranks share"
                 )
 
 
 def _tensor_bytes(item: WriteItem) -> int:
-    """The bytes of what is to be written; 0 of objects, which are small."""
+    """The bytes of a tensor to write; 0 for objects, which are small."""
     data = item.tensor_data
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def commit(target: SaveTarget, described: Manifest) -> None:
-    """Write the manifest, and make the checkpoint appear."""
+    """Write the manifest, and make the checkpoint visible."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
-        if target.store.renames:  # elsewhere the next run may write in this place by now
+        if target.store.renames:  # otherwise a newer run might already write to this place
             abandon(target)
         raise CheckpointError(f"{target.path} is not committed: the process that trains is gone")
     if target.owner is not None:
@@ -334,7 +341,7 @@ def commit(target: SaveTarget, described: Manifest) -> None:
 
 
 def put_in_place(store: LocalStore, target: SaveTarget) -> None:
-    """Rename the folder to its name. What stands there is moved aside first, and removed."""
+    """Rename the hidden directory to its final name. An existing directory is moved aside first, then removed."""
     _check_link(target.path, target.replace)
     old, parent = target.hidden("old"), store.parent(target.path)
     is_replaced = os.path.isdir(target.path) and (target.replace or not is_complete(target.path))
@@ -348,12 +355,12 @@ def put_in_place(store: LocalStore, target: SaveTarget) -> None:
         raise
     store.sync(parent)
     if is_replaced:
-        with suppress(OSError):  # it is in nobody's way, and the next save removes it
+        with suppress(OSError):  # harmless if it stays; the next save removes it
             store.remove(old)
 
 
 class _DigestingFileSystem(FileSystemBase):
-    """A store that notes the digest of each file written through it, by name."""
+    """A store that records the checksum of each file written through it, by name."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -361,23 +368,23 @@ class _DigestingFileSystem(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """A file, open while the context lasts."""
-        written: _DigestStream | None = None
+        """Open a file for the duration of the context."""
+        digest_stream: _DigestStream | None = None
         try:
             with self.store.create_stream(path, mode) as stream:
-                written = _DigestStream(stream) if mode == "wb" else None
-                yield written or stream
-        except Exception as error:  # torch.save makes another of what a stream raises
-            cause = error if written is None or written.failure is None else written.failure
+                digest_stream = _DigestStream(stream) if mode == "wb" else None
+                yield digest_stream or stream
+        except Exception as error:  # torch.save replaces the errors of a stream
+            cause = error if digest_stream is None or digest_stream.failure is None else digest_stream.failure
             if not isinstance(error, OSError) and cause is error:
                 raise
             number = getattr(cause, "errno", None) or getattr(error, "errno", None) or errno.EIO
             raise OSError(number, why(cause), os.fspath(path)) from cause
-        if written is not None:
-            self.digests[os.path.basename(path)] = written.entry()
+        if digest_stream is not None:
+            self.digests[os.path.basename(path)] = digest_stream.entry()
 
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file, and what is known of it."""
+        """Rename a file and its checksum entry."""
         self.store.rename(path, new_path)
         self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
 
@@ -386,7 +393,7 @@ class _DigestingFileSystem(FileSystemBase):
         return self.store.concat_path(path, suffix)
 
     def init_path(self, path: Path_) -> Path_:
-        """The path as the store has it."""
+        """The path in the store's form."""
         return self.store.init_path(path)
 
     def mkdir(self, path: Path_) -> None:
@@ -403,12 +410,12 @@ class _DigestingFileSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """Any path will do."""
+        """True: any path is accepted."""
         return True
 
 
 class _DigestStream(io.IOBase):
-    """A stream that digests what goes through it."""
+    """A stream that computes the checksum of the bytes written to it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -416,10 +423,10 @@ class _DigestStream(io.IOBase):
         self.failure: Exception | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
+        """Write all bytes."""
         try:
             self.stream.write(data)
-        except Exception as error:  # clients have classes of their own
+        except Exception as error:  # clients raise their own classes
             self.failure = error
             raise
         self.digest.update(data)
@@ -429,24 +436,24 @@ class _DigestStream(io.IOBase):
         return size
 
     def entry(self) -> FileEntry:
-        """What was written so far."""
+        """Length and checksum of the bytes written so far."""
         return FileEntry(self.length, self.digest.hexdigest())
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """The number of bytes written so far."""
         return self.length
 
     def fileno(self) -> int:
-        """The system's number of the file, for fsync: what is buffered goes to it first."""
+        """The file descriptor, for fsync. Buffered bytes are flushed to it first."""
         self.stream.flush()
         return int(self.stream.fileno())
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush buffered bytes."""
         if not self.stream.closed:
             self.stream.flush()
 
     def close(self) -> None:
-        """Close the file too."""
+        """Close the underlying file too."""
         self.stream.close()
         super().close()

@@ -1,8 +1,8 @@
-"""One run at a time writes into a directory: by a lock, or by a file that names its owner.
+"""Ensures that only one run writes to a directory, with a lock or with a file that names the owner.
 
-A lock is held until the process ends that took it, however it ends: children that it forked do not hold it. A store
-without locks cannot tell whether an owner is alive: there the newest run owns the directory, and an older one that is
-still there finds out when it next saves.
+A lock is held until the process that took it ends, in whatever way; its forked children do not hold the lock. A store
+without locks cannot tell whether an owner is alive. There the newest run owns the directory, and an older run that is
+still alive notices at its next save.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LOCK_FILE = ".lock"
 OWNER_FILE = "owner.json"
 _TOLD_BYTES = 4096
 LOCK_SECONDS = 5.0
-"""How long a run that is ending is waited for."""
+"""How long to wait for another run that is ending."""
 
 
 class LockHandle:
-    """An open file of this process, for locks.
+    """An open file of this process, used for locks.
 
-    A lock belongs to the file as it was opened, which a forked child has too: a DataLoader's worker, which outlives a
-    run that is killed by seconds, would hold it. So children close theirs, which unlocks nothing here.
+    A lock belongs to the open file, which forked children share. A DataLoader worker can outlive a killed run by
+    seconds and would keep the lock. So children close their handles, which does not unlock the file.
     """
 
     def __init__(self, path: str, flags: int) -> None:
@@ -47,20 +47,20 @@ class LockHandle:
         _handles.add(self)
 
     def file(self) -> tuple[int, int]:
-        """Device and number of the file."""
-        found = os.fstat(self.number)
-        return found.st_dev, found.st_ino
+        """Device and inode number of the file."""
+        status = os.fstat(self.number)
+        return status.st_dev, status.st_ino
 
     def tell(self) -> None:
-        """Write into the file whose it is."""
+        """Write the owner of the lock into the file."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         content = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
-        with suppress(OSError):  # a full disk: the lock holds all the same
+        with suppress(OSError):  # the disk can be full; the lock works anyway
             os.ftruncate(self.number, 0)
             os.pwrite(self.number, content, 0)
 
     def close(self) -> None:
-        """Close it, if that has not been done: its number may be another file's by now."""
+        """Close the file once. A second close could hit another file with the same descriptor."""
         with suppress(KeyError):
             _handles.remove(self)
             os.close(self.number)
@@ -80,9 +80,9 @@ if sys.platform != "win32":
 
 @dataclass(frozen=True)
 class OwnershipToken:
-    """What shows, in any process of a run, that a directory is still the run's.
+    """A proof, usable in any process of a run, that the run still owns a directory.
 
-    `file`: device and number of the file that is locked; None where there are no locks.
+    `file`: device and inode number of the lock file; None without locks.
     """
 
     folder: str
@@ -90,13 +90,13 @@ class OwnershipToken:
     file: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """See that no other run has taken the directory, and that it is the one that was there at the start.
+        """Check that no other run has taken the directory, and that it is still the same directory.
 
         Raises:
-            CheckpointError: a newer run has, it is another, or nobody can tell.
+            CheckpointError: a newer run owns the directory, the directory was replaced, or the owner cannot be read.
         """
         store, folder = locate(self.folder)
-        if store.renames:  # there is a lock, as long as its file is there
+        if store.renames:  # a lock, which is valid while its file exists
             self._check_file()
             return
         file = store.join(folder, OWNER_FILE)
@@ -107,10 +107,10 @@ class OwnershipToken:
                 f"{file}, which says whose {folder} is, cannot be read ({why(error)}); start the run again to own it"
             ) from None
         if not isinstance(owner, dict) or owner.get("token") != self.token:
-            told = {} if not isinstance(owner, dict) else owner
+            fields = {} if not isinstance(owner, dict) else owner
             raise CheckpointError(
-                f"{folder} is in use by another run, which was started later (on {told.get('host')}, process "
-                f"{told.get('pid')}); stop one of them, or give each a directory of its own"
+                f"{folder} is in use by another run, which was started later (on {fields.get('host')}, process "
+                f"{fields.get('pid')}); stop one of them, or give each a directory of its own"
             )
 
     def _check_file(self) -> None:
@@ -120,11 +120,11 @@ class OwnershipToken:
                 raise CheckpointError(f"{self.folder}, the directory of this run, is gone; {_START_AGAIN}")
             return
         try:
-            found = os.stat(file)
+            status = os.stat(file)
         except OSError as error:
             what = "is gone" if not os.path.isdir(self.folder) else f"has lost its {LOCK_FILE} ({why(error)})"
             raise CheckpointError(f"{self.folder}, the directory of this run, {what}; {_START_AGAIN}") from None
-        if (found.st_dev, found.st_ino) != self.file:
+        if (status.st_dev, status.st_ino) != self.file:
             raise CheckpointError(
                 f"{self.folder} is not the directory that this run has locked: it was removed and made again, or "
                 f"replaced; {_START_AGAIN}"
@@ -138,10 +138,10 @@ _START_AGAIN = (
 
 
 class Ownership:
-    """Of a directory, from construction to `release`, or to the end of the process.
+    """The ownership of a directory, from construction to `release` or the end of the process.
 
     Raises:
-        CheckpointError: another run has it.
+        CheckpointError: another run owns the directory.
     """
 
     def __init__(self, store: Store, folder: str) -> None:
@@ -158,7 +158,7 @@ class Ownership:
             store.write(store.join(folder, OWNER_FILE), json.dumps({**owner, "since": int(time.time())}).encode())
 
     def release(self) -> None:
-        """Let another run have it."""
+        """Let another run take the directory."""
         if self._close is not None:
             self._close()
 
@@ -173,10 +173,10 @@ def _locked(folder: str) -> LockHandle | None:
 
 
 def holder(folder: Path_) -> str:
-    """Whose lock of a folder it is, in words."""
+    """Describe the process that holds the lock of a folder."""
     try:
-        told = json_object(regular_content(Path(folder, LOCK_FILE), _TOLD_BYTES), LOCK_FILE)
-        pid, host, since = int(told["pid"]), str(told["host"]), str(told["since"])
+        fields = json_object(regular_content(Path(folder, LOCK_FILE), _TOLD_BYTES), LOCK_FILE)
+        pid, host, since = int(fields["pid"]), str(fields["host"]), str(fields["since"])
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return "another run"
     if pid == os.getpid() and host == socket.gethostname():
@@ -185,11 +185,12 @@ def holder(folder: Path_) -> str:
 
 
 def lock(folder: Path_) -> LockHandle | None:
-    """Lock a folder of this machine: the handle that holds it, until that is closed or this process ends, however it
-    ends; the caller need not keep it. None, with a warning that names the folder, where there are no locks.
+    """Lock a local folder. The lock is held until the returned handle is closed or this process ends.
+
+    The caller need not keep a reference to the handle. Without locks on this system, warn and return None.
 
     Raises:
-        BlockingIOError: another process holds it, and did not end within `LOCK_SECONDS`.
+        BlockingIOError: another process holds the lock, and did not end within `LOCK_SECONDS`.
         OSError: the folder cannot be written.
     """
     if sys.platform == "win32":
@@ -207,7 +208,7 @@ def lock(folder: Path_) -> LockHandle | None:
                 handle.close()
                 raise
             time.sleep(0.1)
-        except OSError as error:  # as on some network file systems
+        except OSError as error:  # e.g. on some network file systems
             handle.close()
             _warn_of(folder, f"there ({why(error)})")
             return None
@@ -223,7 +224,7 @@ def _warn_of(folder: Path_, where: str) -> None:
 
 @contextmanager
 def being_read(store: Store, file: str) -> Iterator[None]:
-    """Tell others, while the context lasts, that a checkpoint is read: `file` is one of its files."""
+    """Mark a checkpoint as being read, for the duration of the context. `file` is one of its files."""
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         yield
         return
@@ -234,7 +235,7 @@ def being_read(store: Store, file: str) -> Iterator[None]:
 
 
 def is_being_read(store: Store, file: str) -> bool:
-    """True if some process on this file system reads the checkpoint that `file` is of; False where nobody can tell."""
+    """Whether a process on this file system is reading the checkpoint of `file`; False if that is unknown."""
     if sys.platform == "win32" or not isinstance(store, LocalStore) or not os.path.isfile(file):
         return False
     with closing(LockHandle(file, os.O_RDONLY)) as handle:
@@ -246,8 +247,10 @@ def is_being_read(store: Store, file: str) -> bool:
 
 
 def is_locked(folder: Path_) -> bool | None:
-    """Whether a process holds the lock of a folder; None if the file system or this system has no locks. The check
-    takes a shared lock for a moment, for which a run that begins waits."""
+    """Whether a process holds the lock of a folder; None if the file system or the platform has no locks.
+
+    The check takes a shared lock for a moment, and a starting run waits for it.
+    """
     if sys.platform == "win32":
         return None
     try:

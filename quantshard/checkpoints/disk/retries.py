@@ -1,7 +1,7 @@
-"""Trying again, behind a URL, what failed for a reason that passes: throttling, errors of servers, lost connections.
+"""Retries for remote stores after transient errors: throttling, server errors, lost connections.
 
-The clients of stores have retries of their own, each in its way, or none. These are around whatever client it is, and
-only where a call can be made again: an upload that broke off is begun anew by who has the data.
+Clients of stores have different retries of their own, or none. These retries work around any client, for calls that can
+be repeated. An upload that broke off is restarted by the caller, who has the data.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quantshard.errors import ConfigurationError
 T = TypeVar("T")
 
 SECTION = "quantshard"
-"""Of fsspec's configuration: FSSPEC_QUANTSHARD_ATTEMPTS=8, or a file in ~/.config/fsspec."""
+"""Section of fsspec's configuration: FSSPEC_QUANTSHARD_ATTEMPTS=8, or a file in ~/.config/fsspec."""
 
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _BUSY_CLIENT = (408, 425, 429)
-"""Statuses of a client's error that pass: timeout, too early, too many requests."""
+"""Transient HTTP statuses among the client errors: timeout, too early, too many requests."""
 _SERVER = 500
 _NUMBERS = {
     errno.EAGAIN, errno.EBUSY, errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ETIMEDOUT,
@@ -41,25 +41,28 @@ _NAMES = {
     "ProtocolError", "IncompleteRead", "IncompleteReadError",  # urllib3, http.client, asyncio
     "ServiceRequestError", "ServiceResponseError",  # azure
 }  # fmt: skip
-"""Classes of clients that need not be installed; subclasses count."""
+"""Transient error classes of clients, which need not be installed; subclasses count too."""
 _DEPTH = 12
-"""How far causes of errors are followed."""
+"""Maximum length of a chain of causes."""
 
-_random = random.SystemRandom()  # ranks have one seed, and a run's generators are saved with it
+_random = random.SystemRandom()  # not a seeded generator: ranks share a seed, and its state is part of a run
 
 
 class SpentError(OSError):
-    """It was tried often enough: who has called tries nothing again."""
+    """The last error after all attempts. Callers further out do not retry it."""
 
 
 class RetryWarning(UserWarning):
-    """Something behind a URL failed and is tried again."""
+    """A call to a remote store failed and is retried."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often something is tried, at most, and for how long; the waits between, in seconds, double up to `longest`,
-    and are cut by up to half at random."""
+    """Limits of retries.
+
+    `attempts`: maximum number of calls. `seconds`: maximum total time. `first`, `longest`: first and maximum wait in
+    seconds. The wait doubles after each attempt and is reduced by a random factor of up to 2.
+    """
 
     attempts: int = 6
     seconds: float = 300.0
@@ -68,55 +71,55 @@ class RetryPolicy:
 
 
 def policy() -> RetryPolicy:
-    """What fsspec's configuration says, in the section `SECTION`, over the defaults.
+    """The retry policy of fsspec's configuration (section `SECTION`), or its defaults.
 
     Raises:
-        ConfigurationError: a key is unknown, or a value is no number in its range.
+        ConfigurationError: a key is unknown, or a value is not a number in its range.
     """
-    given: dict[str, Any] = dict(conf.get(SECTION, {}))
-    known: dict[str, type[int] | type[float]] = {name: type(value) for name, value in asdict(RetryPolicy()).items()}
+    settings: dict[str, Any] = dict(conf.get(SECTION, {}))
+    types: dict[str, type[int] | type[float]] = {name: type(value) for name, value in asdict(RetryPolicy()).items()}
     where = f"fsspec's configuration of {SECTION} (FSSPEC_{SECTION.upper()}_...)"
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigurationError(f"{where} has {name!r}; it may have {', '.join(known)}")
+    for name, value in settings.items():
+        if name not in types:
+            raise ConfigurationError(f"{where} has {name!r}; it may have {', '.join(types)}")
         try:
-            given[name] = number = known[name](value)
+            settings[name] = number = types[name](value)
         except (TypeError, ValueError):
-            raise ConfigurationError(f"{where}: {name} = {value!r} is no {known[name].__name__}") from None
+            raise ConfigurationError(f"{where}: {name} = {value!r} is no {types[name].__name__}") from None
         if not (name == "attempts") <= number < 1e6:
             raise ConfigurationError(f"{where}: {name} = {value!r} must be {int(name == 'attempts')} to a million")
-    return RetryPolicy(**given)
+    return RetryPolicy(**settings)
 
 
 def tried(
     action: Callable[[], T], told: Callable[[BaseException], OSError], rules: RetryPolicy, *, gone: T | None = None
 ) -> T:
-    """What a call returns that is made again while it fails for a reason that passes, each time with a `RetryWarning`.
+    """The result of `action`, which is retried after transient errors, each time with a `RetryWarning`.
 
-    `told`: an error as one of the system's, with the path. `gone`: what is returned where a call that is made again
-    finds nothing any more, since the one before had removed it; None to raise.
+    `told`: converts an error to an OSError with the path. `gone`: the result if a retry raises FileNotFoundError,
+    because an earlier attempt removed the file; None to raise.
 
     Raises:
-        OSError: what `told` makes of an error that does not pass.
-        SpentError: of the last of those that do; it says how often it was tried.
+        OSError: the converted error, if it is not transient.
+        SpentError: the last transient error, with the number of attempts.
     """
-    began, attempt = time.monotonic(), 1
+    start, attempt = time.monotonic(), 1
     while True:
         try:
             return action()
         except Exception as error:
             if attempt > 1 and gone is not None and isinstance(error, FileNotFoundError):
                 return gone
-            said, spent = told(error), time.monotonic() - began
+            os_error, elapsed = told(error), time.monotonic() - start
             if not passes(error):
-                if said is error:
+                if os_error is error:
                     raise
-                raise said from error
+                raise os_error from error
             wait = min(rules.longest, rules.first * 2 ** (attempt - 1)) * _random.uniform(0.5, 1)
-            if attempt >= rules.attempts or spent + wait > rules.seconds:
-                often = f"{said.strerror} (tried {attempt} times in {spent:.0f} s)"
-                raise SpentError(said.errno, often, said.filename) from error
-            _warn(said, attempt, wait, rules)
+            if attempt >= rules.attempts or elapsed + wait > rules.seconds:
+                message = f"{os_error.strerror} (tried {attempt} times in {elapsed:.0f} s)"
+                raise SpentError(os_error.errno, message, os_error.filename) from error
+            _warn(os_error, attempt, wait, rules)
         time.sleep(wait)
         attempt += 1
 
@@ -130,52 +133,51 @@ def _warn(said: OSError, attempt: int, wait: float, rules: RetryPolicy) -> None:
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error may be gone in a moment, by its class, its number or the status of an answer, or those of what
-    caused it."""
+    """Whether an error is transient, judging by class, errno or HTTP status of the error or of its causes."""
     if isinstance(error, _FINAL):
         return False
     chain = list(_chain(error))
-    if any(isinstance(each, SpentError) for each in chain):
+    if any(isinstance(cause, SpentError) for cause in chain):
         return False
-    statuses = [status for each in chain if (status := _status(each)) is not None]
+    statuses = [status for cause in chain if (status := _status(cause)) is not None]
     if statuses:
         return statuses[0] >= _SERVER or statuses[0] in _BUSY_CLIENT
-    return any(_is_of_connection(each) for each in chain)
+    return any(_is_of_connection(cause) for cause in chain)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes, the last first."""
-    at: BaseException | None = error
+    """An error and its causes, the outermost first."""
+    cause: BaseException | None = error
     for _ in range(_DEPTH):
-        if at is None:
+        if cause is None:
             return
-        yield at
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an answer over HTTP, as clients keep it."""
+    """The HTTP status of an error, in the attribute that its client uses."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
-        named = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-        found = next((value for value in named if value is not None), getattr(response, "status_code", None))
-    text = str(found)
+        attributes = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+        status = next((value for value in attributes if value is not None), getattr(response, "status_code", None))
+    text = str(status)
     return int(text) if text.isascii() and text.isdigit() and 100 <= int(text[:4]) < 600 else None
 
 
 def _is_of_connection(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if any("SSL" in name or "Certificate" in name for name in names):
-        return False  # of a certificate, mostly
+        return False  # mostly an invalid certificate, which does not pass
     if isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError):
         return True
     return bool(names & _NAMES) or (isinstance(error, OSError) and error.errno in _NUMBERS)
 
 
 class RetriedReader(io.RawIOBase):
-    """A file that is read: where reading fails for a reason that passes, it is opened anew and read on from there."""
+    """A file opened for reading that is reopened after transient errors and continues at the same position."""
 
     def __init__(self, opened: Callable[[], Any], told: Callable[[BaseException], OSError], rules: RetryPolicy) -> None:
         self._opened, self._told, self._rules = opened, told, rules
@@ -211,11 +213,11 @@ class RetriedReader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next byte is read."""
+        """The position of the next byte."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go somewhere, in memory alone but for the end."""
+        """Set the position. Only a seek from the end accesses the file."""
         if whence == io.SEEK_END:
             self._at = self._try(lambda file: int(file.seek(offset, whence)))
         else:
@@ -223,13 +225,13 @@ class RetriedReader(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """The next bytes, as many as the client's file gives for that."""
+        """Read the next bytes, as many as the client's file returns for `size`."""
         data = self._try(lambda file: bytes(file.read(size)))
         self._at += len(data)
         return data
 
     def readinto(self, buffer: Any, /) -> int:
-        """As `read`, into memory that is there."""
+        """Read into a buffer."""
         count = self._try(lambda file: int(file.readinto(buffer)))
         self._at += count
         return count

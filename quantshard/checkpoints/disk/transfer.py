@@ -1,4 +1,4 @@
-"""How many bytes a save, a load or a check has moved, told to whoever watches, as a command's bar does."""
+"""Progress of saves, loads and checks in bytes, reported to watchers such as a command's progress bar."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 class TransferWatch(Protocol):
-    """What is told of bytes, from any thread."""
+    """A receiver of progress, called from any thread."""
 
     def expect(self, count: int) -> None:
-        """That so many more are to be moved, as far as it is known."""
+        """Add bytes that are about to be moved, as far as known."""
 
     def moved(self, count: int) -> None:
-        """That so many more were moved."""
+        """Add bytes that were moved."""
 
 
 _watching: list[TransferWatch] = []
@@ -22,7 +22,7 @@ _watching: list[TransferWatch] = []
 
 @contextmanager
 def watched(watch: TransferWatch) -> Iterator[None]:
-    """While it lasts, tell what is moved by this process, by whichever of its threads."""
+    """Report the bytes moved by any thread of this process to `watch`, for the duration of the context."""
     _watching.append(watch)
     try:
         yield
@@ -31,12 +31,12 @@ def watched(watch: TransferWatch) -> Iterator[None]:
 
 
 def expect(count: int) -> None:
-    """Say how many bytes are about to be moved."""
+    """Report bytes that are about to be moved."""
     for watch in _watching:
         watch.expect(count)
 
 
 def moved(count: int) -> None:
-    """Say that bytes were moved."""
+    """Report bytes that were moved."""
     for watch in _watching:
         watch.moved(count)
