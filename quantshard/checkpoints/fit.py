@@ -136,7 +136,7 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
 def check_optimizer(
     path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer, can_convert: bool
 ) -> None:
-    """Check the optimizer's part of a checkpoint. Arguments and errors are those of `check_model`.
+    """Check the optimizer's part of a checkpoint, with the arguments and errors of `check_model`.
 
     `can_convert`: some states differ in a dtype that `requantize=True` would convert.
     """

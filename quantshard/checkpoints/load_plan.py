@@ -78,7 +78,7 @@ class CheckpointContents:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load will do with each entry. Keys are those of the checkpoint.
+    """The action of a load for each entry. Keys are the checkpoint's keys.
 
     Args:
         state: the state dicts of the model and the optimizer; their tensors are the live ones, or replace live ones.
@@ -144,7 +144,8 @@ def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
 
 
 def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, str]) -> list[str]:
-    """The weights whose format matches but whose stored scales are not the powers of two that this model requires.
+    """The weights with the same format on both sides, but with stored scales that are not the powers of two this model
+    requires.
 
     Only the values show the difference, so scales must be read. Each rank reads some of them.
 

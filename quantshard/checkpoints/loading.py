@@ -135,7 +135,7 @@ def _plans_together(request: LoadRequest) -> bool:
 
     - Scales that must be powers of two: each rank reads only some of them.
     - States of a stock optimizer: they are created by one of its steps, which can contain a collective call. A rank
-      whose read failed would not join that call.
+      with a failed read would not join that call.
     """
     makes_states = request.optimizer is not None and not optimizer_states.allocates(request.optimizer)
     return makes_states or any(map(components.power_of_two_scales, request.model.parameters()))
@@ -150,7 +150,7 @@ def _shared_contents(request: LoadRequest) -> CheckpointContents:
 
 
 def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Write what the plan says. A collective call.
+    """Carry out a plan. A collective call.
 
     Returns:
         The caller's entries; a message for each entry that was left out, by key; and the keys that `write_states`

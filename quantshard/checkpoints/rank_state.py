@@ -1,7 +1,7 @@
 """States that each rank has on its own: RNG states, and the caller's objects, stored as plain tensors.
 
 Each state is one uint8 tensor under `ranks.RANK.NAME`: a torch.save file, which is read like other entries, without
-executing code. "random" holds the RNG states; the other names are those of the caller's objects with `state_dict` and
+executing code. "random" holds the RNG states; all other names belong to the caller's objects with `state_dict` and
 `load_state_dict` (a data loader, a scheduler). Their tensors are loaded to the CPU.
 """
 

@@ -1,13 +1,13 @@
-"""The manifest of a checkpoint: which files it consists of, how long each is, and its checksum.
+"""The manifest of a checkpoint: its files with their lengths and checksums.
 
-`manifest.json` is written last, after DCP's `.metadata`, so it is also the mark of a checkpoint that is whole where a
-directory cannot be renamed into place. A checkpoint written by plain `dcp.save` has none and stays loadable.
+`manifest.json` is written last, after DCP's `.metadata`. So the manifest also marks a complete checkpoint in stores
+that cannot rename folders. Checkpoints of plain `dcp.save` have no manifest, and can be loaded too.
 
     {"quantshard": 1, "files": {"__0_0.distcp": {"bytes": 4096, "xxh3_128": "9f0c..."}, ".metadata": {...}},
      "step": 50, "mesh": {"dp_shard": 2}, "recipe": "mxfp8", "world_size": 2, "torch": "2.13.0", "saved_at": "2026-...",
      "zero_centered": []}
 
-Checksums are XXH3 of 128 bits (Y. Collet): they find damage, at the speed of memory, and are no proof against forgery.
+Checksums are 128-bit XXH3 (Y. Collet). They detect damage at the speed of memory, but do not prevent forgery.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantshard.read_limits import FILE_BYTES, TEXT_LENGTH
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1
-"""The version of the manifest that is written; a newer one is refused."""
+"""The version of manifests that are written; newer versions are rejected."""
 
 _AT_ONCE = 1 << 22  # bytes read at a time
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -36,7 +36,7 @@ _HEX = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its length, and XXH3 of its content as 32 hexadecimal digits."""
+    """A file's length in bytes, and the XXH3 of its content as 32 hexadecimal digits."""
 
     bytes: int
     xxh3_128: str
@@ -44,11 +44,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says.
+    """The content of `manifest.json`.
 
-    `files`: by name, relative to the checkpoint, with "/" between folders; the manifest itself is not among them.
-    `step`, `mesh` (sizes by axis), `recipe`: of the run, where they were known. `saved_at`: ISO 8601, in UTC.
-    `zero_centered`: names of the normalization weights that are stored as gamma - 1; None if it is not recorded.
+    `files`: entries by name, relative to the checkpoint and with "/" between folders; without the manifest itself.
+    `step`, `mesh` (sizes by axis), `recipe`: facts of the run, or None if unknown. `saved_at`: time in ISO 8601, UTC.
+    `zero_centered`: names of the normalization weights that are stored as gamma - 1; None if not recorded.
     """
 
     files: Mapping[str, FileEntry]
@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all files together."""
+        """The total length of all files."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
@@ -73,10 +73,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str = MANIFEST) -> Manifest:
-        """Read the text of a manifest; `where`: its path, for the error.
+        """Parse the text of a manifest. `where`: its path, for errors.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer version, which is named by its number.
+            CheckpointError: the manifest is damaged, or has a newer version, which the message names.
         """
         content = json_object(text.encode("utf-8", "surrogatepass"), f"{where} is damaged: it", CheckpointError)
         version = content.get("quantshard")
@@ -106,7 +106,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def _wrong_field(content: Mapping[str, Any]) -> str | None:
-    """What is wrong with the fields of a manifest; None if nothing is."""
+    """The first invalid field of a manifest, in words; None if all are valid."""
     if not _is_count(content.get("quantshard"), least=1):
         return f"its version is {content.get('quantshard')!r:.80}, not a number"
     for name, types in _FIELDS.items():
@@ -139,19 +139,19 @@ def _is_count(value: object, least: int = 0, most: int = 1 << 62) -> bool:
 
 
 def digest(content: bytes) -> tuple[int, str]:
-    """The length and the checksum of the content of a file."""
+    """The length and the checksum of a file's content."""
     return len(content), xxhash.xxh3_128(content).hexdigest()
 
 
 def digest_of(path: Path_) -> tuple[int, str]:
-    """The length and the checksum of a file, read in pieces.
+    """The length and the checksum of a file, which is read in pieces.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest, length = xxhash.xxh3_128(), 0
-    store, place = locate(path)
-    with store.create_stream(place, "rb") as file:
+    store, store_path = locate(path)
+    with store.create_stream(store_path, "rb") as file:
         while piece := file.read(_AT_ONCE):
             digest.update(piece)
             length += len(piece)
@@ -160,10 +160,10 @@ def digest_of(path: Path_) -> tuple[int, str]:
 
 
 def read_manifest(path: Path_) -> Manifest | None:
-    """The manifest of the checkpoint in directory `path`; None if it has none.
+    """Read the manifest of the checkpoint in directory `path`; None if there is no manifest.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or of a newer version.
+        CheckpointError: the manifest cannot be read, is damaged, or has a newer version.
     """
     store, folder = locate(path)
     file = store.join(folder, MANIFEST)
@@ -177,11 +177,10 @@ def read_manifest(path: Path_) -> Manifest | None:
 
 
 def problems(path: Path_, contents: bool = True) -> list[str]:
-    """What is wrong with the files of the checkpoint in directory `path`, a line each. Reads every byte of it, or,
-    without `contents`, the manifest alone.
+    """Describe each problem of the files of the checkpoint in directory `path`.
 
-    A missing file, a wrong length, a wrong checksum, a file that the manifest does not name, a manifest that cannot be
-    read. Empty for a checkpoint without a manifest, of which nothing can be said.
+    Problems are missing files, wrong lengths and checksums, files that the manifest does not name, and an unreadable
+    manifest. A checkpoint without a manifest has none. Every byte is read, or without `contents` only the manifest.
     """
     try:
         manifest = read_manifest(path)
@@ -193,23 +192,24 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
         transfer.expect(manifest.bytes)
     store, folder = locate(path)
     checked = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
-    found = [wrong for wrong in checked if wrong]
+    lines = [wrong for wrong in checked if wrong]
     try:
         unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
     except OSError as error:
-        return [*found, f"{path} cannot be listed ({why(error)})"]
-    return found + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
+        return [*lines, f"{path} cannot be listed ({why(error)})"]
+    return lines + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
 
 
 def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) -> str | None:
-    """What is wrong with one file of the checkpoint in `path`; None if nothing is. `contents`: whether it is read."""
+    """Describe the problem of one file of a checkpoint; None if there is none. `contents`: also compare the
+    checksum."""
     store, folder = locate(path)
     file = store.join(folder, name)
     try:
         if store.leads_out(file, folder):
             return f"{file} is a link out of the checkpoint"
         length, digest = store.size(file), entry.xxh3_128
-        if contents and length == entry.bytes:  # else its content says no more
+        if contents and length == entry.bytes:  # a wrong length is reported without reading the file
             length, digest = digest_of(file)
     except FileNotFoundError:
         return f"{file} is missing"

@@ -1,7 +1,7 @@
 """Ensures that only one run writes to a directory, with a lock or with a file that names the owner.
 
 A lock is held until the process that took it ends, in whatever way; its forked children do not hold the lock. A store
-without locks cannot tell whether an owner is alive. There the newest run owns the directory, and an older run that is
+without locks cannot detect whether an owner is alive. There the newest run owns the directory, and an older run that is
 still alive notices at its next save.
 """
 

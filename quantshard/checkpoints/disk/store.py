@@ -1,7 +1,7 @@
-"""Where checkpoints lie: a folder of this machine, or what fsspec reaches by a URL.
+"""Storage of checkpoints: a local folder, or a remote place that fsspec reaches by a URL.
 
-Both are as much of a file system as we need, and what DCP's writer takes for one. They differ in one fact that matters:
-whether a folder can be renamed in one move, which is how a checkpoint is committed where it can.
+Both classes implement the file operations that quantshard needs, and the interface of DCP's writer. They differ in
+whether a folder can be renamed atomically, which is how a local checkpoint is committed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HERE = ("file://", "local://")
 _COLLAPSED = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/(?!/)(?P<rest>.*)", re.DOTALL)
-"""What pathlib makes of a URL."""
+"""A URL after pathlib has removed one of its slashes."""
 
 _ERRNO = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}
 
 
 class LocalStore(FileSystem):
-    """A folder on a file system of this machine, or one that it has mounted. What is read are regular files alone."""
+    """A folder on a local or mounted file system. Only regular files are read."""
 
     renames = True
-    """Whether a folder is renamed in one move."""
+    """Whether renaming a folder is atomic."""
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """A file, open while the context lasts."""
+        """Open a file for the duration of the context."""
         with open_regular(path) if mode == "rb" else super().create_stream(path, mode) as stream:
             yield cast(io.IOBase, stream)
 
@@ -53,18 +53,18 @@ class LocalStore(FileSystem):
         return os.path.join(os.fspath(path), name)
 
     def parent(self, path: Path_) -> str:
-        """The folder that a path is in."""
+        """The folder that contains a path."""
         return os.path.dirname(os.path.abspath(os.fspath(path)))
 
     def names(self, path: Path_) -> list[str]:
-        """The entries of a folder, in order; none if it does not exist."""
+        """The sorted entries of a folder; empty if the folder does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
             return []
 
     def files(self, path: Path_) -> list[str]:
-        """All files below a folder, by their paths within it."""
+        """All files below a folder, as relative paths."""
         return [file.relative_to(path).as_posix() for file in Path(path).rglob("*") if not file.is_dir()]
 
     def is_file(self, path: Path_) -> bool:
@@ -75,18 +75,19 @@ class LocalStore(FileSystem):
             return False
 
     def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """True if links make of a folder in a folder one outside. A file that is a link itself is not read anyway."""
+        """Whether symbolic links place a subfolder outside of `folder`. Links to files need no check: they are not
+        read."""
         try:
             parent = Path(path).parent
-            os.lstat(parent)  # resolving takes much longer, and a manifest may name many folders that are missing
+            os.lstat(parent)  # much faster than resolving, and a manifest can name many missing folders
             return parent != Path(folder) and not parent.resolve().is_relative_to(Path(folder).resolve())
         except FileNotFoundError:
             return False
-        except (OSError, RuntimeError, ValueError):  # a link to itself, no name of a file
+        except (OSError, RuntimeError, ValueError):  # e.g. a link to itself, an invalid name
             return True
 
     def size(self, path: Path_) -> int:
-        """The length of a regular file."""
+        """The length of a regular file in bytes."""
         return regular_size(path)
 
     def read(self, path: Path_, limit: int) -> bytes:
@@ -94,27 +95,27 @@ class LocalStore(FileSystem):
         return regular_content(path, limit)
 
     def read_range(self, path: Path_, start: int, stop: int) -> bytes:
-        """The bytes of a regular file from `start` to before `stop`, or to its end."""
+        """The bytes of a regular file from `start` up to `stop`, or to its end."""
         with open_regular(path) as file:
             file.seek(start)
             return file.read(stop - start)
 
     def write(self, path: Path_, content: bytes) -> None:
-        """Write a file, durably."""
+        """Write a file and make it durable."""
         with open(path, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
 
     def remove(self, path: Path_) -> None:
-        """Remove a folder with all that is in it; of a link to one, the link."""
+        """Remove a folder and its content; a symbolic link is removed instead of its target."""
         if os.path.islink(path):
             os.unlink(path)
         else:
             shutil.rmtree(path)
 
     def make(self, path: Path_) -> None:
-        """Make a folder, and those that it is in, durably."""
+        """Create a folder and its parents, and make them durable."""
         folder = os.path.abspath(os.fspath(path))
         if not os.path.isdir(folder):
             if (parent := os.path.dirname(folder)) != folder:
@@ -123,7 +124,7 @@ class LocalStore(FileSystem):
             self.sync(os.path.dirname(folder))
 
     def sync(self, path: Path_) -> None:
-        """Make a folder's entries durable, where a folder can be opened."""
+        """Make the entries of a folder durable, if the platform can open folders."""
         if os.name == "nt":
             return
         handle = os.open(path, os.O_RDONLY)
@@ -134,13 +135,13 @@ class LocalStore(FileSystem):
 
 
 def why(error: BaseException) -> str:
-    """What went wrong, without a number or a path; clients of stores often give no `strerror`."""
+    """The reason of an error, without errno and path. Remote clients often set no `strerror`."""
     words = error.strerror if isinstance(error, OSError) else None
     return words or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def told(error: BaseException, path: Path_) -> OSError:
-    """A client's error as one of the system's: with a number, words and the path."""
+    """A client's error as an OSError with errno, message and path."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return error
     kinds = (number for kind, number in _ERRNO.items() if isinstance(error, kind))
@@ -149,10 +150,10 @@ def told(error: BaseException, path: Path_) -> OSError:
 
 
 def _telling(method: F) -> F:
-    """A method of a path whose errors are OSErrors: clients have classes of their own, of credentials and connections.
-    It is called again where the reason may pass (`retries`).
+    """Decorate a method on a path so that it raises only OSErrors, and is retried after transient errors (`retries`).
 
-    What was listed before is not trusted, for other ranks and other runs write there too.
+    Clients raise their own classes for e.g. credentials and connections. Cached listings are dropped before each
+    attempt, because other ranks and runs write to the same place.
     """
 
     @functools.wraps(method)
@@ -168,15 +169,16 @@ def _telling(method: F) -> F:
 
 
 _REMOVE = ("rm_file", "remove")
-"""Methods that have done their work if what they are about is gone at a second attempt."""
+"""Methods whose retry succeeds if the file or folder is already gone."""
 
 
 class FsspecStore(FileSystemBase):
-    """A place behind a URL, such as s3://bucket/run or memory://run. What fails there is an OSError with the path.
-    `retry`: how often and for how long it is tried again first.
+    """A remote place behind a URL, such as s3://bucket/run or memory://run. Failures are OSErrors with the path.
+
+    `retry`: the policy for transient errors.
 
     Raises:
-        CheckpointError: fsspec knows no such place, or lacks the package for it.
+        CheckpointError: fsspec cannot reach the place, or lacks the package for it.
     """
 
     renames = False
@@ -185,16 +187,16 @@ class FsspecStore(FileSystemBase):
         self.retry = retries.policy()
         try:
             self.fs: Any = url_to_fs(url)[0]
-        except Exception as error:  # of the packages behind fsspec
+        except Exception as error:  # fsspec's backends raise their own classes
             raise CheckpointError(f"{url} cannot be reached by fsspec: {why(error)}") from error
 
-    # What DCP's writer asks for
+    # The interface of DCP's writer
 
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
-        """A file, open while the context lasts; what the client raises meanwhile is told as an OSError too.
+        """Open a file for the duration of the context. Errors of the client inside the context become OSErrors.
 
-        Reading goes on after what passes; what was being written is lost, and `CommitWriter` writes it again.
+        Reads continue after transient errors. A failed write is lost, and `CommitWriter` repeats it.
         """
         try:
             with self._opened(path, mode) as stream:
@@ -216,23 +218,23 @@ class FsspecStore(FileSystemBase):
         return self.join(path, suffix)
 
     def init_path(self, path: Path_) -> str:
-        """The path as it is."""
+        """The path, unchanged."""
         return os.fspath(path)
 
     @_telling
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file; not in one move, so that a second attempt may find it done but for the last part."""
+        """Rename a file. This is not atomic, so a retry can find that only the last part is missing."""
         if self._kind(path) is not None or self._kind(new_path) is None:
             self.fs.mv(os.fspath(path), os.fspath(new_path))
 
     @_telling
     def mkdir(self, path: Path_) -> None:
-        """Make a folder, where the place has such a thing."""
+        """Create a folder, if the store has folders."""
         self.fs.makedirs(os.fspath(path), exist_ok=True)
 
     @_telling
     def exists(self, path: Path_) -> bool:
-        """True if there is a file or folder."""
+        """Whether a file or folder exists."""
         return self._kind(path) is not None
 
     @_telling
@@ -242,13 +244,13 @@ class FsspecStore(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """True for a URL."""
+        """Whether the path is a URL."""
         return "://" in os.fspath(checkpoint_id)
 
-    # What we ask for
+    # Operations of LocalStore
 
     def _kind(self, path: Path_) -> str | None:
-        """ "file" or "directory"; None for nothing. fsspec's own `isfile` takes a store that fails for an empty one."""
+        """ "file", "directory" or None for nothing. Unlike fsspec's `isfile`, errors of the store are raised."""
         try:
             return str(self.fs.info(os.fspath(path))["type"])
         except (FileNotFoundError, NotADirectoryError):
@@ -259,36 +261,36 @@ class FsspecStore(FileSystemBase):
         return f"{os.fspath(path).rstrip('/')}/{name}"
 
     def parent(self, path: Path_) -> str:
-        """The folder that a path is in."""
+        """The folder that contains a path."""
         return os.fspath(path).rstrip("/").rpartition("/")[0]
 
     @_telling
     def names(self, path: Path_) -> list[str]:
-        """The entries of a folder, in order; none if it does not exist."""
+        """The sorted entries of a folder; empty if the folder does not exist."""
         try:
-            found = self.fs.ls(os.fspath(path), detail=False)
+            entries = self.fs.ls(os.fspath(path), detail=False)
         except FileNotFoundError:
             return []
-        return sorted(entry.rstrip("/").rpartition("/")[2] for entry in found)
+        return sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
 
     @_telling
     def files(self, path: Path_) -> list[str]:
-        """All files below a folder, by their paths within it."""
+        """All files below a folder, as relative paths."""
         root = url_to_fs(os.fspath(path))[1].rstrip("/") + "/"
         return [file.removeprefix(root) for file in self.fs.find(os.fspath(path))]
 
     def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """False: there are no links."""
+        """False: remote stores have no links."""
         return False
 
     @_telling
     def is_file(self, path: Path_) -> bool:
-        """True for a file that exists."""
+        """Whether the path is an existing file."""
         return self._kind(path) == "file"
 
     @_telling
     def size(self, path: Path_) -> int:
-        """The length of a file."""
+        """The length of a file in bytes."""
         return int(self.fs.size(os.fspath(path)))
 
     @_telling
@@ -301,30 +303,30 @@ class FsspecStore(FileSystemBase):
 
     @_telling
     def read_range(self, path: Path_, start: int, stop: int) -> bytes:
-        """The bytes of a file from `start` to before `stop`, or to its end.
+        """The bytes of a file from `start` up to `stop`, or to its end.
 
-        A server may send the whole file whatever it is asked for, as Python's `http.server` does.
+        Some servers ignore the range and send the whole file, e.g. Python's `http.server`; the result is then cut.
         """
-        found = bytes(self.fs.cat_file(os.fspath(path), start=start, end=stop))
-        return found[start:stop] if len(found) > stop - start else found
+        data = bytes(self.fs.cat_file(os.fspath(path), start=start, end=stop))
+        return data[start:stop] if len(data) > stop - start else data
 
     @_telling
     def write(self, path: Path_, content: bytes) -> None:
-        """Write a file; durable when the place says that it is written."""
+        """Write a file, which is durable when the store confirms the write."""
         with self.fs.open(os.fspath(path), "wb") as file:
             file.write(content)
 
     @_telling
     def remove(self, path: Path_) -> None:
-        """Remove a folder with all that is in it."""
+        """Remove a folder and its content."""
         self.fs.rm(os.fspath(path), recursive=True)
 
     def sync(self, path: Path_) -> None:
-        """Nothing: there are no folders to make durable."""
+        """Do nothing: there are no folders to make durable."""
 
 
 def is_inside(name: object) -> bool:
-    """True for the name of a file below a folder: a relative path of plain parts, the same on every system."""
+    """Whether a name is a valid path below a folder: relative, of plain parts, valid on every platform."""
     if type(name) is not str or len(name) > NAME_LENGTH or not name.isprintable() or "\\" in name or ":" in name:
         return False
     parts = PurePosixPath(name).parts
@@ -335,11 +337,11 @@ Store = LocalStore | FsspecStore
 
 
 def locate(path: Path_) -> tuple[Store, str]:
-    """The store that a path or URL is in, and what to call the path there.
+    """The store of a path or URL, and the path within that store.
 
     Raises:
         CheckpointError: fsspec cannot reach the URL.
-        ConfigurationError: it is a URL that pathlib has spoilt.
+        ConfigurationError: the path is a URL that pathlib has damaged.
     """
     if url := _spoilt_url(path):
         raise ConfigurationError(f"{path} was the URL {url}, of which pathlib took a slash; pass it as a string")
@@ -351,38 +353,38 @@ def locate(path: Path_) -> tuple[Store, str]:
 
 
 def is_taken(path: Path_) -> bool:
-    """True if there is a file or folder at a path or behind a URL, or a link, wherever that leads.
+    """Whether a file, a folder or a symbolic link (even a dangling one) exists at a path or URL.
 
     Raises:
-        CheckpointError: nobody can tell.
+        CheckpointError: the store cannot be reached.
     """
-    store, place = locate(path)
+    store, store_path = locate(path)
     try:
-        return store.exists(place) or (isinstance(store, LocalStore) and os.path.islink(place))
+        return store.exists(store_path) or (isinstance(store, LocalStore) and os.path.islink(store_path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be reached ({why(error)}); name another place") from error
 
 
 def is_local(path: Path_) -> bool:
-    """True for what is on a file system of this machine, by its name alone: no URL of another place is asked."""
+    """Whether a path is on a local file system, judging by its name only; no store is accessed."""
     text = os.fspath(path)
     return text.startswith(_HERE) or ("://" not in text and not _spoilt_url(path))
 
 
 def local(path: Path_, what: str) -> Path:
-    """The path of something that has to be on a file system of this machine.
+    """A local path. `what`: the name of the argument in the error.
 
     Raises:
-        ConfigurationError: it is a URL of another place; `what` it is is said.
+        ConfigurationError: the path is the URL of a remote store.
     """
     text = os.fspath(path)
-    place = next((text.removeprefix(scheme) for scheme in _HERE if text.startswith(scheme)), text)
-    if "://" in place or _spoilt_url(path):
+    local_path = next((text.removeprefix(scheme) for scheme in _HERE if text.startswith(scheme)), text)
+    if "://" in local_path or _spoilt_url(path):
         raise ConfigurationError(f"{path}: {what} cannot be behind a URL; name a path on this machine")
-    return Path(place)
+    return Path(local_path)
 
 
 def _spoilt_url(path: Path_) -> str | None:
-    """The URL that a path was before pathlib took a slash from it."""
-    found = _COLLAPSED.fullmatch(str(path)) if isinstance(path, PurePath) else None
-    return f"{found['scheme']}://{found['rest']}" if found and found["scheme"] in available_protocols() else None
+    """The original URL of a path from which pathlib removed a slash; otherwise None."""
+    match = _COLLAPSED.fullmatch(str(path)) if isinstance(path, PurePath) else None
+    return f"{match['scheme']}://{match['rest']}" if match and match["scheme"] in available_protocols() else None

@@ -1,1 +1,1 @@
-"""Looking into checkpoints: contents, verification, comparison."""
+"""Inspection, verification and comparison of checkpoints."""

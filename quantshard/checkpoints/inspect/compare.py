@@ -1,11 +1,11 @@
-"""Comparing two checkpoints bit by bit, whatever processes and meshes wrote them.
+"""Bitwise comparison of two checkpoints, whatever processes and meshes wrote them.
 
-One process reads both, one entry at a time: each tensor is put together from its shards as stock DCP does it, then the
-bytes are compared, not the values, so two NaNs are equal if their bits are and 0 differs from -0. Entries that are not
-tensors (an optimizer's groups, the step) are compared by value, their floats by their bits too; they are read without
-running code from the file. So are states of an optimizer that are codes in one format here and in another there, as
-second moments of earlier versions. What each rank had for itself (its random generators) is compared where as many
-ranks wrote both.
+One process reads both, one entry at a time. Tensors are assembled from their shards as by stock DCP, and compared by
+their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
+(an optimizer's groups, the step) are compared by value, and their floats by bits; no code of the files is executed.
+
+Optimizer states that are stored as codes of different formats are compared by value, e.g. second moments of earlier
+versions. States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from quantshard.state_cells import scaled_state, stored_state_cell
 _STATES = "optimizer.state."
 
 _SLICE_ELEMENTS = 1 << 24
-"""Elements compared at a time, so that comparing takes little memory beside the two tensors."""
+"""Elements compared at a time, which limits the memory needed in addition to the two tensors."""
 
 
 @dataclass(frozen=True)
 class Difference:
     """One entry that differs.
 
-    `what`: in words, with the first place where it differs and what stands there in each checkpoint. `index`: that
-    place in the global tensor, if both are tensors of one shape and dtype; `count`: how many of its `elements` differ.
-    `largest`: the largest difference of two floating-point values, infinite where one is NaN; None for codes and what
-    is no tensor. `only_in`: "A" or "B" for an entry that the other has not. `by_value`: it is of codes in two formats,
-    whose values were compared.
+    `what`: description, with the first index that differs and both of its values. `index`: the first index that differs
+    in the global tensor, for tensors of one shape and dtype. `count`: number of differing elements, out of `elements`.
+    `largest`: largest difference of two floating-point values, infinite for NaN; None for codes and other entries.
+    `only_in`: "A" or "B" if the other checkpoint lacks the entry. `by_value`: the values were compared, since the codes
+    have different formats.
     """
 
     key: str
@@ -63,8 +63,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found: the differences in the order of their keys, and how much was compared. `keys`: of all
-    entries that were looked at."""
+    """The result of `compare`.
+
+    `differences`: in the order of keys. `tensors`, `others`: number of compared tensors and of other entries. `bytes`:
+    size of the compared tensors. `keys`: the keys of all entries in the comparison.
+    """
 
     path_a: str
     path_b: str
@@ -76,64 +79,67 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs."""
+        """Whether nothing differs."""
         return not self.differences
 
     @property
     def first(self) -> Difference | None:
-        """The first difference."""
+        """The first difference, or None."""
         return self.differences[0] if self.differences else None
 
 
 @suggests_names
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
-    """Compare two checkpoints written by `torch.distributed.checkpoint`, by quantshard or not, bit by bit.
+    """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
 
-    Not a collective call: one process compares, and holds two tensors at a time.
+    Not a collective call: one process compares, with two tensors in memory at a time.
 
     Raises:
-        CheckpointError: one of them is missing, incomplete or damaged.
+        CheckpointError: a checkpoint is missing, incomplete or damaged.
     """
     check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []
-    tensors = others = compared = 0
+    num_tensors = num_objects = compared = 0
     keys = _compared(entries_a, entries_b)
     recoded = _recoded(keys, entries_a, entries_b)
     for key in keys:
         if scaled_state(key) in recoded:
             continue
         if key in recoded:
-            tensors += 1
+            num_tensors += 1
             differences += _values(key, recoded[key], a, b)
             continue
         if key not in entries_a or key not in entries_b:
-            here, there = (path_a, path_b) if key in entries_a else (path_b, path_a)
+            holder, other_path = (path_a, path_b) if key in entries_a else (path_b, path_a)
             side = "A" if key in entries_a else "B"
-            differences.append(Difference(key, f"only in {here}, not in {there}", only_in=side))
+            differences.append(Difference(key, f"only in {holder}, not in {other_path}", only_in=side))
             continue
-        one, two = entries_a[key], entries_b[key]
-        found: Difference | None
-        if isinstance(one, TensorStorageMetadata) and isinstance(two, TensorStorageMetadata):
-            tensors += 1
-            found = _described(key, one, two)
-            if found is None:
-                compared += one.size.numel() * one.properties.dtype.itemsize
-                found = _bits(key, _tensor(key, a), _tensor(key, b))
-        elif type(one) is type(two):
-            others += 1
-            found = _objects(key, a, b)
+        entry_a, entry_b = entries_a[key], entries_b[key]
+        difference: Difference | None
+        if isinstance(entry_a, TensorStorageMetadata) and isinstance(entry_b, TensorStorageMetadata):
+            num_tensors += 1
+            difference = _described(key, entry_a, entry_b)
+            if difference is None:
+                compared += entry_a.size.numel() * entry_a.properties.dtype.itemsize
+                difference = _bits(key, _tensor(key, a), _tensor(key, b))
+        elif type(entry_a) is type(entry_b):
+            num_objects += 1
+            difference = _objects(key, a, b)
         else:
-            kinds = ["a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor" for entry in (one, two)]
-            found = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
-        differences += [] if found is None else [found]
-    return Comparison(str(path_a), str(path_b), tuple(differences), tensors, others, compared, tuple(keys))
+            kinds = [
+                "a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor"
+                for entry in (entry_a, entry_b)
+            ]
+            difference = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
+        differences += [] if difference is None else [difference]
+    return Comparison(str(path_a), str(path_b), tuple(differences), num_tensors, num_objects, compared, tuple(keys))
 
 
 def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The keys of either, without those of single ranks where other ranks wrote the other."""
+    """The keys of both checkpoints; without the states of ranks if the numbers of ranks differ."""
     keys = sorted(a.keys() | b.keys())
     if rank_state.writers(a) == rank_state.writers(b):
         return keys
@@ -144,13 +150,13 @@ def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _recoded(keys: Iterable[str], a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """The states that are codes under scales on both sides, in two formats."""
-    found = {}
+    """The two formats of each state that is stored as codes and scales on both sides, in different formats."""
+    cells_by_key = {}
     for key in keys:
-        one, two = (_cell(key, entries) for entries in (a, b))
-        if one is not None and two is not None and one != two and a[key].size == b[key].size:
-            found[key] = one, two
-    return found
+        cell_a, cell_b = (_cell(key, entries) for entries in (a, b))
+        if cell_a is not None and cell_b is not None and cell_a != cell_b and a[key].size == b[key].size:
+            cells_by_key[key] = cell_a, cell_b
+    return cells_by_key
 
 
 def _cell(key: str, entries: Mapping[str, Any]) -> QuantSpec | None:
@@ -161,16 +167,20 @@ def _cell(key: str, entries: Mapping[str, Any]) -> QuantSpec | None:
 
 
 def _values(key: str, cells: tuple[QuantSpec, QuantSpec], *readers: SafeReader) -> list[Difference]:
-    """Whether a state has other values, float32."""
+    """Compare the float32 values of a state that is stored in two formats."""
     values = []
     for cell, reader in zip(cells, readers, strict=True):
         parts = {part.name: _tensor(key + part.key_suffix, reader) for part in cell.format.components}
         copy = cell.format.copies[Orientation.ROWWISE]
         rows, cols = parts[copy.codes.name].shape
         values.append(numerics.dequantize(copy, parts, (rows, cols)))
-    found = _bits(key, *values)
+    difference = _bits(key, *values)
     where = " and ".join(cell.tag for cell in cells)
-    return [] if found is None else [replace(found, what=f"{where}, compared by value: {found.what}", by_value=True)]
+    return (
+        []
+        if difference is None
+        else [replace(difference, what=f"{where}, compared by value: {difference.what}", by_value=True)]
+    )
 
 
 def _described(key: str, a: TensorStorageMetadata, b: TensorStorageMetadata) -> Difference | None:
@@ -197,15 +207,15 @@ def _bits(key: str, a: Tensor, b: Tensor) -> Difference | None:
             first = start + int(differs.to(torch.uint8).argmax())
     if not count:
         return None
-    place = torch.unravel_index(torch.tensor(first, dtype=torch.int64, device="cpu"), a.shape) if a.ndim else ()
-    index = tuple(map(int, place))
-    at = f" at {list(index)}" if index else ""
-    what = f"{_element(flat_a, first)} and {_element(flat_b, first)}{at}; {count} of {a.numel()} elements differ"
+    coordinates = torch.unravel_index(torch.tensor(first, dtype=torch.int64, device="cpu"), a.shape) if a.ndim else ()
+    index = tuple(map(int, coordinates))
+    position = f" at {list(index)}" if index else ""
+    what = f"{_element(flat_a, first)} and {_element(flat_b, first)}{position}; {count} of {a.numel()} elements differ"
     return Difference(key, what, index, count, a.numel(), largest if a.is_floating_point() else None)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors of values, infinite where one is NaN or only one infinite."""
+    """The largest difference of two tensors; infinite if either value is NaN, or only one is infinite."""
     if not a.numel():
         return 0.0
     apart = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
@@ -218,7 +228,7 @@ def _tensor(key: str, reader: SafeReader) -> Tensor:
 
 
 def _element(flat: Tensor, at: int) -> str:
-    """An element as a value and as its bits, most significant byte first."""
+    """An element as a value, and as its bits with the most significant byte first."""
     part = flat[at : at + 1]
     bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
     value = part.float() if part.is_floating_point() and part.itemsize == 1 else part
@@ -234,46 +244,46 @@ def _objects(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
     contents = [_content(key, reader) for reader in (a, b)]
     if contents[0] == contents[1]:
         return None
-    objects, needs = [], []
+    objects, needs_code = [], []
     for reader, content in zip((a, b), contents, strict=True):
         try:
             with reader.damage_named(key):
                 objects.append(decoded(key, content))
         except NeedsCodeError as error:
-            needs.append(f"that in {reader.given} needs code to be read ({why_unread(key, error)})")
-    if needs:
+            needs_code.append(f"that in {reader.given} needs code to be read ({why_unread(key, error)})")
+    if needs_code:
         sizes = " and ".join(str(len(content)) for content in contents)
-        return Difference(key, f"objects whose {sizes} bytes differ; {needs[0]}")
-    found = _first_unequal(objects[0], objects[1], "")
-    return None if found is None else Difference(key, found)
+        return Difference(key, f"objects whose {sizes} bytes differ; {needs_code[0]}")
+    what = _first_unequal(objects[0], objects[1], "")
+    return None if what is None else Difference(key, what)
 
 
 def _first_unequal(a: Any, b: Any, where: str) -> str | None:
-    """Where two plain objects differ first, and what stands there; None if they are equal."""
-    at = f"{where}: " if where else ""
+    """Describe the first difference of two plain objects; None if they are equal."""
+    prefix = f"{where}: " if where else ""
     if type(a) is not type(b):
-        return f"{at}{_short(a)} and {_short(b)}, a {type(a).__name__} and a {type(b).__name__}"
+        return f"{prefix}{_short(a)} and {_short(b)}, a {type(a).__name__} and a {type(b).__name__}"
     if isinstance(a, Mapping):
         for key in sorted({*a, *b}, key=repr):
             if key not in a or key not in b:
-                return f"{at}{key!r} is in one of them only"
-            if (found := _first_unequal(a[key], b[key], f"{where}[{key!r}]")) is not None:
-                return found
+                return f"{prefix}{key!r} is in one of them only"
+            if (difference := _first_unequal(a[key], b[key], f"{where}[{key!r}]")) is not None:
+                return difference
         return None
     if isinstance(a, list | tuple):
         if len(a) != len(b):
-            return f"{at}{len(a)} and {len(b)} entries"
-        for number, (one, two) in enumerate(zip(a, b, strict=True)):
-            if (found := _first_unequal(one, two, f"{where}[{number}]")) is not None:
-                return found
+            return f"{prefix}{len(a)} and {len(b)} entries"
+        for number, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
+            if (difference := _first_unequal(item_a, item_b, f"{where}[{number}]")) is not None:
+                return difference
         return None
     if isinstance(a, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{at}{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+            return f"{prefix}{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
         differs = _bits("", a.contiguous(), b.contiguous())
-        return None if differs is None else at + differs.what
-    same = struct.pack("d", a) == struct.pack("d", b) if isinstance(a, float) else a == b
-    return None if same else f"{at}{_short(a)} and {_short(b)}"
+        return None if differs is None else prefix + differs.what
+    is_equal = struct.pack("d", a) == struct.pack("d", b) if isinstance(a, float) else a == b
+    return None if is_equal else f"{prefix}{_short(a)} and {_short(b)}"
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""What is inside a checkpoint, tensor by tensor: formats, shapes, bytes, scales, and what the codes say.
+"""Contents of a checkpoint by tensor: format, shape, bytes, scales, and statistics of the codes.
 
-The components of a quantized weight are found by its `X_format`, those of an optimizer state in blocks by its scale.
-Data are read a chunk at a time, so that memory is that of the largest chunk.
+The components of a quantized weight are found by its `X_format` entry, those of a blockwise optimizer state by its
+scale. Data is read one chunk at a time, so the memory needed is that of the largest chunk.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_f
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 STATE_MARK = ".state."
-"""Part of the key of every optimizer state."""
+"""Substring of the key of every optimizer state."""
 
 _AT_ONCE = 1 << 20
-"""Elements looked at at a time."""
+"""Elements processed at a time."""
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The entries of one tensor: `tag` names its format, or its dtype; `format` is the row, None for a plain tensor.
+    """The entries of one tensor.
 
-    `shape`: of the tensor, None where its components do not say one. `parts`: key of each component by its name (of a
-    plain tensor `codes` alone). `others`: keys of its random key, draws, history and tag. `wrong`: what is wrong.
+    `tag`: name of its format, or its dtype. `format`: the row of the format table; None for a plain tensor. `shape`:
+    None if the components do not determine it. `parts`: key of each component by component name (`codes` for a plain
+    tensor). `others`: keys of its RNG key, draw count, amax history and tag. `wrong`: problems, in words.
     """
 
     name: str
@@ -50,8 +51,12 @@ class TensorGroup:
 
 @dataclass
 class TensorStatistics:
-    """What the data of one tensor say: of its codes how many are zero, and how many of the largest magnitude; the
-    smallest and largest scale (times the second scale, where there is one); and whether a scale is not finite."""
+    """Statistics of the data of one tensor.
+
+    `elements`, `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`:
+    smallest and largest scale, multiplied by the second scale if there is one. `wrong`: scales that are not finite, in
+    words.
+    """
 
     elements: int = 0
     zeros: int = 0
@@ -61,29 +66,29 @@ class TensorStatistics:
 
 
 def groups(reader: SafeReader) -> list[TensorGroup]:
-    """The tensors of a checkpoint, in the order of their names.
+    """The tensors of a checkpoint, sorted by name.
 
     Raises:
-        CheckpointError: a tag cannot be read from its file.
+        CheckpointError: a format tag cannot be read.
     """
     entries = reader.read_metadata().state_dict_metadata
-    found: dict[str, TensorGroup] = {}
+    group_by_name: dict[str, TensorGroup] = {}
     for key, entry in entries.items():
         weight = key.removesuffix(FORMAT_SUFFIX)
         if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
-            found[weight] = _weight(weight, reader.tensor(key), entries)
+            group_by_name[weight] = _weight(weight, reader.tensor(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
             cell = stored_state_cell(key, entry.properties.dtype, entries)
             if cell is not None:
                 shape = tuple(entry.size)
-                found[key] = _with_parts(key, cell.tag, cell.format, shape, entries, ())
-    taken = {key for group in found.values() for key in (*group.parts.values(), *group.others)}
+                group_by_name[key] = _with_parts(key, cell.tag, cell.format, shape, entries, ())
+    grouped_keys = {key for group in group_by_name.values() for key in (*group.parts.values(), *group.others)}
     for key, entry in entries.items():
-        if key not in taken and isinstance(entry, TensorStorageMetadata):
+        if key not in grouped_keys and isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
-            found[key] = TensorGroup(key, dtype, None, tuple(entry.size), {"codes": key})
-    return [found[name] for name in sorted(found)]
+            group_by_name[key] = TensorGroup(key, dtype, None, tuple(entry.size), {"codes": key})
+    return [group_by_name[name] for name in sorted(group_by_name)]
 
 
 def _is_tag(entry: STORAGE_TYPES) -> bool:
@@ -91,31 +96,31 @@ def _is_tag(entry: STORAGE_TYPES) -> bool:
 
 
 def _weight(name: str, tag: Tensor, entries: Mapping[str, STORAGE_TYPES]) -> TensorGroup:
-    others = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
-    there = tuple(key for key in others if isinstance(entries.get(key), TensorStorageMetadata))
+    state_keys = [f"{name}{FORMAT_SUFFIX}", *(f"{name}_{state}" for state in (KEY, DRAWS, AMAX_HISTORY))]
+    stored_keys = tuple(key for key in state_keys if isinstance(entries.get(key), TensorStorageMetadata))
     try:
         text = read_format_tag(tag)
     except CheckpointError as error:
-        what = f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype)
-        return TensorGroup(name, what, None, None, _codes_alone(name, entries), there, (str(error),))
+        description = f"version {int(tag[0])}" if tag.dtype == torch.uint8 else str(tag.dtype)
+        return TensorGroup(name, description, None, None, _codes_alone(name, entries), stored_keys, (str(error),))
     fmt, keeps_amaxes = format_of_tag(text)
     if fmt is None:
-        unknown = f"its format {text!r:.40} is none that this quantshard knows"
-        return TensorGroup(name, repr(text)[:40], None, None, _codes_alone(name, entries), there, (unknown,))
-    lacking = [key for key in others[: 4 if keeps_amaxes else 3] if key not in there]
+        problem = f"its format {text!r:.40} is none that this quantshard knows"
+        return TensorGroup(name, repr(text)[:40], None, None, _codes_alone(name, entries), stored_keys, (problem,))
+    missing = [key for key in state_keys[: 4 if keeps_amaxes else 3] if key not in stored_keys]
     codes = entries[name]
     size = codes.size if isinstance(codes, TensorStorageMetadata) else torch.Size([])
     packed, padding = fmt.by_name["codes"].block_shape[1], int(tag[-1])
     if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
         line = f"its codes have the shape {list(size)}, and its format tag says {padding} of padding"
-        return TensorGroup(name, text, None, None, _codes_alone(name, entries), there, (line,))
+        return TensorGroup(name, text, None, None, _codes_alone(name, entries), stored_keys, (line,))
     shape = (size[0], size[1] * packed - padding)
-    wrong = tuple(f"{key} is missing" for key in lacking)
-    return _with_parts(name, text, fmt, shape, entries, there, wrong)
+    wrong = tuple(f"{key} is missing" for key in missing)
+    return _with_parts(name, text, fmt, shape, entries, stored_keys, wrong)
 
 
 def _codes_alone(name: str, entries: Mapping[str, STORAGE_TYPES]) -> dict[str, str]:
-    """The parts of a weight whose format is not known."""
+    """The `parts` of a weight with an unknown format."""
     return {"codes": name} if isinstance(entries[name], TensorStorageMetadata) else {}
 
 
@@ -128,7 +133,7 @@ def _with_parts(
     others: tuple[str, ...],
     wrong: tuple[str, ...] = (),
 ) -> TensorGroup:
-    """A group with those components that are there, and a line for each that is missing or does not fit."""
+    """A group of the components that exist, with a line for each that is missing or does not fit."""
     parts, lines = {}, list(wrong)
     for component in fmt.components:
         key = name + component.key_suffix
@@ -137,16 +142,14 @@ def _with_parts(
             lines.append(f"{key} is missing")
             continue
         parts[component.name] = key
-        wanted = sharding.whole((shape[0], shape[1])).component_shape(component) if len(shape) == 2 else None
-        found, dtype = tuple(entry.size), entry.properties.dtype
-        if wanted is None:  # a state; those of ours that are of no matrix have no scales
+        expected = sharding.whole((shape[0], shape[1])).component_shape(component) if len(shape) == 2 else None
+        size, dtype = tuple(entry.size), entry.properties.dtype
+        if expected is None:  # a state: only matrices have blocks with scales
+            lines.append(f"{key} is {dtype} {list(size)}, and {tag} has blocks of matrices, which {list(shape)} is not")
+        elif size != expected or dtype != component.encoding.storage:
             lines.append(
-                f"{key} is {dtype} {list(found)}, and {tag} has blocks of matrices, which {list(shape)} is not"
-            )
-        elif found != wanted or dtype != component.encoding.storage:
-            lines.append(
-                f"{key} is {dtype} {list(found)}, and {tag} of {list(shape)} has {component.encoding.storage} "
-                f"{list(wanted)} there"
+                f"{key} is {dtype} {list(size)}, and {tag} of {list(shape)} has {component.encoding.storage} "
+                f"{list(expected)} there"
             )
     return TensorGroup(name, tag, fmt, tuple(shape), parts, others, tuple(lines))
 
@@ -155,31 +158,34 @@ def _with_parts(
 
 
 def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
-    """What the data of a tensor say; of a plain one only that they can be read.
+    """Statistics of a tensor's data. A plain tensor is only read, to find out whether it can be.
 
     Raises:
-        CheckpointError: naming the entry that cannot be read.
+        CheckpointError: names the entry that cannot be read.
     """
-    found = TensorStatistics()
+    statistics = TensorStatistics()
     for key in group.others:
         for _ in reader.pieces(key):
             pass
-    second = 1.0
+    second_scale = 1.0
     for component, key in _components(group):
         if component is None:
             for _ in reader.pieces(key):
                 pass
         elif component.role is Role.CODES:
-            _count(found, component, reader, key)
+            _count(statistics, component, reader, key)
         else:
-            second *= _measure(found, component, reader, key)
-    if group.format is not None and group.shape is not None and found.elements and not group.wrong:
+            second_scale *= _measure(statistics, component, reader, key)
+    if group.format is not None and group.shape is not None and statistics.elements and not group.wrong:
         copies = len(group.format.copies)
-        padding = found.elements - copies * math.prod(group.shape)
-        found.elements, found.zeros = found.elements - padding, found.zeros - padding  # pads are codes of zero
-    if found.scales is not None:
-        found.scales = (found.scales[0] * second, found.scales[1] * second)
-    return found
+        padding = statistics.elements - copies * math.prod(group.shape)
+        statistics.elements, statistics.zeros = (
+            statistics.elements - padding,
+            statistics.zeros - padding,
+        )  # padding codes are zero
+    if statistics.scales is not None:
+        statistics.scales = (statistics.scales[0] * second_scale, statistics.scales[1] * second_scale)
+    return statistics
 
 
 def _components(group: TensorGroup) -> Iterator[tuple[Component | None, str]]:
@@ -196,7 +202,7 @@ def _count(found: TensorStatistics, component: Component, reader: SafeReader, ke
 
 
 def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
-    """How many codes there are, how many of them are zero, and how many have the largest magnitude or more."""
+    """(number of codes, number of zeros, number of codes with at least the largest magnitude)."""
     per_byte = max(1, 8 // encoding.bits)
     elements = zeros = saturated = 0
     for part in codes.reshape(-1).split(_AT_ONCE):
@@ -215,33 +221,33 @@ def count_codes(codes: Tensor, encoding: Encoding) -> tuple[int, int, int]:
 
 
 def _measure(found: TensorStatistics, component: Component, reader: SafeReader, key: str) -> float:
-    """Note the range of a scale, or give the factor of a second one."""
+    """Record the range of a scale, or return the factor of a second scale."""
     factor = 1.0
-    for _, stored in reader.pieces(key):
-        if stored.dtype != component.encoding.storage or not stored.numel():
+    for _, encoded in reader.pieces(key):
+        if encoded.dtype != component.encoding.storage or not encoded.numel():
             continue
-        values = numerics.decode(stored, component.encoding)
+        values = numerics.decode(encoded, component.encoding)
         bad = int((~values.isfinite() | (values < 0)).sum())
         if bad:
             found.wrong.append(f"{key}: {bad} of {values.numel()} {component.role.value} entries are not finite")
         elif component.role is Role.SCALE:
             low, high = float(values.min()), float(values.max())
-            before = found.scales or (low, high)
-            found.scales = (min(before[0], low), max(before[1], high))
+            previous = found.scales or (low, high)
+            found.scales = (min(previous[0], low), max(previous[1], high))
         else:
             factor = float(values.max())
     return factor / _second_divisor(component) if component.role is Role.AMAX else 1.0
 
 
 def _second_divisor(component: Component) -> float:
-    """What the amax is divided by to give the second scale: the largest product of a scale and a code."""
+    """The divisor that turns the amax into the second scale: the largest product of a scale and a code."""
     copies = (copy for fmt in FORMATS.values() for copy in fmt.copies.values() if copy.amax == component)
     copy = next(copies)
     return copy.scale.encoding.max * copy.codes.encoding.max
 
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
-    """Bytes of the values of a group's entries."""
+    """The total size of the values of a group's entries, in bytes."""
     entries, total = reader.read_metadata().state_dict_metadata, 0
     for key in (*group.parts.values(), *group.others):
         entry = entries[key]
@@ -251,16 +257,16 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
 
 
 def chunks(reader: SafeReader, group: TensorGroup) -> int:
-    """In how many pieces the codes, or the values, are stored."""
+    """The number of chunks that the codes, or the values, are stored in."""
     entry = reader.read_metadata().state_dict_metadata[group.parts.get("codes", group.name)]
     return len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
 
 
 def opened(path: str | os.PathLike[str]) -> SafeReader:
-    """A reader of a checkpoint whose metadata have been read.
+    """A reader of a checkpoint, after its metadata has been read.
 
     Raises:
-        CheckpointError: they cannot be read.
+        CheckpointError: the metadata cannot be read.
     """
     reader = SafeReader(path)
     reader.read_metadata()

@@ -1,4 +1,4 @@
-"""What `quantshard inspect` shows of a checkpoint: a row a tensor, and totals by format."""
+"""The content of a checkpoint as shown by `quantshard inspect`: a row per tensor, and totals by format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 WEIGHT, STATE, RANK = "weight", "state", "rank state"
 RANDOM, HISTORY = "random state", "amax history"
-"""Kinds of rows: what a model holds, an optimizer's states, what each rank saved of its own; the random state of
-weights, and what modules remember of their inputs. The caller's own entries are `EXTRA`."""
+"""Kinds of rows: a model's tensors, an optimizer's states, the states of single ranks, the RNG states of weights, and
+amax histories. Rows of the caller's entries have the kind `EXTRA`."""
 
 _PREFIXES = {"optimizer.": STATE, f"{EXTRA}.": EXTRA, f"{rank_state.RANKS}.": RANK}
 _SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY}
@@ -30,10 +30,11 @@ _SUFFIXES = {f"_{KEY}": RANDOM, f"_{DRAWS}": RANDOM, f"_{AMAX_HISTORY}": HISTORY
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor. `bytes`: of all its entries. `chunks`: pieces that its codes, or values, are stored in.
+    """A row: one tensor.
 
-    Of codes: how many (`codes`), how many of them are zero, how many have the largest magnitude. `scales`: the smallest
-    and the largest. These are None where data were not read, or there are none. `wrong`: what `verify` would say.
+    `bytes`: size of all its entries. `chunks`: number of pieces that its codes, or values, are stored in. `codes`,
+    `zeros`, `saturated`: number of codes, of zero codes, and of codes with the largest magnitude. `scales`: smallest
+    and largest scale. These are None without data. `wrong`: problems, as in `verify`.
     """
 
     name: str
@@ -51,13 +52,13 @@ class TensorSummary:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """The number of elements."""
         return math.prod(self.shape or (0,))
 
 
 @dataclass(frozen=True)
 class FormatTotal:
-    """The tensors of one kind and format, or the states of one name."""
+    """The sum over all tensors of one kind and format, or over all states of one name and format."""
 
     kind: str
     format: str
@@ -67,13 +68,16 @@ class FormatTotal:
 
     @property
     def bytes_per_element(self) -> float:
-        """Scales and state included."""
+        """Average size of an element, including scales and state."""
         return self.bytes / self.numel if self.numel else 0.0
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found. `others`: keys of entries that are no tensors; `run`: what the manifest says, if there is one."""
+    """The result of an inspection.
+
+    `others`: keys of entries that are not tensors. `run`: facts of the manifest; None without a manifest.
+    """
 
     path: str
     rows: tuple[TensorSummary, ...]
@@ -82,19 +86,24 @@ class Inspection:
 
     @property
     def totals(self) -> tuple[FormatTotal, ...]:
-        """Weights by format, then states by name and format."""
-        found: dict[tuple[str, str], list[TensorSummary]] = {}
+        """Totals of weights by format, then of states by name and format."""
+        rows_by_kind: dict[tuple[str, str], list[TensorSummary]] = {}
         for row in self.rows:
             kind = row.name.rpartition(".")[2] if row.kind == STATE else row.kind
-            found.setdefault((kind, row.format), []).append(row)
-        order = sorted(found, key=lambda key: (key[0] != WEIGHT, key))
+            rows_by_kind.setdefault((kind, row.format), []).append(row)
+        order = sorted(rows_by_kind, key=lambda key: (key[0] != WEIGHT, key))
         return tuple(
-            FormatTotal(*key, len(found[key]), sum(r.numel for r in found[key]), sum(r.bytes for r in found[key]))
+            FormatTotal(
+                *key,
+                len(rows_by_kind[key]),
+                sum(r.numel for r in rows_by_kind[key]),
+                sum(r.bytes for r in rows_by_kind[key]),
+            )
             for key in order
         )
 
     def to_json(self) -> str:
-        """All of it."""
+        """The inspection with its totals, as JSON."""
         totals = [asdict(total) | {"bytes_per_element": total.bytes_per_element} for total in self.totals]
         rows = [asdict(row) for row in self.rows]
         whole = {"path": self.path, "run": self.run, "rows": rows, "totals": totals, "others": self.others}
@@ -102,42 +111,42 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
-    """Look into a checkpoint directory; `layouts.inspection.inspect` looks into safetensors files, too.
+    """Inspect a checkpoint directory. `layouts.inspection.inspect` also accepts safetensors files.
 
-    Not a collective call; nothing in the files is run, and one chunk is in memory at a time.
+    Not a collective call. No code of the files is executed, and only one chunk is in memory at a time.
 
     Args:
-        data: whether to read scales and codes; else metadata and tags alone are read.
+        data: read scales and codes too, and not only metadata and tags.
 
     Raises:
-        CheckpointError: it is none, or damaged.
+        CheckpointError: the directory is not a checkpoint, or is damaged.
     """
     reader = contents.opened(path)
     entries = reader.read_metadata().state_dict_metadata
     rows = [_row(reader, group, kind_of(group.name, entries), data) for group in contents.groups(reader)]
-    others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
-    return Inspection(str(path), tuple(rows), tuple(sorted(others)), _run(path))
+    objects = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    return Inspection(str(path), tuple(rows), tuple(sorted(objects)), _run(path))
 
 
 def _run(path: Path_) -> dict[str, Any] | None:
-    found = manifest.read_manifest(path)
-    if found is None:
+    run_manifest = manifest.read_manifest(path)
+    if run_manifest is None:
         return None
     names = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(run_manifest, name) for name in names}
 
 
 def kind_of(key: str, keys: Container[str]) -> str:
-    """The kind of an entry, or of a tensor of several.
+    """The kind of an entry, or of a tensor with several entries.
 
     Args:
-        keys: of the checkpoint.
+        keys: all keys of the checkpoint.
     """
     for prefix, kind in _PREFIXES.items():
         if key.startswith(prefix):
             return kind
     for suffix, kind in _SUFFIXES.items():
-        # what modules remember of their inputs belongs to no weight of that name
+        # the amax history of a module's input belongs to no weight
         if key.endswith(suffix) and (kind == HISTORY or key.removesuffix(suffix) in keys):
             return kind
     return STATE if STATE_MARK in key else WEIGHT
@@ -158,7 +167,7 @@ def _row(reader: SafeReader, group: TensorGroup, kind: str, data: bool) -> Tenso
 
 
 def counted(figures: TensorStatistics | None, wrong: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The entries of a `TensorSummary` that come from its data."""
+    """The fields of a `TensorSummary` that come from its data."""
     if figures is None or not figures.elements:
         return {"wrong": wrong}
     return {

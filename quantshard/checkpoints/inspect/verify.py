@@ -1,4 +1,4 @@
-"""Whether one checkpoint is whole: files by its manifest, tensors by their metadata, weights by their formats."""
+"""Verification of one checkpoint: files by the manifest, tensors by the metadata, weights by their formats."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from quantshard.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `checksums`: whether there is a manifest, by which the files were compared.
+    """The result of `verify`.
 
-    `tensors`: quantized ones count as one each; `bytes`: those of the values. `notes`: what is not wrong, but will be
-    missed: the caller's own entries that need code to be read, which a load leaves out.
+    `checksums`: whether files were compared with the checksums of a manifest. `tensors`: number of tensors; a quantized
+    one counts once. `bytes`: size of their values. `problems`: defects, in words. `notes`: entries of the caller that
+    need code to be read, which a load leaves out.
     """
 
     path: str
@@ -34,36 +35,39 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """True if nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
 
 @suggests_names
 def verify(path: Path_) -> Verification:
-    """Check one checkpoint. Not a collective call; reads every byte, and holds one chunk at a time.
+    """Check one checkpoint. Not a collective call. Every byte is read, one chunk at a time.
 
-    With a manifest: that each file is there, as long as it says and with its checksum, and no other. In any case: that
-    the chunks of each tensor cover it exactly once and lie in the files; that each entry can be read and is what the
-    metadata say; that each quantized weight has a known format, all of its components in the shapes that this has, and
-    finite scales.
+    With a manifest, the files must be those it names, with their lengths and checksums. In any case:
 
-    Never raises for what is wrong with the checkpoint: it is listed in `problems`.
+    - the chunks of each tensor must cover it exactly once and lie in the files;
+    - each entry must be readable and match the metadata;
+    - each quantized weight must have a known format, all of its components in the right shapes, and finite scales.
+
+    Defects of the checkpoint never raise: they are listed in `problems`.
     """
     check_arguments("verify", PATH, path=path)
     problems = manifest.problems(path)
     try:
         checksums = manifest.read_manifest(path) is not None
     except CheckpointError:
-        checksums = True  # and said among the problems
+        checksums = True  # the error is already among the problems
     try:
         reader = contents.opened(path)
-        found = contents.groups(reader)
+        groups = contents.groups(reader)
     except CheckpointError as error:
-        told = problems if str(error) in problems else [*problems, str(error)]  # of a manifest, it is the same
-        return Verification(str(path), checksums, 0, 0, 0, 0, tuple(told))
-    sizes = [contents.group_bytes(reader, group) for group in found]
+        all_problems = (
+            problems if str(error) in problems else [*problems, str(error)]
+        )  # the manifest's error can be raised again
+        return Verification(str(path), checksums, 0, 0, 0, 0, tuple(all_problems))
+    sizes = [contents.group_bytes(reader, group) for group in groups]
     transfer.expect(sum(sizes))
-    for group, size in zip(found, sizes, strict=True):
+    for group, size in zip(groups, sizes, strict=True):
         try:
             wrong = [*group.wrong, *contents.figures(reader, group).wrong]
         except CheckpointError as error:
@@ -71,20 +75,20 @@ def verify(path: Path_) -> Verification:
         transfer.moved(size)
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
     entries = reader.read_metadata().state_dict_metadata
-    others = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    objects = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
     notes: list[str] = []
-    for key in others:
+    for key in objects:
         try:
             reader.object(key)
         except CheckpointError as error:
-            missed = isinstance(error, NeedsCodeError) and key.startswith(f"{EXTRA}.")
-            (notes if missed else problems).append(str(error))
+            is_note = isinstance(error, NeedsCodeError) and key.startswith(f"{EXTRA}.")
+            (notes if is_note else problems).append(str(error))
     return Verification(
         str(path),
         checksums,
-        tensors=len(found),
-        quantized=sum(group.format is not None for group in found),
-        others=len(others),
+        tensors=len(groups),
+        quantized=sum(group.format is not None for group in groups),
+        others=len(objects),
         bytes=sum(sizes),
         problems=tuple(problems),
         notes=tuple(notes),
