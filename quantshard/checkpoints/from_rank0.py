@@ -54,24 +54,24 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
     Raises:
         CheckpointError: an entry of rank 0 is missing, unknown, not a plain tensor, or has another shape, dtype or
             format than the model's. The same on every rank, and nothing was written.
-        ConfigurationError: a shard of a parameter is not at the offset that it states.
+        ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
     agreement.alike(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
-        described = agreement.from_rank0(lambda: _description(state_dict))
+        description = agreement.from_rank0(lambda: _description(state_dict))
         sent = state_dict or {} if agreement.rank() == 0 else {}
-        live = agreement.alike(lambda: _fitting(model, described, sent, strict), _CALL)
+        live = agreement.alike(lambda: _fitting(model, description, sent, strict), _CALL)
         parts = {}
-        for keys in _buckets(described):
-            for key, value in _broadcast(keys, described, state_dict or {}).items():
+        for keys in _buckets(description):
+            for key, value in _broadcast(keys, description, state_dict or {}).items():
                 if key in live:
                     parts[key] = _local_part(value, live[key])
         load.writes = True
         result = agreement.alike(lambda: _loaded(model, parts, strict), _CALL)
         load.mends = not result.missing_keys
-    elsewhere = state_keys.held_elsewhere(model, described)
-    result.unexpected_keys.extend(key for key in described if key not in live and key not in elsewhere)
+    elsewhere = state_keys.held_elsewhere(model, description)
+    result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)
     return result
 
 
@@ -94,22 +94,23 @@ def _description(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     )
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise CheckpointError(f"{_CALL}rank 0 has no state dict; {remedy}")
-    described = {}
+    description = {}
     for key, value in state_dict.items():
         if type(value) not in (Tensor, nn.Parameter):
             raise CheckpointError(f"{_CALL}{key} is a {type(value).__name__} on rank 0, not a plain tensor; {remedy}")
         if value.is_meta:
             raise CheckpointError(f"{_CALL}{key} is on the meta device on rank 0, so it has no data to send; {remedy}")
         is_tag = str(key).endswith(FORMAT_SUFFIX) and value.shape == (FORMAT_TAG_BYTES,) and value.dtype == torch.uint8
-        described[key] = value.cpu().clone() if is_tag else torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return described
+        description[key] = value.cpu().clone() if is_tag else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return description
 
 
 def _fitting(
     model: nn.Module, described: Mapping[str, Tensor], sent: Mapping[str, Tensor], strict: bool
 ) -> dict[str, Any]:
-    """This rank's live state dict, checked against the description of rank 0's. `sent`: that state dict on rank 0, else
-    {}.
+    """This rank's live state dict, checked against the description of rank 0's.
+
+    `sent`: the state dict itself on rank 0, {} on the others.
 
     Raises:
         CheckpointError: a state dict with this description cannot be loaded into the model.
@@ -189,14 +190,14 @@ def _broadcast(keys: list[str], described: Mapping[str, Tensor], values: Mapping
         return {key: values[key] for key in keys}
     sizes = [-(-described[key].nbytes // _ALIGNMENT) * _ALIGNMENT for key in keys]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=process_groups.collective_device(group))
-    received = {}
+    tensors = {}
     for key, part in zip(keys, buffer.split(sizes), strict=True):
         like = described[key]
-        received[key] = part[: like.nbytes].view(like.dtype).view(like.shape)
+        tensors[key] = part[: like.nbytes].view(like.dtype).view(like.shape)
         if agreement.rank() == 0:
-            received[key].copy_(values[key])
+            tensors[key].copy_(values[key])
     dist.broadcast(buffer, src=0, group=group)
-    return received
+    return tensors
 
 
 def _local_part(value: Tensor, live: Any) -> Tensor:
@@ -204,7 +205,7 @@ def _local_part(value: Tensor, live: Any) -> Tensor:
     local = private_torch.local_tensor(live)
     if not isinstance(live, DTensor):
         return value.to(local.device, copy=True)
-    first = private_torch.global_offset(live)
-    part = value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+    offsets = private_torch.global_offset(live)
+    part = value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
     copied = part.to(local.device, copy=True)
     return components.as_dtensor(copied, live, list(live.placements), tuple(live.shape))

@@ -36,7 +36,7 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
     Raises:
         CheckpointError: a tensor is missing, unknown, quantized, or of another shape; an entry is not a tensor or
             cannot be read; or values to be quantized are infinite or NaN. If one rank fails, all do.
-        ConfigurationError: a shard of a parameter is not at the offset that it states.
+        ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
     agreement.alike(lambda: check_arguments("load_high_precision", MODULE, model=model))
     with loading("load_high_precision", model) as load:
@@ -120,8 +120,8 @@ def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return private_torch.local_tensor(value)
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
-    first = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
-    return value[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
+    offsets = private_torch.global_offset(param) if quantized is None else quantized.quantized_storage.shard.origin
+    return value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
 
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:

@@ -120,14 +120,14 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
         CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
     """
     check_arguments("load", PATH, path=request.path)  # here, where errors reach all ranks
-    described = manifest.read_manifest(request.path)
+    saved_manifest = manifest.read_manifest(request.path)
     try:
         metadata = read_metadata(request.path)
     except CheckpointError as error:
         kind = MissingError if isinstance(error, NoMetadataError) else DamagedError
         raise kind(str(error)) from error
     tags = _tags(request, metadata)
-    return CheckpointContents(metadata, described, tags, _other_scales(request, metadata, tags))
+    return CheckpointContents(metadata, saved_manifest, tags, _other_scales(request, metadata, tags))
 
 
 def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
@@ -144,8 +144,7 @@ def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
 
 
 def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, str]) -> list[str]:
-    """The weights with the same format on both sides, but with stored scales that are not the powers of two this model
-    requires.
+    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
 
     Only the values show the difference, so scales must be read. Each rank reads some of them.
 

@@ -107,8 +107,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
-    """This rank's plan, returned once every rank has a plan. After this, nothing that could be detected earlier can
-    fail.
+    """This rank's plan, returned once every rank has a plan. After that, a load fails only while it writes.
 
     Raises:
         CheckpointError: the error of the first rank that failed; the same on every rank.

@@ -1,8 +1,7 @@
-"""Manages the checkpoints of a run: saves them atomically, in the background if asked to, and verifies, restores and
-removes them.
+"""Manages the checkpoints of a run: saves, verifies, restores and removes them.
 
-A directory holds `step-000050` after 50 steps, and so on; only one run writes to it at a time. docs/checkpoints.md
-lists the guarantees and how they are kept.
+A directory holds `step-000050` after 50 steps, and so on; only one run writes to it at a time. Saves are atomic and can
+run in the background. docs/checkpoints.md lists the guarantees and how they are kept.
 """
 
 from __future__ import annotations
@@ -66,8 +65,9 @@ class Restored:
 
 
 class Manager:
-    """The checkpoints of one run in one directory. Constructing a Manager is a collective call; so are save, restore
-    and wait.
+    """The checkpoints of one run in one directory.
+
+    Constructing a Manager, `save`, `restore` and `wait` are collective calls.
 
     Args:
         directory: a path, or a URL that fsspec supports. It is created if it does not exist.
@@ -86,7 +86,7 @@ class Manager:
     """
 
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
-    """Saves by the process that all Managers share, one at a time: torch would mix up the results of several."""
+    """Running saves of the one process that all Managers share, which takes one at a time: torch mixes up results."""
     _given_up: ClassVar[list[Manager]] = []
     """Managers whose last save failed while some rank was still writing; the same on every rank. The save reads their
     memory, so they are kept alive until all ranks have agreed that the save has ended."""
@@ -141,15 +141,14 @@ class Manager:
                 "process may write there"
             ) from error
 
-    # Looking ---------------------------------------------------------------------------------------------------------
+    # Listing ---------------------------------------------------------------------------------------------------------
 
     def path(self, step: int) -> str:
         """The path of a step's checkpoint, whether it exists or not."""
         return self._store.join(self._folder, f"step-{step:06d}")
 
     def steps(self) -> list[int]:
-        """The steps with a complete checkpoint, in ascending order, as this process sees them now. Not a collective
-        call.
+        """The steps with a complete checkpoint that this process sees now, in ascending order. Not a collective call.
 
         Raises:
             CheckpointError: the directory cannot be read.
@@ -164,11 +163,11 @@ class Manager:
         return sorted(int(name[1]) for name in matches if name and name[0] == f"step-{int(name[1]):06d}")
 
     def _is_complete(self, step: int) -> bool:
-        mark = commit.METADATA_FILE if self._store.renames else MANIFEST
-        return self._store.is_file(self._store.join(self.path(step), mark))
+        marker = commit.METADATA_FILE if self._store.renames else MANIFEST
+        return self._store.is_file(self._store.join(self.path(step), marker))
 
     def latest(self) -> int | None:
-        """The last step with a complete checkpoint, as this process sees it now. Not a collective call."""
+        """The last step with a complete checkpoint that this process sees now. Not a collective call."""
         return max(self.steps(), default=None)
 
     # Saving ----------------------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class Manager:
                 `extra` is not equal on all ranks, or the Manager is read_only or closed. Raised by this call in any
                 mode, on every rank.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         agreement.alike(lambda: self._check_save(step))
         self._forget_given_up()
         self.wait()
@@ -204,10 +203,10 @@ class Manager:
             with commit.abandoned_if_it_fails(target):
                 saving.write_checkpoint(state, writer)
             agreement.from_rank0(lambda: self._retire(step))
-            return replace(report, held_seconds=time.perf_counter() - began)
+            return replace(report, held_seconds=time.perf_counter() - start)
         future = self._start(state, writer)
         now = time.perf_counter()
-        report = replace(report, held_seconds=now - began, background_seconds=None)
+        report = replace(report, held_seconds=now - start, background_seconds=None)
         pending = self._pending = PendingSave(report, target, future, self._owner, now)
         future.add_done_callback(pending.end)
         return report
@@ -240,7 +239,7 @@ class Manager:
                 )
 
     def _forget_given_up(self) -> None:
-        """Remove the Managers of failed saves from `_given_up`, after all ranks agreed that these saves have ended."""
+        """Drop the Managers of failed saves, after all ranks have agreed that these saves have ended."""
         for manager in self._in_the_way():
             Manager._given_up.remove(manager)
             manager._failed = None
@@ -309,8 +308,8 @@ class Manager:
             )
         if self.keep_last is None or self._closed:
             return
-        if wrong := self._problems(last, contents=False):
-            raise CheckpointError(f"{wrong[0]}, though it was just saved; nothing older was removed")
+        if problems := self._problems(last, contents=False):
+            raise CheckpointError(f"{problems[0]}, though it was just saved; nothing older was removed")
         good_steps = [
             step
             for step in self.steps()
@@ -360,7 +359,7 @@ class Manager:
             raise CheckpointError(
                 f"{self.path(step)} is not a complete checkpoint; there are those of {steps or 'none'}"
             )
-        wrong: dict[int, str] = {}
+        problem_by_step: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else [step]:
             with being_read(self._store, self._store.join(self.path(candidate), MANIFEST)):
                 problem = self._verify(candidate)
@@ -368,26 +367,25 @@ class Manager:
                     try:
                         path = self.path(candidate)
                         request = LoadRequest(path, model, optimizer, requantize, lossy, False, self.state)
-                        loaded = loading.load_checkpoint(request)
+                        result = loading.load_checkpoint(request)
                         self._left_behind = {n for n in steps if n > candidate}
-                        return Restored(candidate, path, skipped=tuple(wrong), **vars(loaded))
+                        return Restored(candidate, path, skipped=tuple(problem_by_step), **vars(result))
                     except DamagedError as error:  # if a rank is gone, `gathered` raises that instead
                         problem = agreement.gathered(str(error))[0]
-            wrong[candidate] = problem
+            problem_by_step[candidate] = problem
             self._damaged.add(candidate)
             if step is None and agreement.rank() == 0:
                 warnings.warn(f"the checkpoint of step {candidate} is skipped: {problem}", stacklevel=2)
-        if not wrong:
+        if not problem_by_step:
             return None
         raise CheckpointError(
-            f"{self.directory} has no checkpoint to go on from: {'; '.join(wrong.values())}"
+            f"{self.directory} has no checkpoint to go on from: {'; '.join(problem_by_step.values())}"
             if step is None
-            else f"{wrong[step]}; choose another step of {[n for n in steps if n != step] or 'none'}"
+            else f"{problem_by_step[step]}; choose another step of {[n for n in steps if n != step] or 'none'}"
         )
 
     def _verify(self, step: int) -> str | None:
-        """The first problem of a checkpoint on any rank, or None. Each rank reads a part of the files. A collective
-        call."""
+        """The first problem of a checkpoint on any rank, or None. A collective call; each rank reads some files."""
         _, problems_by_rank = agreement.exchanged(
             lambda: self._problems(step, contents=True), lambda problems: next(iter(problems), None)
         )
@@ -398,17 +396,17 @@ class Manager:
         path = self.path(step)
         part = slice(agreement.rank(), None, agreement.rank_count()) if contents else slice(None)
         try:
-            described = manifest.read_manifest(path)
-            if described is None:  # without a manifest, only the metadata can be checked
+            saved_manifest = manifest.read_manifest(path)
+            if saved_manifest is None:  # without a manifest, only the metadata can be checked
                 read_metadata(path)
                 return []
         except CheckpointError as error:
             return [str(error)]
-        entries = sorted(described.files.items())[part]
-        checked = (manifest.wrong_file(path, name, entry, contents) for name, entry in entries)
-        return [problem for problem in checked if problem is not None]
+        entries = sorted(saved_manifest.files.items())[part]
+        results = (manifest.wrong_file(path, name, entry, contents) for name, entry in entries)
+        return [problem for problem in results if problem is not None]
 
-    # The end ---------------------------------------------------------------------------------------------------------
+    # Closing ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Release the directory and the resources of background saves. Not a collective call.
@@ -457,8 +455,10 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the last save on all ranks, then close. After an error only close, since the other ranks might not
-        call `wait`."""
+        """Wait for the last save on all ranks, then close.
+
+        After an error, only close: the other ranks might not call `wait`.
+        """
         try:
             if kind is None:
                 self.wait()

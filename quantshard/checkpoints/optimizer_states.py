@@ -52,11 +52,10 @@ def _check_step(optimizer: Optimizer) -> None:
 
 
 def to_load(optimizer: Optimizer, stored: Entries, numbers: ParameterNumbers | None) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load, with states for the parameters that have some in the
-    checkpoint.
+    """The optimizer's state dict as the target of a load.
 
-    The optimizer and its parameters are not changed. A collective call if the optimizer's step on sharded parameters is
-    one.
+    Parameters get states if the checkpoint has some for them. The optimizer and its parameters are not changed. A
+    collective call if the optimizer's step on sharded parameters is one.
     """
     state = state_to_fill(optimizer)
     _add_entries_of_others(state["param_groups"], stored, components.own_settings(optimizer))
@@ -97,8 +96,7 @@ def _by_number(stored: Entries) -> dict[int, dict[str, STORAGE_TYPES]]:
 
 
 def allocates(optimizer: Optimizer) -> bool:
-    """Whether the optimizer creates all its states at construction and loads into them, like quantshard's
-    optimizers."""
+    """Whether the optimizer creates all its states at construction, as quantshard's do, and loads into them."""
     return hasattr(optimizer, "initialize_state")
 
 
@@ -113,8 +111,7 @@ def _is_tensor(entry: STORAGE_TYPES) -> bool:
 
 
 def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, theirs: Entries) -> dict[str, Any]:
-    """A new state for a parameter: the result of a first step, plus entries of later steps whose layout can be
-    inferred."""
+    """A new state for a parameter: the result of a first step, and later entries whose layout can be inferred."""
     state = _first(optimizer, group, param)
     flat = private_torch.flatten_state_dict(state)[0]
     for key, entry in theirs.items():

@@ -39,8 +39,8 @@ class ParameterNumbers:
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> ParameterNumbers | None:
-        """The numbers for a model and its optimizer; None without expert parallelism, where the optimizer's own numbers
-        are right.
+        """The numbers for a model and its optimizer; None without expert parallelism (the optimizer's numbers are
+        right).
 
         Raises:
             UnsupportedOperationError: the optimizer creates its states in its first step; a parameter is not the
@@ -64,11 +64,11 @@ class ParameterNumbers:
                 or [name for name in all_names if name in local_set] != local_names
             ):
                 raise _refused(optimizer)
-            if previous_names & number_of.keys():  # as where each expert has a group of its numbers
+            if previous_names & number_of.keys():  # e.g. one group per expert
                 raise _refused(optimizer)
             numbers += [number_of[name] for name in local_names]
-            named = {"param_names": all_names} if "param_names" in group else {}
-            groups.append({"params": list(number_of.values()), **named})
+            name_entry = {"param_names": all_names} if "param_names" in group else {}
+            groups.append({"params": list(number_of.values()), **name_entry})
             names_by_group.append(all_names)
         return ParameterNumbers(numbers, groups, sha256(repr(names_by_group).encode()).hexdigest())
 

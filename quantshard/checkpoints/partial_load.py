@@ -49,22 +49,22 @@ def loading(call: str, model: nn.Module, optimizer: Optimizer | None = None) -> 
     them. If it fails earlier, they are unchanged. `call`: the name of the load in messages.
     """
     marked: list[nn.Module | Optimizer] = [*model.modules(), *(() if optimizer is None else (optimizer,))]
-    earlier = {owner: mark for owner in marked if (mark := _unmark(owner)) is not None}
-    load = LoadGuard(bool(earlier))
+    earlier_marks = {owner: mark for owner in marked if (mark := _unmark(owner)) is not None}
+    load = LoadGuard(bool(earlier_marks))
     try:
         yield load
     except BaseException as error:
         message = f"{call} failed after it had begun to write ({type(error).__name__}: {why(error)})"
-        marks = dict.fromkeys(marked, message) if load.writes else earlier
+        marks = dict.fromkeys(marked, message) if load.writes else earlier_marks
         for owner, mark in marks.items():
             _mark(owner, mark)
         if load.writes:
             _count_as_written(model)
             _forget_compiled_code()
         raise
-    for owner, mark in ({} if load.mends else earlier).items():
+    for owner, mark in ({} if load.mends else earlier_marks).items():
         _mark(owner, mark)
-    if earlier:
+    if earlier_marks:
         _forget_compiled_code()
 
 

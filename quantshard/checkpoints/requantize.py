@@ -112,9 +112,9 @@ def changes(
             )
         conversions.append(ParameterConversion(name, param, index, stored_format, live_format, source, sets_master))
     if unconvertible:
-        why = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
+        reason = "no optimizer was given to tell which masters are whose" if optimizer is None else "it has no masters"
         raise CheckpointError(
-            f"{len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and {why}; allow "
+            f"{len(unconvertible)} weights are of another recipe, the first {unconvertible[0]}, and {reason}; allow "
             "it (lossy=True, or --lossy) to quantize their dequantized codes, which loses what the masters kept"
         )
     return conversions
@@ -161,8 +161,7 @@ def _source(index: int | None, stored: Mapping[str, STORAGE_TYPES], saved: str) 
 
 
 def is_history(key: str) -> bool:
-    """Whether an entry is an amax history. Only delayed-scaling recipes have them, for the tensors they scale
-    this way."""
+    """Whether an entry is an amax history, which only delayed scaling has."""
     return key.endswith(AMAX_HISTORY)
 
 
@@ -211,7 +210,7 @@ def write_weights(
         read_into(path, metadata, dict(tensors))
         values = [reader() for reader in value_readers]
         agreement.alike(partial(_check_finite, path, batch, values))
-        quantized = []
+        updates = []
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
                 continue
@@ -219,8 +218,8 @@ def write_weights(
             if local is None:
                 private_torch.local_tensor(change.param).copy_(value)
                 continue
-            quantized.append((change.param, value))
-        requantize.requantize_(quantized, assume_finite=True)
+            updates.append((change.param, value))
+        requantize.requantize_(updates, assume_finite=True)
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
 
 
@@ -263,9 +262,9 @@ def _reading(
         fmt, _ = format_of_tag(change.saved)
         assert fmt is not None, change.saved
         storage = _codes_of(change.param, weight, QuantSpec(fmt), tensors)
-        rest = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
+        low_bytes = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8)
         copy, origin = fmt.copies[Orientation.ROWWISE], storage.shard.origin
-        return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(rest), origin)
+        return lambda: split_codes.dequantize(copy, storage.touched(), private_torch.local_tensor(low_bytes), origin)
     if change.source == "split master":
         high = tensors[weight] = components.zeros_like(change.param, torch.bfloat16)
         low = tensors[state + _LOW] = components.zeros_like(change.param, torch.uint8, 2)
@@ -308,9 +307,9 @@ def _codes_of(param: Tensor, key: str, cell: QuantSpec, tensors: dict[str, Tenso
 
 def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConversion, Tensor]]) -> None:
     """Write values into masters of another kind than the stored ones."""
-    write: Any = getattr(optimizer, "seed_master", None)
+    seed_master: Any = getattr(optimizer, "seed_master", None)
     for change, value in values:
-        write(change.param, value)
+        seed_master(change.param, value)
 
 
 def told(found: list[ParameterConversion]) -> list[str]:

@@ -66,8 +66,9 @@ def save(
 def checkpoint_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The entries of a checkpoint: the state dicts of model and optimizer, with their live tensors, and `extra`. A
-    collective call.
+    """The entries of a checkpoint: the state dicts of model and optimizer, and `extra`. A collective call.
+
+    The state dicts hold the live tensors, not copies.
 
     Raises:
         ConfigurationError, RankMismatchError, UnsupportedOperationError: see `save`.
@@ -89,8 +90,10 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def facts_of(model: nn.Module, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest's facts about a run: the mesh with the most dims, `step` and `recipe` of `extra`, zero-centered
-    gammas."""
+    """The manifest's facts about a run.
+
+    These are the mesh with the most dims, `step` and `recipe` of `extra`, and the names of zero-centered gammas.
+    """
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
     step, recipe = extra.get("step"), extra.get("recipe")

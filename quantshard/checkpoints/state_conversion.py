@@ -1,5 +1,4 @@
-"""Loads optimizer states into an optimizer that keeps them in another dtype: they are read as stored, and rounded to
-nearest.
+"""Loads states into an optimizer that keeps them in another dtype: they are read as stored, and rounded to nearest.
 
 Each rank reads its own shards, in batches of `requantize.BATCH_ELEMENTS`. Masters, which also determine weights, are
 converted by `requantize`.

@@ -19,11 +19,11 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 
 
 def check_ties(path: Path_, metadata: Metadata, model: nn.Module, stepped: Iterable[Tensor] = ()) -> None:
-    """Compare the entries of tied weights bit for bit. Each rank compares some pairs, so the caller must propagate
-    errors.
+    """Compare the entries of tied weights bit for bit.
 
-    `stepped`: parameters whose optimizer states are loaded too. These need no check: if the weights were not tied in
-    the checkpoint, the number of states differs.
+    Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
+    optimizer states are loaded too. They need no check: if the weights were not tied in the checkpoint, the number of
+    states differs.
 
     Raises:
         CheckpointError: two names that share one weight in this model have different values in the checkpoint.

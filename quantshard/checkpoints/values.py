@@ -52,8 +52,8 @@ def high_precision_state_dict(
 
     Raises:
         ConfigurationError: `dtype` is not float32, bfloat16, float16 or float64; a trained weight has no master in the
-            optimizer, or was changed since the optimizer read it; a shard of a parameter is not at the offset that it
-            states; `full` with expert parallelism. The same on every rank.
+            optimizer, or was changed since the optimizer read it; a shard of a parameter is not at its recorded offset;
+            `full` with expert parallelism. The same on every rank.
         CheckpointError: a parameter is on the meta device, or a load into the model failed halfway.
     """
     live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))

@@ -51,7 +51,7 @@ def _told() -> Iterator[None]:
 
 
 def is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether an error of a collective call means that another rank is gone, like a bare RuntimeError."""
+    """Whether an error of a collective call means that a rank is gone: torch then raises a plain RuntimeError."""
     has_other_cause = isinstance(error, torch.OutOfMemoryError | QuantshardError | CheckpointException)
     return isinstance(error, RuntimeError) and not has_other_cause and process_groups.world() is not None
 
@@ -101,8 +101,9 @@ def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
 
 
 def alike(own: Callable[[], T], prefix: str = "") -> T:
-    """The result of `own` on this rank, if it succeeds on all ranks. A collective call. Error messages start with
-    `prefix`.
+    """The result of `own` on this rank, if it succeeds on all ranks. A collective call.
+
+    Error messages start with `prefix`.
 
     Raises:
         CheckpointError, ConfigurationError: the first rank's error, on every rank. Other errors are converted to

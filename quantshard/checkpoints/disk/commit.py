@@ -2,8 +2,10 @@
 
 If directories can be renamed, all ranks write into a hidden directory next to the target. The coordinator adds
 `.metadata` and `manifest.json`, makes everything durable, and renames the directory. Otherwise the files are written in
-place, and writing the manifest last is the commit. Each rank computes checksums while it writes. So nothing is read
-again, and damage on the way to the disk is detected later.
+place, and writing the manifest last is the commit.
+
+Each rank computes the checksums of its files while it writes them. So a save reads nothing, and the checksums also
+reveal damage on the way to the disk.
 """
 
 from __future__ import annotations
@@ -63,8 +65,7 @@ class SaveTarget:
         return locate(self.path)[0]
 
     def hidden(self, kind: str) -> str:
-        """The path of the hidden directory next to `path`: "tmp" for the new files, "old" for the replaced
-        checkpoint."""
+        """The path of a hidden directory next to `path`: "tmp" for new files, "old" for the replaced checkpoint."""
         store = self.store
         name = os.path.basename(self.path.rstrip("/"))
         return store.join(store.parent(self.path), f".{name}.{self.token}.{kind}")
@@ -128,8 +129,10 @@ def _prepared(path: Path_, replace: bool) -> SaveTarget:
 
 
 def _check_link(path: Path_, replace: bool) -> None:
-    """Refuse a symbolic link as a target, unless it leads to a checkpoint that can be replaced; then the link is
-    replaced."""
+    """Refuse a symbolic link as a target, since a save would replace the link and not the checkpoint it leads to.
+
+    With `replace`, a link to a complete checkpoint is accepted.
+    """
     store, store_path = locate(path)
     link = store_path.rstrip("/")  # with a trailing slash, the link would be followed
     if isinstance(store, LocalStore) and os.path.islink(link) and not (replace and is_complete(path)):
@@ -140,8 +143,10 @@ def _check_link(path: Path_, replace: bool) -> None:
 
 
 def clean(folder: Path_, only: str = "") -> list[str]:
-    """Remove what killed saves left in a folder, or only the remains of checkpoint `only`. Returns the removed
-    names."""
+    """Remove what killed saves left in a folder. Returns the removed names.
+
+    `only`: the name of a checkpoint, to remove only the remains of its saves.
+    """
     store, store_path = locate(folder)
     removed = []
     for name in store.names(store_path):
@@ -166,8 +171,9 @@ def clean_remnants(paths: Iterable[str]) -> None:
 
 
 def remove(path: Path_) -> None:
-    """Remove a checkpoint atomically, or at least make it incomplete first. A symbolic link is removed instead of its
-    target.
+    """Remove a checkpoint atomically, or at least make it incomplete first.
+
+    A symbolic link is removed instead of its target.
 
     Raises:
         CheckpointError: not everything could be removed.
@@ -175,9 +181,9 @@ def remove(path: Path_) -> None:
     store, store_path = locate(path)
     try:
         if isinstance(store, LocalStore):
-            moved = SaveTarget(store_path, secrets.token_hex(8)).hidden("old")
-            os.rename(store_path.rstrip("/"), moved)
-            store.remove(moved)
+            moved_path = SaveTarget(store_path, secrets.token_hex(8)).hidden("old")
+            os.rename(store_path.rstrip("/"), moved_path)
+            store.remove(moved_path)
             return
         for name in (MANIFEST, METADATA_FILE):
             with suppress(FileNotFoundError):
@@ -288,18 +294,20 @@ class CommitWriter(FileSystemWriter):
         self._tried(lambda: finish(metadata, [rank_results[:-1] for rank_results in results]))
         files[METADATA_FILE] = self.recorder.digests[METADATA_FILE]
         self._check(files)
-        described = Manifest(
+        new_manifest = Manifest(
             files=files,
             world_size=len(results),
             torch=torch.__version__,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **self.facts,
         )
-        commit(self.target, described)
+        commit(self.target, new_manifest)
 
     def _tried(self, action: Callable[[], T]) -> T:
-        """Write whole files; in a remote store, retry after transient errors. Nothing is visible before the commit, so
-        a retry is safe."""
+        """Write whole files, with retries in a remote store.
+
+        Nothing is visible before the commit, so a repeated write is safe.
+        """
         store = self.target.store
         if isinstance(store, LocalStore):
             return action()
@@ -389,7 +397,7 @@ class _DigestingFileSystem(FileSystemBase):
         self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
 
     def concat_path(self, path: Path_, suffix: str) -> Path_:
-        """The path of an entry of a folder."""
+        """The path of entry `suffix` of a folder."""
         return self.store.concat_path(path, suffix)
 
     def init_path(self, path: Path_) -> Path_:
@@ -397,11 +405,11 @@ class _DigestingFileSystem(FileSystemBase):
         return self.store.init_path(path)
 
     def mkdir(self, path: Path_) -> None:
-        """Make a folder."""
+        """Create a folder."""
         self.store.mkdir(path)
 
     def exists(self, path: Path_) -> bool:
-        """True if there is a file or folder."""
+        """Whether a file or folder exists."""
         return self.store.exists(path)
 
     def rm_file(self, path: Path_) -> None:

@@ -191,18 +191,20 @@ def problems(path: Path_, contents: bool = True) -> list[str]:
     if contents:
         transfer.expect(manifest.bytes)
     store, folder = locate(path)
-    checked = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
-    lines = [wrong for wrong in checked if wrong]
+    results = (wrong_file(path, name, entry, contents) for name, entry in sorted(manifest.files.items()))
+    lines = [wrong for wrong in results if wrong]
     try:
-        unnamed = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
+        unlisted = sorted(set(store.files(folder)) - manifest.files.keys() - {MANIFEST})
     except OSError as error:
         return [*lines, f"{path} cannot be listed ({why(error)})"]
-    return lines + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unnamed]
+    return lines + [f"{store.join(folder, name)} is not named in {MANIFEST}" for name in unlisted]
 
 
 def wrong_file(path: Path_, name: str, entry: FileEntry, contents: bool = True) -> str | None:
-    """Describe the problem of one file of a checkpoint; None if there is none. `contents`: also compare the
-    checksum."""
+    """Describe the problem of one file of a checkpoint, or return None.
+
+    `contents`: also compare the checksum, which reads the file.
+    """
     store, folder = locate(path)
     file = store.join(folder, name)
     try:

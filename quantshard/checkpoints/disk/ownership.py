@@ -249,7 +249,7 @@ def is_being_read(store: Store, file: str) -> bool:
 def is_locked(folder: Path_) -> bool | None:
     """Whether a process holds the lock of a folder; None if the file system or the platform has no locks.
 
-    The check takes a shared lock for a moment, and a starting run waits for it.
+    The check takes a shared lock for a moment; a run that starts at that time waits for it.
     """
     if sys.platform == "win32":
         return None

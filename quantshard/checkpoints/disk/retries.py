@@ -1,7 +1,7 @@
 """Retries for remote stores after transient errors: throttling, server errors, lost connections.
 
-Clients of stores have different retries of their own, or none. These retries work around any client, for calls that can
-be repeated. An upload that broke off is restarted by the caller, who has the data.
+Some clients of stores have retries of their own, and others have none. The retries here work with any client, for calls
+that can be repeated. An upload that broke off is restarted by the caller, who has the data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _NAMES = {
 _DEPTH = 12
 """Maximum length of a chain of causes."""
 
-_random = random.SystemRandom()  # not a seeded generator: ranks share a seed, and its state is part of a run
+# not the global generator: its seed is the same on all ranks, and its state belongs to the run
+_random = random.SystemRandom()
 
 
 class SpentError(OSError):
@@ -71,7 +72,7 @@ class RetryPolicy:
 
 
 def policy() -> RetryPolicy:
-    """The retry policy of fsspec's configuration (section `SECTION`), or its defaults.
+    """The retry policy: fsspec's configuration (section `SECTION`) over the defaults.
 
     Raises:
         ConfigurationError: a key is unknown, or a value is not a number in its range.

@@ -49,7 +49,7 @@ class LocalStore(FileSystem):
             yield cast(io.IOBase, stream)
 
     def join(self, path: Path_, name: str) -> str:
-        """The path of an entry of a folder."""
+        """The path of entry `name` of a folder."""
         return os.path.join(os.fspath(path), name)
 
     def parent(self, path: Path_) -> str:
@@ -68,15 +68,17 @@ class LocalStore(FileSystem):
         return [file.relative_to(path).as_posix() for file in Path(path).rglob("*") if not file.is_dir()]
 
     def is_file(self, path: Path_) -> bool:
-        """True for a regular file."""
+        """Whether a path is a regular file."""
         try:
             return regular_size(path) >= 0
         except OSError:
             return False
 
     def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """Whether symbolic links place a subfolder outside of `folder`. Links to files need no check: they are not
-        read."""
+        """Whether symbolic links place a subfolder outside of `folder`.
+
+        Links to files need no check, since only regular files are read.
+        """
         try:
             parent = Path(path).parent
             os.lstat(parent)  # much faster than resolving, and a manifest can name many missing folders
@@ -214,7 +216,7 @@ class FsspecStore(FileSystemBase):
         )
 
     def concat_path(self, path: Path_, suffix: str) -> str:
-        """The path of an entry of a folder."""
+        """The path of entry `suffix` of a folder."""
         return self.join(path, suffix)
 
     def init_path(self, path: Path_) -> str:
@@ -223,7 +225,7 @@ class FsspecStore(FileSystemBase):
 
     @_telling
     def rename(self, path: Path_, new_path: Path_) -> None:
-        """Rename a file. This is not atomic, so a retry can find that only the last part is missing."""
+        """Rename a file; not atomic. A retry first checks whether an earlier attempt has completed."""
         if self._kind(path) is not None or self._kind(new_path) is None:
             self.fs.mv(os.fspath(path), os.fspath(new_path))
 
@@ -257,7 +259,7 @@ class FsspecStore(FileSystemBase):
             return None
 
     def join(self, path: Path_, name: str) -> str:
-        """The path of an entry of a folder."""
+        """The path of entry `name` of a folder."""
         return f"{os.fspath(path).rstrip('/')}/{name}"
 
     def parent(self, path: Path_) -> str:

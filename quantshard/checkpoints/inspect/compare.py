@@ -102,7 +102,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []
-    num_tensors = num_objects = compared = 0
+    num_tensors = num_objects = num_bytes = 0
     keys = _compared(entries_a, entries_b)
     recoded = _recoded(keys, entries_a, entries_b)
     for key in keys:
@@ -123,7 +123,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
             num_tensors += 1
             difference = _described(key, entry_a, entry_b)
             if difference is None:
-                compared += entry_a.size.numel() * entry_a.properties.dtype.itemsize
+                num_bytes += entry_a.size.numel() * entry_a.properties.dtype.itemsize
                 difference = _bits(key, _tensor(key, a), _tensor(key, b))
         elif type(entry_a) is type(entry_b):
             num_objects += 1
@@ -135,7 +135,7 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
             ]
             difference = Difference(key, f"{kinds[0]} in {path_a}, {kinds[1]} in {path_b}")
         differences += [] if difference is None else [difference]
-    return Comparison(str(path_a), str(path_b), tuple(differences), num_tensors, num_objects, compared, tuple(keys))
+    return Comparison(str(path_a), str(path_b), tuple(differences), num_tensors, num_objects, num_bytes, tuple(keys))
 
 
 def _compared(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -218,8 +218,8 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two tensors; infinite if either value is NaN, or only one is infinite."""
     if not a.numel():
         return 0.0
-    apart = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(apart.where(a.double() != b.double(), 0.0).max())
+    distance = (a.double() - b.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(distance.where(a.double() != b.double(), 0.0).max())
 
 
 def _tensor(key: str, reader: SafeReader) -> Tensor:

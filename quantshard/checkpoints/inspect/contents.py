@@ -179,10 +179,8 @@ def figures(reader: SafeReader, group: TensorGroup) -> TensorStatistics:
     if group.format is not None and group.shape is not None and statistics.elements and not group.wrong:
         copies = len(group.format.copies)
         padding = statistics.elements - copies * math.prod(group.shape)
-        statistics.elements, statistics.zeros = (
-            statistics.elements - padding,
-            statistics.zeros - padding,
-        )  # padding codes are zero
+        # padding consists of zero codes
+        statistics.elements, statistics.zeros = (statistics.elements - padding, statistics.zeros - padding)
     if statistics.scales is not None:
         statistics.scales = (statistics.scales[0] * second_scale, statistics.scales[1] * second_scale)
     return statistics

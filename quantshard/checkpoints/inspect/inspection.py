@@ -124,8 +124,8 @@ def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
     reader = contents.opened(path)
     entries = reader.read_metadata().state_dict_metadata
     rows = [_row(reader, group, kind_of(group.name, entries), data) for group in contents.groups(reader)]
-    objects = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
-    return Inspection(str(path), tuple(rows), tuple(sorted(objects)), _run(path))
+    object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    return Inspection(str(path), tuple(rows), tuple(sorted(object_keys)), _run(path))
 
 
 def _run(path: Path_) -> dict[str, Any] | None:

@@ -61,9 +61,8 @@ def verify(path: Path_) -> Verification:
         reader = contents.opened(path)
         groups = contents.groups(reader)
     except CheckpointError as error:
-        all_problems = (
-            problems if str(error) in problems else [*problems, str(error)]
-        )  # the manifest's error can be raised again
+        # the manifest's error can be raised again here
+        all_problems = problems if str(error) in problems else [*problems, str(error)]
         return Verification(str(path), checksums, 0, 0, 0, 0, tuple(all_problems))
     sizes = [contents.group_bytes(reader, group) for group in groups]
     transfer.expect(sum(sizes))
@@ -75,9 +74,9 @@ def verify(path: Path_) -> Verification:
         transfer.moved(size)
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
     entries = reader.read_metadata().state_dict_metadata
-    objects = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
     notes: list[str] = []
-    for key in objects:
+    for key in object_keys:
         try:
             reader.object(key)
         except CheckpointError as error:
@@ -88,7 +87,7 @@ def verify(path: Path_) -> Verification:
         checksums,
         tensors=len(groups),
         quantized=sum(group.format is not None for group in groups),
-        others=len(objects),
+        others=len(object_keys),
         bytes=sum(sizes),
         problems=tuple(problems),
         notes=tuple(notes),
