@@ -43,7 +43,7 @@ def load(
     """Load a checkpoint written on any number of ranks into a model and its optimizer. A collective call.
 
     Args:
-        path: the directory. Untrusted checkpoints are safe: loading never executes code from them (docs/security.md).
+        path: the directory. It can be untrusted: no code in it is executed (docs/security.md).
         requantize: quantize weights of another recipe again, rounding the checkpoint's masters to nearest, and round
             masters and moments to the dtypes of this optimizer, with a warning. Not supported for states of
             `MasterWeights` and of PyTorch's optimizers.
@@ -54,12 +54,12 @@ def load(
 
     Returns:
         The saved `extra` entries. An entry that needs code to be read (saved by an earlier version or another library)
-            is left out, with a warning that names it.
+        is left out, with a warning that names it.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
-            every rank. Usually nothing was written. After a later failure (no manifest, a failing disk), the model and
-            the optimizer refuse to run, step and be saved until a load succeeds.
+            every rank. After a failure of a write (no manifest, a failing disk), the model and the optimizer refuse to
+            run, step and be saved until a load succeeds. After any other failure they are unchanged.
         ConfigurationError: a shard of a parameter is not at the offset where PyTorch would load it, or the optimizer's
             parameters are not the model's.
         UnsupportedOperationError: see `save`.
@@ -153,7 +153,7 @@ def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
 
     Returns:
         The caller's entries; a message for each entry that was left out, by key; and the keys that `write_states`
-            rounded.
+        rounded.
     """
     path = plan.request.path
     reading = {**plan.reading, EXTRA: dict(plan.extra)}
