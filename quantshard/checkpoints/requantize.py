@@ -89,8 +89,8 @@ def changes(
         formats: (stored format, live format) of each weight that is quantized on either side.
 
     Raises:
-        CheckpointError: a weight has no master in the checkpoint, and `lossy` is false; or masters of another kind must
-            be set, and the optimizer has no `seed_master` (FusedAdam has one).
+        CheckpointError: `lossy` is false, and a weight has no master in the checkpoint, or no optimizer was given; or
+            masters of another kind must be set, and the optimizer has no `seed_master` (FusedAdam has one).
     """
     entries, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
     conversions, unconvertible = [], []
