@@ -447,9 +447,8 @@ class QuantizedModule(RecipeModule):
         """Check that a weight can be used in this call with an input on `device`.
 
         Raises:
-            RecipeMismatchError: the weight is stored in another format than the recipe's.
-            ConfigurationError: the weight was gathered before its last update or before the capture of this CUDA
-                graph, or has no values.
+            RecipeMismatchError: the weight's format is not the recipe's.
+            ConfigurationError: the weight is stale, has no values, or was gathered before this CUDA graph's capture.
             FallbackError: under strict, the weight's GEMMs would fall back.
         """
         recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
@@ -474,7 +473,7 @@ class QuantizedModule(RecipeModule):
                 f"{context_warnings.name_of(self)}.{name} is stored as {cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {expected}; give it the one by which the weights were made"
             )
-        if stored is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
+        if storage is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
             context_warnings.warn_of_plain_weight(self, name)
         if weight.is_meta:
             self._check_place(name, weight, device)
