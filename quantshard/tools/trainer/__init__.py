@@ -1,1 +1,1 @@
-"""What `quantshard train` is: configuration, data, model, loop and processes."""
+"""The parts of `quantshard train`: settings, data, models, loop and processes."""

@@ -1,4 +1,4 @@
-"""A run's model twice in one process: as its recipe has it, and in float32, with one batch of its data."""
+"""Compares a run's model under its recipe with the same model in float32, on one batch of its data."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ from quantshard.tools.trainer.settings.recipes import LayerRecipes
 
 @dataclass(frozen=True)
 class DebugSource:
-    """The checkpoint that is looked at, and the settings of its run, the configuration of its model if that is one of
-    transformers, and its data."""
+    """The checkpoint to examine, with its run's settings, data, and configuration if it is a transformers model."""
 
     checkpoint: str
     settings: TrainSettings
@@ -57,14 +56,14 @@ class DebugSource:
 
 
 def find(source: str, checkpoints: str | None = None) -> DebugSource:
-    """The last complete checkpoint of a run, or a checkpoint of one.
+    """Resolve a run to its last complete checkpoint, or a checkpoint to its run.
 
     Args:
-        checkpoints: where those of the run are, if the user says it.
+        checkpoints: place of the run's checkpoints, if the user named it.
 
     Raises:
-        ConfigurationError: it is neither, or its recipes quantize nothing.
-        CheckpointError: the place of checkpoints cannot be looked at.
+        ConfigurationError: `source` is neither a run nor a checkpoint of one, or its recipes quantize nothing.
+        CheckpointError: the place of the checkpoints cannot be listed.
     """
     place = Path(inputs.existing(source, "a run, or a checkpoint of one"))
     is_run = "://" not in source and (place / "config.toml").is_file()
@@ -73,16 +72,16 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     elif checkpoints is not None:
         raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
     elif "://" in source or (place.is_dir() and is_complete(source)):
-        found = run_of_checkpoint(source)
-        if found is None:
+        owner = run_of_checkpoint(source)
+        if owner is None:
             raise ConfigurationError(
                 f"{source} is not in a run's folder, so its model and data are not known; name RUN/checkpoints/step-..."
             )
-        run = found
+        run = owner
     else:
         raise ConfigurationError(f"{source} is no run (which has a config.toml), and no complete checkpoint of one")
     settings, _, corpus = run.read_config()
-    if not any(each.table for each in LayerRecipes.parse(settings.recipe).recipes.values()):
+    if not any(layer_recipe.table for layer_recipe in LayerRecipes.parse(settings.recipe).recipes.values()):
         raise ConfigurationError(f"{source} was trained by recipe = {settings.recipe!r}, which quantizes nothing")
     if is_run:
         run.look_in(checkpoints)
@@ -91,19 +90,20 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
 
 
 def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
-    """The data as they were recorded, where they are now if the run's folder was moved."""
+    """Return the recorded data with current paths, in case the run's folder was moved."""
     corpus = data.from_table(recorded)
     return replace(
-        corpus, documents=tuple(replace(each, path=Path(run.here(str(each.path)))) for each in corpus.documents)
+        corpus,
+        documents=tuple(replace(document, path=Path(run.here(str(document.path)))) for document in corpus.documents),
     )
 
 
 @dataclass(frozen=True)
 class DebugReport:
-    """What quantizing costs a model in one batch.
+    """The cost of quantization on one batch.
 
-    `loss`, `exact_loss`: by the recipe and in float32; `gradient`: relative error of the gradient of all parameters.
-    `layers`: empty unless they were asked for.
+    `loss`, `exact_loss`: loss under the recipe and in float32. `gradient`: relative error of the full gradient.
+    `gemms`: errors of GEMMs. `layers`: errors of layers, empty unless requested.
     """
 
     loss: float
@@ -114,9 +114,9 @@ class DebugReport:
 
 
 class ModelPair:
-    """The model of a checkpoint by its recipes, and the same in float32: with its masters, or what codes stand for.
+    """A checkpoint's model under its recipes, and in float32 with the masters (or the dequantized weights) as values.
 
-    `recipes`: of each quantized module, by its name.
+    `recipes`: recipe of each quantized module, by module name.
 
     Raises:
         ConfigurationError: the model cannot be built.
@@ -145,7 +145,8 @@ class ModelPair:
         self.recipes = {name: self._patterns.of_layer(self._whole(name)) for name in _quantized_modules(self.model)}
 
     def _whole(self, name: str) -> str:
-        """What of the model has one recipe, with a module within: of the decoder here the module or its layer."""
+        """Return the unit that shares a recipe with a module: the module itself, or its layer of the built-in
+        decoder."""
         return name if name in self._names else ".".join(name.split(".")[:2])
 
     @torch.no_grad()
@@ -161,7 +162,8 @@ class ModelPair:
                 values = param.detach() if quantized is None else quantized.quantized_storage.dequantize()
             targets[name].copy_(values)
         for name, module in self.exact.named_modules():
-            if not isinstance(module, QuantizedModule):  # as a router's bias, which is no parameter
+            # e.g. a router's bias, which is a buffer
+            if not isinstance(module, QuantizedModule):
                 for leaf, buffer in module.named_buffers(recurse=False):
                     buffer.copy_(self.model.get_submodule(name).get_buffer(leaf))
 
@@ -171,7 +173,7 @@ class ModelPair:
         return loss
 
     def compare(self, end_to_end: bool) -> DebugReport:
-        """Make the passes. `end_to_end`: one more for each layer, which then is quantized alone.
+        """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized.
 
         Raises:
             ConfigurationError: the loss is not finite in float32.
@@ -187,17 +189,18 @@ class ModelPair:
                 f"the loss of this batch is {exact_loss} in float32 too, so its errors say nothing; name an older "
                 "checkpoint, or other text with --data"
             )
-        loss, found = gradients(self.model, lambda: self._pass(self.model))
+        loss, grads = gradients(self.model, lambda: self._pass(self.model))
         layers: list[LayerError] = []
         if end_to_end:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that histories of a recipe with some are made late
+                # delayed-scaling histories are created late here
+                warnings.simplefilter("ignore")
                 layers = layer_errors(self.exact, self.recipes, lambda: self._pass(self.exact))
-        return DebugReport(loss, exact_loss, gradient_error(found, exact), gemms, layers)
+        return DebugReport(loss, exact_loss, gradient_error(grads, exact), gemms, layers)
 
     def suggestion(self, report: DebugReport, share: float | None) -> RecipeSuggestion:
-        """Which layers to keep in high precision, by the errors of the whole gradient if the report has them, otherwise
-        by those of GEMMs. `share`: see `suggest`."""
+        """Suggest layers to keep in high precision, by errors of the full gradient if the report has them, otherwise by
+        errors of GEMMs. `share`: see `suggest`."""
         errors: dict[str, list[float]] = {self._whole(name): [] for name in self.recipes}
         for row in report.layers or report.gemms:
             errors[self._whole(row.layer)].append(row.gradient if isinstance(row, LayerError) else row.error)
@@ -207,25 +210,26 @@ class ModelPair:
 def _of_transformers(
     configuration: Mapping[str, Any], where: str, recipes: LayerRecipes, device: torch.device
 ) -> tuple[nn.Module, nn.Module]:
-    """A model of transformers by its recipes, and in float32 with layers that show what they work on; without values.
+    """Build a transformers model under its recipes, and in float32 with layers that report their operands. Both are
+    without values.
 
-    Both are in eval mode, in which transformers drops out nothing, but for those layers.
+    Both models are in eval mode, which disables dropout, except for the quantized layers.
     """
     model, _ = huggingface.converted(configuration, where, recipes, causal=True)
     plain = LayerRecipes.parse(recipe.HighPrecision.name)
     exact, _ = huggingface.converted({**configuration, "dtype": "float32"}, where, plain, causal=True)
     layers = _quantized_modules(model)
     show_linears(exact, layers)
-    for each in (model, exact):
-        huggingface.leave_meta(each, device)
-        each.eval()
+    for module_ in (model, exact):
+        huggingface.leave_meta(module_, device)
+        module_.eval()
         for name in layers:
-            each.get_submodule(name).train()
+            module_.get_submodule(name).train()
     return model, exact
 
 
 def _quantized_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that have quantized weights of their own."""
+    """Return the names of modules that directly own quantized weights."""
     return [
         name
         for name, module in model.named_modules()
@@ -234,16 +238,16 @@ def _quantized_modules(model: nn.Module) -> list[str]:
 
 
 def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
-    """The first sequences of a run's first step, from its data or from others: int64 [count, seq_length + 1].
+    """Return the first sequences of a run's first step, from its data or from `paths`: int64 [count, seq_length + 1].
 
     Raises:
-        ConfigurationError: data are missing, or too short.
+        ConfigurationError: data are missing or too short.
     """
     settings = found.settings
     if not paths:
         windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)
         return windows.batch(settings.seed, 1, 0, count)
-    others = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
+    changed_settings = replace(settings, data=tuple(paths), heldout_data=(), data_weights="")
     with tempfile.TemporaryDirectory() as folder:
-        _, corpus = Preparation(others).collected(Path(folder))
+        _, corpus = Preparation(changed_settings).collected(Path(folder))
         return data.Windows(corpus, settings.seq_length, settings.heldout).batch(settings.seed, 1, 0, count)

@@ -1,6 +1,6 @@
-"""What decides a run's bits beside its settings and data: hardware, versions, and settings of the libraries.
+"""The environment that determines a run's bits, apart from settings and data: hardware, versions, library settings.
 
-Recorded at each start; `differences` is what a resume warns of.
+It is recorded at each start; a resume warns about `differences`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from quantshard.tools.trainer.settings.schema import shown_value
 from quantshard.version import __version__
 
 Environment = dict[str, Any]
-"""JSON: strings and booleans by name, and "variables", those of the process's environment."""
+"""JSON object: strings and booleans by name, and "variables": a table of environment variables."""
 
 _PREFIXES = ("CUBLAS", "CUDNN_", "DNNL_", "NCCL_", "ONEDNN_", "TORCH_BLAS_")
 _NAMES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _NO_MATTER = ("CUBLAS_LOGDEST_DBG", "CUBLAS_LOGINFO_DBG", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS")
-"""Variables by which libraries choose between ways of computing, and others with such a beginning."""
+"""Names and prefixes of environment variables that change how libraries compute, and exceptions among them."""
 
 
 def current_environment(settings: TrainSettings, device: torch.device) -> Environment:
-    """What is in force in this process, which computes on `device`."""
+    """Return the environment of this process, which computes on `device`."""
     head_size = settings.hidden // settings.heads
     on_gpu = _of_gpu(device) if device.type == "cuda" else {"device": f"CPU {_cpu()}"}
     return {
@@ -69,19 +69,18 @@ def _matters(name: str) -> bool:
 
 
 def differences(before: object, now: Environment) -> list[str]:
-    """Each entry that was added, went or changed, in words; before and now are as `current_environment` gives them, or
-    a file."""
-    flat = [{**side, **_table(side.get("variables"))} for side in map(_table, (before, now))]
-    names = [name for name in dict.fromkeys([*flat[0], *flat[1]]) if name != "variables"]
+    """List the entries that were added, removed or changed. `before`: read from a file, so of any type."""
+    environments = [{**side, **_table(side.get("variables"))} for side in map(_table, (before, now))]
+    names = [name for name in dict.fromkeys([*environments[0], *environments[1]]) if name != "variables"]
     return [
-        f"{name} was {_said(flat[0].get(name))}, is {_said(flat[1].get(name))}"
+        f"{name} was {_said(environments[0].get(name))}, is {_said(environments[1].get(name))}"
         for name in names
-        if flat[0].get(name) != flat[1].get(name)
+        if environments[0].get(name) != environments[1].get(name)
     ]
 
 
 def _table(value: object) -> dict[str, Any]:
-    """What should be a table of names; empty if it is none."""
+    """Convert to a table with string keys; empty if the value is not a mapping."""
     return {str(name): entry for name, entry in value.items()} if isinstance(value, Mapping) else {}
 
 

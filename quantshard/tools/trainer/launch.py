@@ -1,9 +1,10 @@
-"""Starting the processes of a run on this machine, with torchrun's own agent, and ending them well.
+"""Starts the ranks of a run on this machine with torchrun's agent, and ends them cleanly.
 
-What torchrun does as a command is done here through its Python API, for the sake of what the user sees: a process that
-fails ends the run with one line that names it, not with a wall of tracebacks; Ctrl-C and SIGTERM let the processes
-finish their step and save; and when this process is killed, they notice and end (see `die_with_parent`). Under torchrun
-itself, or any launcher that sets RANK, nothing is started: the process is already one of several.
+The agent is driven through its Python API instead of the torchrun command, for clearer output. A failing rank ends the
+run with one line that names the rank instead of many tracebacks. Ctrl-C and SIGTERM let the ranks finish their step and
+save. If this process is killed, the ranks notice and exit (see `die_with_parent`).
+
+Under torchrun, or any launcher that sets RANK, nothing is started: the process is already one of several.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from quantshard.errors import ConfigurationError, LostRankError, QuantshardError
 from quantshard.tools.terminal import outputs
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""The signals that ask a run to finish its step, save and end."""
+"""Signals that make a run finish its step, save and exit."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+"""The exit code after Ctrl-C, as in shells."""
 
 _MONITOR_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 20
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
-"""The most processes that are started here: so many, or so many for each core if that is more."""
+"""The most ranks to start here: the first number, or the second times the number of cores if that is more."""
 _PARENT_CHECK_SECONDS = 0.2
 _MOST_RANKS = 1 << 20
 _LAUNCHER_ADVICE = "start with torchrun, or unset RANK to have the processes started here"
@@ -55,9 +56,9 @@ _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeou
 
 
 class LaunchError(QuantshardError):
-    """A process of the run failed; the message is the one line to show.
+    """A rank of the run failed; the message is the one line to show.
 
-    `crashed`: it did not say why on purpose, as quantshard's own errors do.
+    `crashed`: the rank failed unexpectedly, not with one of quantshard's own errors.
     """
 
     def __init__(self, message: str, crashed: bool) -> None:
@@ -66,7 +67,7 @@ class LaunchError(QuantshardError):
 
 
 class RunStoppedError(QuantshardError):
-    """The run was told to stop when it could not save. `exit_code`: of the command."""
+    """The run was stopped at a time when it could not save. `exit_code`: exit code of the command."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -74,20 +75,20 @@ class RunStoppedError(QuantshardError):
 
 
 def is_worker() -> bool:
-    """True if a launcher (torchrun, or a script for SLURM) started this process as one of several."""
+    """Return True if a launcher (torchrun, or a SLURM script) started this process as one of several."""
     return "RANK" in os.environ
 
 
 def is_other_worker() -> bool:
-    """True if this process is one of several, and not the first, whose word counts."""
+    """Return True if this process is one of several and not rank 0."""
     return is_worker() and os.environ["RANK"] != "0"
 
 
 def process_numbers() -> tuple[int, int, int]:
-    """The rank of this process, the number of ranks, and its number on this machine, as its launcher set them.
+    """Return the rank, the world size and the local rank of this process, as its launcher set them.
 
     Raises:
-        ConfigurationError: a variable is missing, or is not such a number.
+        ConfigurationError: a variable is missing or out of range.
     """
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -108,20 +109,20 @@ def _process_number(name: str, least: int, most: int) -> int:
 
 
 def is_of_torchrun() -> bool:
-    """True if the parent of this process is an agent of torchrun."""
+    """Return True if torchrun's agent started this process."""
     return is_worker() and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def default_processes() -> int:
-    """Processes on this machine unless the user says otherwise: one for each GPU, or one."""
+    """Return the default number of ranks on this machine: one per GPU, or one."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
 
 def check_processes(processes: int) -> None:
-    """Refuse more processes than a machine such as this one runs.
+    """Refuse more ranks than this machine can reasonably run.
 
     Raises:
-        ConfigurationError: with the numbers.
+        ConfigurationError: too many ranks for the number of cores.
     """
     cores = os.cpu_count() or 1
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
@@ -133,7 +134,7 @@ def check_processes(processes: int) -> None:
 
 
 def command_script() -> str:
-    """The file to start a quantshard command with: `python -m` would import from the working directory."""
+    """Return the file that starts quantshard commands; `python -m` would import from the working directory."""
     return str(Path(__file__).parents[2] / "__main__.py")
 
 
@@ -141,14 +142,15 @@ def launch(processes: int, arguments: list[str]) -> None:
     """Run Python with `arguments` as `processes` ranks and wait for them.
 
     Raises:
-        LaunchError: a process failed; the others have been ended.
-        RunStoppedError: a signal came before the processes could heed it, or a second one came.
-        SystemExit: with `INTERRUPTED`, after Ctrl-C, when the processes have saved and ended: what a script was to do
-            after the command is not done. SIGTERM, which says that the machine is needed, is no failure.
+        LaunchError: a rank failed; the others have been ended.
+        RunStoppedError: a signal arrived before the ranks could handle it, or a second signal arrived.
+        SystemExit: with code `INTERRUPTED` after Ctrl-C, once the ranks have saved and exited, so that a script does
+            not continue after the command. SIGTERM (the machine is being reclaimed) is not a failure.
     """
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handlers would cut the saving short
+    # torch's own handlers would cut the save short
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     with tempfile.TemporaryDirectory(prefix="quantshard-") as logs:
         parameters = RendezvousParameters(
             backend="c10d", endpoint="localhost:0", run_id=uuid.uuid4().hex, min_nodes=1, max_nodes=1,
@@ -186,14 +188,14 @@ def _raise_what_failed(failures: Mapping[int, ProcessFailure], received: list[in
 
 
 def _agent_options() -> dict[str, Any]:
-    """How long the agent waits for workers to end; before torch 2.12 it takes no such argument, and waits 30 s."""
-    known = inspect.signature(LocalElasticAgent.__init__).parameters
-    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+    """Return how long the agent waits for workers to exit; before torch 2.12 the wait is fixed at 30 s."""
+    parameters = inspect.signature(LocalElasticAgent.__init__).parameters
+    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in parameters else {}
 
 
 @contextmanager
 def _forwarded_signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
-    """Hand the first stop signal on to the workers; a second one ends them at once. Yields the signals received."""
+    """Forward the first stop signal to the workers and kill them at the second. Yields the list of received signals."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -206,35 +208,36 @@ def _forwarded_signals(agent: LocalElasticAgent) -> Iterator[list[int]]:
                 except ProcessLookupError:
                     pass
 
-    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    old_handlers = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 
 def _explain(failures: Mapping[int, ProcessFailure]) -> LaunchError:
-    """What went wrong first: errors raised on purpose, then crashes, then lost peers, which only follow from either."""
-    found = []
+    """Return the root cause: deliberate errors first, then crashes, then lost peers, which follow from either."""
+    reasons = []
     for rank, failure in failures.items():
         data: dict[str, Any] = failure.message if isinstance(failure.message, dict) else {}
         extra = data.get("extraInfo", {})
         if message := str(data.get("message", "")):
-            told = _FailureReason(extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, f": {message}")
+            reason = _FailureReason(extra.get("kind", _CRASHED), float(extra.get("time", 0)), rank, f": {message}")
         elif failure.exitcode < 0:
-            told = _FailureReason(_CRASHED, 0.0, rank, f" was killed by {failure.signal_name()}")
+            reason = _FailureReason(_CRASHED, 0.0, rank, f" was killed by {failure.signal_name()}")
         else:
-            told = _FailureReason(_CRASHED, 0.0, rank, f" ended with exit code {failure.exitcode}")
-        found.append(told)
-    first = min(found)
-    if first.kind == _ON_PURPOSE and all(told.what == first.what for told in found):
-        return LaunchError(first.what.removeprefix(": "), crashed=False)  # raised on all that failed: no one's own
+            reason = _FailureReason(_CRASHED, 0.0, rank, f" ended with exit code {failure.exitcode}")
+        reasons.append(reason)
+    first = min(reasons)
+    if first.kind == _ON_PURPOSE and all(reason.what == first.what for reason in reasons):
+        # the same error on every failed rank: no single rank to name
+        return LaunchError(first.what.removeprefix(": "), crashed=False)
     return LaunchError(f"process {first.rank}{first.what}", crashed=first.kind != _ON_PURPOSE)
 
 
 class _FailureReason(NamedTuple):
-    """Why a process failed; in the order in which such reasons come first."""
+    """Why a rank failed. Reasons sort by how likely they are the root cause."""
 
     kind: int
     time: float
@@ -242,13 +245,14 @@ class _FailureReason(NamedTuple):
     what: str
 
 
-# In the processes that were started
+# Code that runs in the started ranks
 
 
 def report_failure(error: BaseException, logs: Path) -> str:
-    """Tell the launcher why this process fails, in one line, which is returned; a traceback goes to a file of `logs`.
+    """Report the failure of this rank to the launcher and return it as one line. A crash also writes its traceback to a
+    file in `logs`.
 
-    Errors that quantshard raises on purpose say everything in their message, and leave no traceback.
+    Errors that quantshard raises on purpose are complete in their message and write no traceback.
     """
     rank = os.environ.get("RANK", "0").replace("/", "_")
     kind = _ON_PURPOSE if isinstance(error, QuantshardError) else _CRASHED
@@ -273,7 +277,7 @@ def report_failure(error: BaseException, logs: Path) -> str:
 
 
 def die_with_parent() -> None:
-    """End this process, as by SIGKILL, soon after the process that started it is gone: no run goes on unattended."""
+    """Kill this process soon after its parent process is gone, so that no run continues unattended."""
     parent = os.getppid()
 
     def watch() -> None:

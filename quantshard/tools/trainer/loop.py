@@ -1,10 +1,11 @@
-"""The training loop that every process of a run goes through.
+"""The training loop that every rank of a run executes.
 
-A step is a pure function of the state and the step's number: the batch, the learning rate and the seed of dropout
-follow from (settings, step), and everything else is in the checkpoint. So a run that was killed and resumed on as many
-processes has the losses of one that was not, bit for bit.
+A step is a pure function of the state and the step number. The batch, the learning rate and the seed of dropout follow
+from (settings, step); everything else is in the checkpoint. Killing a run and resuming it on as many ranks therefore
+reproduces the losses of an uninterrupted run bit for bit.
 
-Steps are numbered from 1. `metrics.jsonl` gets its line of a step before the checkpoint of that step is begun.
+Steps are numbered from 1. The line of a step is written to `metrics.jsonl` before the checkpoint of that step is
+started.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from quantshard.tools.trainer.settings.mesh import TP, SequenceShare
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where this process stands: its rank, how many there are, and its device."""
+    """This process's rank, the number of ranks, and its device."""
 
     rank: int
     ranks: int
@@ -56,25 +57,25 @@ class ProcessInfo:
 
 
 class StopFlag:
-    """Set by a signal in any process; all of them learn of it with the loss of the step."""
+    """A flag that a signal sets in any process; all ranks read it together with the loss of the step."""
 
     def __init__(self) -> None:
         self.raised = False
 
     def set(self) -> None:
-        """Ask for a stop after the running step."""
+        """Request a stop after the current step."""
         self.raised = True
 
 
 class Trainer:
-    """One process's share of a run.
+    """One rank's part of a run.
 
-    `init_from`: whose weights the model begins with; "" for random ones, None where a checkpoint's are to come.
-    `configuration`: of a model of transformers.
+    `init_from`: source of the initial weights; "" for random weights, None if a checkpoint will be loaded.
+    `configuration`: configuration of a transformers model, or None.
 
     Raises:
-        ConfigurationError: the settings do not fit the number of processes or the data.
-        CheckpointError: the weights do not fit; the same on every rank.
+        ConfigurationError: the settings do not fit the number of ranks or the data.
+        CheckpointError: the initial weights do not fit the model; raised on every rank.
     """
 
     def __init__(
@@ -114,30 +115,34 @@ class Trainer:
     # One step --------------------------------------------------------------------------------------------------------
 
     def step(self, step: int, statistics: RunStatistics | None = None) -> tuple[float, float, bool]:
-        """Train one step: its loss (the mean over the global batch), the norm of its gradient, and whether to stop."""
+        """Train one step; return its loss (mean over the global batch), the gradient norm, and whether to stop."""
         for group in self.optimizer.param_groups:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
-        began = time.perf_counter()  # what was waited for before are data
+        # time spent waiting before this point counts as data loading
+        start = time.perf_counter()
         sampled = statistics is not None and statistics.is_sampling
-        around = statistics.whole_step if statistics is not None and sampled else nullcontext
-        eagerly = sampled and self.settings.experts  # who shows the rows of each expert reads how many there are
-        if eagerly:
-            with around():
+        context = statistics.whole_step if statistics is not None and sampled else nullcontext
+        # per-expert statistics read the number of rows of each expert on the host, which a graph cannot do
+        run_eagerly = sampled and self.settings.experts
+        if run_eagerly:
+            with context():
                 sums = self._stepped(batch, stop)
         else:
-            sums = self._graphed(around, batch, stop)
+            sums = self._graphed(context, batch, stop)
         launched = time.perf_counter()
         if statistics is not None:
-            statistics.settle()  # of the step before, while the device works on this one
-        loss, squares, stops = sums.tolist()  # of all that a step reads of the device the last: everything is launched
+            # statistics of the previous step, while the device works on this one
+            statistics.settle()
+        # the only point where a step waits for the device, after all of its work is launched
+        loss, squares, stops = sums.tolist()
         if self.place.device.type == "cuda" and not sampled:
-            self._host_wait.add(launched - began, time.perf_counter() - launched)
+            self._host_wait.add(launched - start, time.perf_counter() - launched)
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
-        """`_stepped`, as a CUDA graph, if it is to be."""
+        """Run `_stepped`, as a CUDA graph if the settings enable graphs."""
         try:
             sums: Tensor = self._graph.within(around, batch, stop)
         except UnsupportedOperationError as error:
@@ -150,8 +155,7 @@ class Trainer:
         return sums
 
     def _stepped(self, batch: Tensor, stop: Tensor) -> Tensor:
-        """What the device does in a step: float64 sums, over the processes, of losses, squares of gradients and
-        `stop`."""
+        """Run the device's work of a step; return float64 sums over ranks of losses, squared gradients and `stop`."""
         sums = self._sum(self._passes(batch) * self.share.counts, self._squares(), stop)
         if self.settings.clip:
             self._clip((sums[1] / self.axes.dp_replicate).sqrt().float())
@@ -160,21 +164,23 @@ class Trainer:
         return sums
 
     def _clip(self, norm: Tensor) -> None:
-        """Scale the gradient, of this norm over all processes."""
-        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # of experts that are spread another one
+        """Clip the gradient, whose norm over all ranks is `norm`."""
+        # expert-parallel weights are on another mesh than the rest
+        by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for param in self.model.parameters():
             by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
         for params in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(params, self.settings.clip, norm)
 
     def passes(self, step: int) -> Tensor:
-        """Forward and backward of a step: the mean loss of this process's sequences, float64."""
+        """Run forward and backward of a step; return the mean loss of this rank's sequences, float64."""
         return self._passes(self._seeded(step))
 
     def _seeded(self, step: int) -> Tensor:
-        """The batch of a step, for which random numbers begin anew."""
+        """Return the batch of a step, after seeding the random numbers of that step."""
         settings, share, batch = self.settings, self.share, self.loader.batch(step)
-        if settings.dropout or not settings.is_by_sizes:  # alike where processes compute on the same sequences
+        # ranks that compute the same sequences (tensor parallelism) share one seed
+        if settings.dropout or not settings.is_by_sizes:
             torch.manual_seed(settings.seed + step * share.count + share.index)
         return batch
 
@@ -184,19 +190,19 @@ class Trainer:
         parts = batch.chunk(settings.parts(self.axes))
         for number, part in enumerate(parts):
             models.reduce_gradients(self.model, now=number == len(parts) - 1)
-            found = models.losses(self.model, part[:, :-1], part[:, 1:])
-            (models.trained_loss(self.model, found, settings) / len(parts)).backward()
-            total += (found.cross_entropy.detach() / len(parts)).double()
+            losses = models.losses(self.model, part[:, :-1], part[:, 1:])
+            (models.trained_loss(self.model, losses, settings) / len(parts)).backward()
+            total += (losses.cross_entropy.detach() / len(parts)).double()
         return total
 
     def _batch(self, step: int) -> Tensor:
-        """This process's share of the global batch of a step, made in the loader's thread."""
+        """Build this rank's share of the global batch of a step; runs in the loader's thread."""
         count = self.settings.global_batch // self.share.count
         return self.windows.batch(self.settings.seed, step, self.share.index * count, count)
 
     def _squares(self) -> Tensor:
-        """Sum of the squares of this process's shard of the gradient, float64; of what a tensor-parallel group has
-        whole, on the first process of it."""
+        """Sum the squares of this rank's gradient shards, float64. Gradients replicated over a tensor-parallel group
+        count on its first rank only."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         parts = [
             grad.to_local() if isinstance(grad, DTensor) else grad
@@ -207,7 +213,7 @@ class Trainer:
         return torch.stack(norms).square().sum()
 
     def _sum(self, *values: Tensor) -> Tensor:
-        """Float64 sums over all processes, in one collective."""
+        """Sum float64 scalars over all ranks, in one collective."""
         flat = torch.stack(values)
         dist.all_reduce(flat)
         return flat
@@ -219,22 +225,24 @@ class Trainer:
         windows = self.windows.heldout(self.settings.eval_sequences)
         if not len(windows):
             return None
-        at_once = self.settings.sequences_at_once(self.axes)
+        micro_batch = self.settings.sequences_at_once(self.axes)
         total = torch.zeros((), dtype=torch.float64, device=self.place.device)
         self.model.eval()
-        for first in range(0, len(windows), count * at_once):
-            mine = windows[first + index * at_once : first + (index + 1) * at_once].to(self.place.device)
-            # every process must take part in the gathers of every forward, those without a window too
-            used = mine if len(mine) else windows[:1].to(self.place.device)
-            more = -len(used) % models.batch_multiple(self.model)
-            logits = models.logits(self.model, torch.cat([used, used[-1:].expand(more, -1)])[:, :-1])[: len(used)]
-            total += models.loss(logits, used[:, 1:]).double() * len(mine)
+        for first in range(0, len(windows), count * micro_batch):
+            local = windows[first + index * micro_batch : first + (index + 1) * micro_batch].to(self.place.device)
+            # every rank must take part in the all-gathers of every forward, even a rank without a window
+            inputs = local if len(local) else windows[:1].to(self.place.device)
+            padding = -len(inputs) % models.batch_multiple(self.model)
+            logits = models.logits(self.model, torch.cat([inputs, inputs[-1:].expand(padding, -1)])[:, :-1])[
+                : len(inputs)
+            ]
+            total += models.loss(logits, inputs[:, 1:]).double() * len(local)
         self.model.train()
         models.reshard(self.model)
         return float(self._sum(total * self.share.counts)) / len(windows)
 
     def evaluate_average(self) -> float | None:
-        """`evaluate` with the average of the weights; None if none is kept."""
+        """Evaluate the averaged weights (EMA); None if there are no averages."""
         if not self.settings.ema:
             return None
         with averaged_weights(self.model, self.optimizer):
@@ -244,7 +252,7 @@ class Trainer:
 
     @cached_property
     def manager(self) -> checkpoints.Manager:
-        """The run's checkpoints, which this run owns from the first use on. A collective call."""
+        """The run's checkpoint manager, created on first use. Collective."""
         return checkpoints.Manager(
             self.run.checkpoints,
             keep_last=self.settings.keep_last or None,
@@ -255,49 +263,50 @@ class Trainer:
     def restore(
         self, step: int | None = None, *, requantize: bool = False, lossy: bool = False
     ) -> checkpoints.Restored:
-        """Load the last good checkpoint of the run, or that of a step; what is quantized anew is for the caller to say.
+        """Load the last good checkpoint of the run, or the checkpoint of `step`. The caller reports requantized
+        weights.
 
         Raises:
-            CheckpointError: none is good, or it does not fit.
+            CheckpointError: no checkpoint is good, or the checkpoint does not fit the model.
         """
         with self.progress.moving("loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RequantizedWarning)
             restored = self.manager.restore(self.model, self.optimizer, step, requantize=requantize, lossy=lossy)
         if restored is None:
             raise CheckpointError(f"{self.run.path} has no complete checkpoint to go on from")
-        saved = restored.extra.get("step")
-        if type(saved) is not int or saved != restored.step:
+        saved_step = restored.extra.get("step")
+        if type(saved_step) is not int or saved_step != restored.step:
             raise CheckpointError(
-                f"{restored.path}: its saved step is {saved!r:.100}, not {restored.step}; restore that name, or "
+                f"{restored.path}: its saved step is {saved_step!r:.100}, not {restored.step}; restore that name, or "
                 "choose another checkpoint"
             )
         self.loader.load_state_dict(restored.extra)
         return restored
 
     def save(self, step: int) -> None:
-        """Save a checkpoint into the run, and show what it cost."""
+        """Save a checkpoint into the run's folder and log its cost."""
         with self.progress.moving("saving"):
             report = self.manager.save(step, self.model, self.optimizer, self.extra(step))
         self.progress.saved(step)
-        beside = ", written in the background" if self.settings.async_save else ""
+        suffix = ", written in the background" if self.settings.async_save else ""
         self.progress.note(
             f"saved step {step}: {report.bytes:,} bytes on the first process; training stood still for "
-            f"{report.held_seconds:.2f} s{beside}"
+            f"{report.held_seconds:.2f} s{suffix}"
         )
 
     def extra(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds besides the model and the optimizer."""
+        """Return what a checkpoint records in addition to the model and the optimizer."""
         settings = self.settings
         tokens = step * settings.global_batch * settings.seq_length
         return {**self.loader.state_dict(), "step": step, "recipe": settings.recipe, "tokens": tokens}
 
     def save_to(self, path: str, step: int) -> None:
-        """Save a checkpoint anywhere."""
+        """Save a checkpoint to any path."""
         checkpoints.save(path, self.model, self.optimizer, self.extra(step))
 
     def train(self, done: int) -> None:
-        """Train from the step after `done` to the last, saving and evaluating as the settings say."""
-        settings, saved = self.settings, done
+        """Train from the step after `done` to the last step, saving and evaluating as the settings say."""
+        settings, last_saved = self.settings, done
         statistics = RunStatistics(
             settings, self.model, self.optimizer, self.record_statistics, self.progress.note, done
         )
@@ -306,10 +315,10 @@ class Trainer:
         profile = StepProfile(self.run, self.place.rank, self.place.device, settings.profile, self.progress.note)
         with statistics, self.progress.running(done), closing(self.loader), self._graph, profile:
             for step in range(done + 1, settings.steps + 1):
-                began = time.perf_counter()
+                start = time.perf_counter()
                 loss, norm, stop = self.step(step, statistics)
                 statistics.stepped(loss, partial(self.passes, step))
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - start
                 profile.step()
                 last = stop or step == settings.steps
                 evaluates = _due(step, settings.eval_every) or step == settings.steps
@@ -319,24 +328,24 @@ class Trainer:
                 if last or _due(step, settings.save_every):
                     statistics.settle()
                     self.save(step)
-                    saved = step
+                    last_saved = step
                 if not last and _due(step, settings.sample_every):
                     self.sample(step)
                 if stop:
                     break
         self.manager.wait()
-        if saved < settings.steps:
-            self.progress.note(f"stopped at step {saved}, resume with: quantshard resume {self.run.path}")
+        if last_saved < settings.steps:
+            self.progress.note(f"stopped at step {last_saved}, resume with: quantshard resume {self.run.path}")
             return
         if done < settings.steps:
-            self.sample(saved)
+            self.sample(last_saved)
         more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
-        self.progress.note(f"done: {saved} steps{more}, saved in {self.run.checkpoint(saved)}")
+        self.progress.note(f"done: {last_saved} steps{more}, saved in {self.run.checkpoint(last_saved)}")
 
     def record(
         self, step: int, loss: float, norm: float, seconds: float, heldout: float | None, heldout_ema: float | None
     ) -> None:
-        """Write the line of a step, and show it."""
+        """Append the record of a step to `metrics.jsonl` and show it. Rank 0 only."""
         if self.place.rank:
             return
         settings = self.settings
@@ -364,7 +373,7 @@ class Trainer:
             tracker.metrics(entry)
 
     def record_statistics(self, record: Mapping[str, Any]) -> None:
-        """Write a line of `statistics.jsonl`: {"step", "rows", "alarms"}; its alarms are shown."""
+        """Append a record {"step", "rows", "alarms"} to `statistics.jsonl` and show its alarms. Rank 0 only."""
         if self.place.rank:
             return
         self.run.append(self.run.statistics, record)
@@ -373,7 +382,7 @@ class Trainer:
             tracker.statistics(record)
 
     def sample(self, step: int) -> None:
-        """Generate a text, show it and record it, if the settings ask for one. A collective call."""
+        """Generate, show and record a sample text, if the settings enable it. Collective."""
         settings = self.settings
         if not settings.sample_tokens:
             return
@@ -395,7 +404,7 @@ class Trainer:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has used so far: of the GPU, or resident on the CPU."""
+    """Return the peak memory of this process in bytes: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -403,7 +412,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _is_cut(grad: Tensor) -> bool:
-    """Whether the processes of a tensor-parallel group have different parts of a gradient."""
+    """Return True if the ranks of a tensor-parallel group hold different parts of a gradient."""
     if not isinstance(grad, DTensor):
         return False
     axes = zip(grad.device_mesh.mesh_dim_names or (), grad.placements, strict=True)
@@ -411,7 +420,7 @@ def _is_cut(grad: Tensor) -> bool:
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Of a capturable optimizer in the tensor that a graph reads."""
+    """Set a group's learning rate, in place if it is the tensor that a CUDA graph reads."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(rate)
     else:
@@ -419,10 +428,10 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def check_graphs(settings: TrainSettings, device: torch.device) -> None:
-    """See that a run on a device can be replayed, if it is to be.
+    """Check that the device supports CUDA graphs if the settings enable them.
 
     Raises:
-        ConfigurationError: it has no CUDA graphs.
+        ConfigurationError: the device is not a GPU.
     """
     if settings.cuda_graphs and device.type != "cuda":
         raise ConfigurationError(
@@ -436,7 +445,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def describe_run(settings: TrainSettings, corpus: Corpus, place: ProcessInfo) -> str:
-    """One line on what is about to be trained, on what and where."""
+    """Return one line about the model, the mesh and the data of a run."""
     axes, files = settings.axes(place.ranks), len(corpus.documents)
     divided = ""
     if axes.tp > 1:

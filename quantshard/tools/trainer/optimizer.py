@@ -1,4 +1,4 @@
-"""The optimizer of a run: its class, its groups and its options, by the settings."""
+"""The optimizer of a run: class, parameter groups and options from the settings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quantshard.tensor import components
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 _NO_HIDDEN_LAYERS = ("embedding", "positions", "head", "layers.*.mlp.router")
-"""Of the decoder that is built here; models of transformers tell themselves."""
+"""Modules of the built-in decoder outside of its hidden layers; transformers models declare theirs."""
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> ElementwiseOptimizer:
-    """With weight decay of matrices only, stacked ones of experts too; the model lets go of the values that masters now
-    have."""
+    """Build the optimizer. Only matrices (including stacked experts) get weight decay. The model's high-precision
+    initial values are freed, because the masters hold them now."""
     optimizer = _OPTIMIZERS[settings.optimizer](model, settings)
     for param in model.parameters():
         weight = components.quantized_local(param)
@@ -51,7 +51,7 @@ def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
 
 
 def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
-    """At AdamW's rate, so that one schedule does for all groups."""
+    """Build Muon with AdamW's learning rate, so that one schedule serves all groups."""
     return Muon(
         muon_groups(model, head=muon_head(model, settings), adamw=_adam(settings)),
         lr=settings.lr,
@@ -65,9 +65,11 @@ def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
 
 
 def muon_head(model: nn.Module, settings: TrainSettings) -> list[str] | None:
-    """What of a run's model is AdamW's beside Muon, as `muon_groups` takes it."""
+    """Return the modules that AdamW trains alongside Muon, in the form that `muon_groups` takes."""
     names = [name for name, _ in model.named_modules()]
-    return [each for each in _NO_HIDDEN_LAYERS if fnmatch.filter(names, each)] if settings.is_by_sizes else None
+    return (
+        [pattern for pattern in _NO_HIDDEN_LAYERS if fnmatch.filter(names, pattern)] if settings.is_by_sizes else None
+    )
 
 
 _OPTIMIZERS = {ADAMW: _fused_adam, LION: _lion, MUON: _muon}

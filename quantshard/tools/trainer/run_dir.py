@@ -1,25 +1,24 @@
-"""A run's folder, and what may be done to it.
+"""A run's folder and the operations on it.
 
-    model/config.json         the configuration of a model of transformers, if it is one
-    config.toml               the settings; [launch]: how it was started last; [corpus]: the data, with their digests
-    tokens/                   token shards of data that had to be made into tokens, if nothing else was named for them
-    metrics.jsonl             one JSON object a step
-    starts.jsonl              one JSON object each time it was started or resumed: versions and settings then in force,
-                              and which weights were then quantized anew
-    samples.jsonl             generated texts, if they were asked for
-    statistics.jsonl          one JSON object a step with statistics or an alarm (docs/statistics.md)
-    parameters.json           how each parameter is stored, as `explain` found it when the run was started last
-    checkpoints/step-000050   after 50 steps; it appears when it is complete (docs/checkpoints.md); or elsewhere, where
-                              the setting `checkpoints` says, in a folder or behind a URL that `of-run.json` marks
-    logs/rank-1.log           what a process logged (trainer/monitoring/logs.py)
-    logs/rank-1.txt           the traceback of a process that failed
-    profile/rank-0.json       the trace of some steps, if it was asked for; memory-rank-0.pickle: of a GPU's memory
-    tensorboard/, wandb/      if they were asked for; wandb.json has the id of the run there
+    model/config.json         configuration of the model, if it is a transformers model
+    config.toml               the settings; [launch]: how the run was last started; [corpus]: the data with digests
+    tokens/                   token shards of data that had to be tokenized, unless another place was named
+    metrics.jsonl             one JSON object per step
+    starts.jsonl              one JSON object per start or resume: versions, settings, and which weights were
+                              requantized
+    samples.jsonl             generated texts, if enabled
+    statistics.jsonl          one JSON object per step with statistics or an alarm (docs/statistics.md)
+    parameters.json           how each parameter is stored, as reported by `explain` at the last start
+    checkpoints/step-000050   the checkpoint after 50 steps; appears when complete (docs/checkpoints.md). The setting
+                              `checkpoints` moves them to another folder or URL, marked by `of-run.json`
+    logs/rank-1.log           log of a rank (trainer/monitoring/logs.py)
+    logs/rank-1.txt           traceback of a failed rank
+    profile/rank-0.json       trace of some steps, if enabled; memory-rank-0.pickle: GPU memory
+    tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
 
-Only rank 0 writes here, checkpoints and logs apart, and holds a lock while it does, so that two runs never share a
-folder. What a run has written is not overwritten: files are replaced in one move. No link is followed in the folder,
-and one of another user is refused (`terminal.outputs`). Of checkpoints only those are removed that the settings give
-up, and those that were never completed or are damaged, when their step is saved again.
+Only rank 0 writes here, except for checkpoints and logs. Rank 0 holds a lock, so that two runs never share a folder.
+Files are replaced atomically. Links, and folders of another user, are refused (`terminal.outputs`). A checkpoint is
+removed only if the retention settings drop it, or if it is incomplete or damaged and its step is saved again.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ from quantshard.tools.trainer.settings.settings_file import (
 )
 
 _RECORD_BYTES = 1 << 30
-"""The most bytes of a file of records that is read whole: four million steps."""
+"""The most bytes of a record file that are read whole: four million steps."""
 
 _LONG_BYTES = 1 << 26
-"""Of a longer one no more is read than its end."""
+"""Above this size only the end of a record file is read."""
 
 _STEP_DIGITS = 6
 _CHECKPOINTS = "checkpoints"
 _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
-"""Names the run whose checkpoints lie beside it, where that is not the run's folder."""
+"""File next to checkpoints outside of the run's folder; names the run that owns them."""
 
 
 class RunDir:
@@ -87,16 +86,16 @@ class RunDir:
         self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.wandb = path / "wandb.json"
-        self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings that say otherwise are read
+        self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings are read
         self._is_locked = False
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
     def check_new(self) -> None:
-        """Refuse a folder that holds anything but tokens, and what `withdraw` leaves.
+        """Refuse a folder that holds anything except tokens and what `withdraw` leaves.
 
         Raises:
-            ConfigurationError: it exists and is not empty, or is no folder.
+            ConfigurationError: the path exists and is not an empty folder.
         """
         if not self.path.exists() or (self.path.is_dir() and self._is_free()):
             return
@@ -107,17 +106,18 @@ class RunDir:
 
     def _is_free(self) -> bool:
         checkpoints = self.path / _CHECKPOINTS
-        left = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if checkpoints.is_dir() and {each.name for each in checkpoints.iterdir()} <= {ownership.LOCK_FILE}:
-            left.add(checkpoints)
-        return set(self.path.iterdir()) <= left
+        allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
+        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= {ownership.LOCK_FILE}:
+            allowed.add(checkpoints)
+        return set(self.path.iterdir()) <= allowed
 
     def is_begun(self) -> bool:
-        """Whether there is a run here, with or without a checkpoint."""
+        """Return True if there is a run here, with or without a checkpoint."""
         return os.path.lexists(self.config)
 
     def _has_checkpoint(self) -> bool:
-        with suppress(QuantshardError):  # what is there is in the way, whatever its settings say
+        # existing files block a new run even if their settings are damaged
+        with suppress(QuantshardError):
             if self.is_begun():
                 self.read_config()
             return bool(self.saved_steps()[0])
@@ -130,7 +130,8 @@ class RunDir:
         corpus: Mapping[str, Any],
         model: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the folder of a new run and write its configuration. `model`: that of a model of transformers."""
+        """Create the folder of a new run and write its configuration. `model`: configuration of a transformers
+        model."""
         self.check_new()
         self.follow(settings)
         self._check_place_is_free()
@@ -144,34 +145,36 @@ class RunDir:
         if model is not None:
             self.write(self.model / CONFIGURATION, json.dumps(model, indent=2) + "\n")
         self._mark_place()
-        self.write(self.config, text)  # the last: with it, this is a run
+        # last, because a folder with this file is a run
+        self.write(self.config, text)
 
     def withdraw(self) -> None:
-        """Make no run of a run again that this process holds and that failed before its first step: the corrected
-        command may then have the same folder. Its logs and tokens stay."""
-        with suppress(QuantshardError):  # the failure itself is what the user must read
+        """Undo `create` for a locked run that failed before its first step, so that the corrected command can use the
+        folder. Logs and tokens stay."""
+        # the user must see the original failure
+        with suppress(QuantshardError):
             if self._is_locked and not os.path.lexists(self.metrics) and not any(self.saved_steps()):
                 outputs.remove_unfinished(self.path, self.config.name, self.starts.name, self.parameters.name)
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
-        """The configuration of the run's model; None if it is built by sizes.
+        """Read the configuration of a transformers model; None if the model is built by sizes.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: the file is missing or damaged.
         """
         return None if settings.is_by_sizes else read_layout_json(self.model / CONFIGURATION)
 
     def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
-        """Write or replace `config.toml`, and mark the place of checkpoints as the run's."""
+        """Write or replace `config.toml`, and mark the place of the checkpoints as this run's."""
         self.follow(settings)
         self._mark_place()
         self.write(self.config, _config(settings, launch, corpus))
 
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
-        """The settings, and the tables [launch] and [corpus].
+        """Read the settings and the tables [launch] and [corpus].
 
         Raises:
-            ConfigurationError: there is no run here, or its configuration is not one.
+            ConfigurationError: there is no run here, or its configuration is invalid.
         """
         if not self.is_begun():
             hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
@@ -185,20 +188,21 @@ class RunDir:
         return settings, launch_table(content, where), corpus_table(content, where)
 
     def here(self, path: str) -> str:
-        """Where something in `tokens` is that was recorded when the folder had another name; other paths unchanged."""
+        """Return the current path of something in `tokens` if the run's folder was renamed; other paths are
+        unchanged."""
         _, is_tokens, rest = path.rpartition(f"/{self.tokens.name}/")
         moved = self.tokens.absolute() / rest
         return str(moved) if is_tokens and not os.path.lexists(path) and os.path.lexists(moved) else path
 
     def holds_tokens(self, path: str) -> bool:
-        """Whether something that was recorded are tokens that were made for this run, in its folder."""
+        """Return True if a recorded path is in this run's `tokens` folder."""
         return Path(path).is_relative_to(self.tokens.absolute())
 
     def check_ours(self) -> None:
-        """See that what is about to be written cannot end up elsewhere, nor anybody else's settings be followed.
+        """Check that no path of the run leads to another place or belongs to another user.
 
         Raises:
-            ConfigurationError: naming a folder or file that is a link, has a second name, or is another user's.
+            ConfigurationError: a folder or file is a link, has several hard links, or belongs to another user.
         """
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
@@ -217,62 +221,62 @@ class RunDir:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def follow(self, settings: TrainSettings) -> None:
-        """From now on look for checkpoints where the settings say."""
+        """Use the place of checkpoints in the settings from now on."""
         self.checkpoints = settings.checkpoints or self.path / _CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path | str:
-        """Folder, or URL, of the checkpoint after a step."""
+        """Return the folder or URL of the checkpoint after a step."""
         name = f"step-{step:0{_STEP_DIGITS}d}"
         return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
     def saved_steps(self) -> tuple[list[int], list[int]]:
-        """Steps with a complete checkpoint, and steps whose checkpoint was not completed, both ascending.
+        """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending.
 
         Raises:
-            CheckpointError: their place cannot be looked at.
+            CheckpointError: the place cannot be listed.
         """
         store, place = locate(self.checkpoints)
         try:
             names = store.names(place)
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
-            found = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
-            complete = [step for step in found if self._is_complete(step)]
+            steps_ = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
+            complete = [step for step in steps_ if self._is_complete(step)]
         except NotADirectoryError:
             raise CheckpointError(
                 f"{self.checkpoints} is no folder, in which checkpoints are kept; name another"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
-        return complete, [step for step in found if step not in complete]
+        return complete, [step for step in steps_ if step not in complete]
 
     def _is_complete(self, step: int) -> bool:
-        """As the Manager sees it: where nothing is renamed, the manifest is the last that is written."""
+        """Check completeness as the Manager does. Where the store cannot rename, the manifest is written last."""
         store, place = locate(self.checkpoint(step))
         return checkpoints.is_complete(place) if store.renames else store.is_file(store.join(place, MANIFEST))
 
     def check_place(self, named: bool) -> None:
-        """See that checkpoints outside of the run's folder are the run's. `named`: the user has named the place now.
+        """Check that checkpoints outside of the run's folder belong to the run. `named`: the user named the place now.
 
-        A `config.toml` of somebody else could name a place of other checkpoints, of which old ones are removed.
+        A malicious `config.toml` could otherwise name a place of other checkpoints, whose oldest would then be removed.
 
         Raises:
-            ConfigurationError: the place is not marked as this run's, and was not named.
+            ConfigurationError: the place was not named and is not marked as this run's.
         """
         if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
             return
-        told = f"says that they are those of {run}" if run else "is not there"
+        reason = f"says that they are those of {run}" if run else "is not there"
         raise ConfigurationError(
             f"{self.checkpoints}, where {self.config} has the checkpoints, is not known as this run's: {_OF_RUN} there "
-            f"{told}; if it is, name it with --checkpoints {self.checkpoints}"
+            f"{reason}; if it is, name it with --checkpoints {self.checkpoints}"
         )
 
     def look_in(self, named: str | None) -> None:
-        """Look for checkpoints in the place that the user has named now, or else where the settings say: in the run's
-        folder, or in another one of this machine that is marked as the run's. No URL is asked that only a `config.toml`
-        names, for that may be anybody's.
+        """Choose where to look for checkpoints: the place that the user named now, or the place in the settings if it
+        is local and marked as the run's. A URL from `config.toml` alone is never contacted, because the file is
+        untrusted.
 
         Raises:
-            ConfigurationError: it is a URL that was not named, or the place is not marked as this run's.
+            ConfigurationError: the settings name a URL, or the place is not marked as this run's.
         """
         if named is not None:
             self.checkpoints = named or self.path / _CHECKPOINTS
@@ -291,7 +295,7 @@ class RunDir:
             )
 
     def _marked(self) -> str:
-        """The run that a place outside of the run's folder is marked with; "" for none."""
+        """Return the run that the mark of an outside place names; "" if there is no mark."""
         store, place = locate(self.checkpoints)
         try:
             return str(json_object(store.read(store.join(place, _OF_RUN), _OF_RUN_BYTES), _OF_RUN)["run"])
@@ -316,7 +320,7 @@ class RunDir:
             ) from error
 
     def last_complete(self) -> tuple[int, list[int]]:
-        """The last step with a complete checkpoint, and the later steps with one that was not completed.
+        """Return the last step with a complete checkpoint, and the later steps with an incomplete one.
 
         Raises:
             ConfigurationError: no checkpoint is complete.
@@ -336,7 +340,7 @@ class RunDir:
     # Records ---------------------------------------------------------------------------------------------------------
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
-        """Append one JSON object as a line; numbers that JSON cannot say (inf, nan) become strings."""
+        """Append one JSON object as a line. Numbers without a JSON form (inf, nan) become strings."""
         plain = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
@@ -344,49 +348,51 @@ class RunDir:
         outputs.append_text(file, json.dumps(plain) + "\n", within=self.path)
 
     def read_starts(self) -> list[dict[str, Any]]:
-        """The records of `starts`, without a line that was cut off."""
+        """Read the records of `starts`, without truncated lines."""
         return [start for line in self._content(self.starts).split(b"\n") if (start := _record(line))]
 
     def last_start(self) -> dict[str, Any]:
-        """The last record of `starts`; empty if there is none."""
+        """Return the last record of `starts`; empty if there is none."""
         return next(reversed(self.read_starts()), {})
 
     def requantized(self) -> tuple[bool, bool]:
-        """Whether some start quantized the weights anew, into another recipe; and whether without masters too."""
-        found = [start for start in self.read_starts() if "requantized" in start]
-        return bool(found), any(start.get("lossy") is True for start in found)
+        """Return whether any start requantized the weights to another recipe, and whether any did so without
+        masters."""
+        starts = [start for start in self.read_starts() if "requantized" in start]
+        return bool(starts), any(start.get("lossy") is True for start in starts)
 
     def forget_after(self, step: int) -> None:
-        """Drop the records of later steps, and a line that was cut off, so that the files read as one run.
+        """Drop the records of later steps and truncated lines, so that the files read as one run.
 
-        Of a long file the end alone is read: its steps are in order.
+        In a long file only the end is read, because its steps are in order.
         """
         for file in (self.metrics, self.samples, self.starts, self.statistics):
             if os.path.lexists(file) and os.lstat(file).st_size > _LONG_BYTES:
                 outputs.cut_after(file, lambda line: _step_of(line) <= step, within=self.path)
                 continue
             content = self._content(file)
-            kept = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
-            if kept != content:
-                self.write(file, kept)
+            remaining = b"".join(line + b"\n" for line in content.split(b"\n") if _step_of(line) <= step)
+            if remaining != content:
+                self.write(file, remaining)
 
     def lost_steps(self, done: int) -> str:
-        """A line on steps that are done and have no record in `metrics`, which nothing brings back; "" if all have. Of
-        a long file nobody looks."""
+        """Return a message about finished steps without a record in `metrics`; "" if all have one. Long files are not
+        checked."""
         if os.path.lexists(self.metrics) and os.lstat(self.metrics).st_size > _LONG_BYTES:
             return ""
-        there = {step for line in self._content(self.metrics).split(b"\n") if (step := _step_of(line)) <= done}
-        if not (lost := done - len(there)):
+        recorded = {step for line in self._content(self.metrics).split(b"\n") if (step := _step_of(line)) <= done}
+        if not (lost := done - len(recorded)):
             return ""
-        first = next(step for step in range(1, done + 1) if step not in there)  # at most one beyond what is there
-        which = f"step {first}" if lost == 1 else f"{lost:,} steps, the first of them {first:,}"
-        return f"{self.metrics} has lost the records of {which}; curves and best losses are without them"
+        # at most one step after the last record
+        first = next(step for step in range(1, done + 1) if step not in recorded)
+        description = f"step {first}" if lost == 1 else f"{lost:,} steps, the first of them {first:,}"
+        return f"{self.metrics} has lost the records of {description}; curves and best losses are without them"
 
     def _content(self, file: Path) -> bytes:
-        """What a file of records has; nothing if it is not there.
+        """Read a record file; empty if it does not exist.
 
         Raises:
-            ConfigurationError: it is no regular file, or longer than what is read.
+            ConfigurationError: it is not a regular file, or is too long.
         """
         return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
 
@@ -397,24 +403,24 @@ class RunDir:
     # Lock ------------------------------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Hold the run until this process ends, however it ends.
+        """Lock the run until this process ends, however it ends.
 
         Raises:
-            ConfigurationError: another process holds it, and did not end within a few seconds.
+            ConfigurationError: another process holds the lock and did not exit within a few seconds.
         """
         try:
             ownership.lock(self.path)
             self._is_locked = True
         except BlockingIOError:
-            said = f"{self.path} is in use by another training process; stop that one first"
-            raise ConfigurationError(said) from None
+            message = f"{self.path} is in use by another training process; stop that one first"
+            raise ConfigurationError(message) from None
         except OSError as error:
             raise ConfigurationError(f"{self.path} cannot be locked: {error.strerror or error}") from None
 
 
 def run_of_checkpoint(checkpoint: str) -> RunDir | None:
-    """The run whose checkpoint this is: in the run's folder, or in another one of this machine that is marked as the
-    run's. None if it is in neither. A mark may be anybody's: it counts if the run's settings name the place.
+    """Return the run that owns a checkpoint: the run whose folder contains it, or the run that a local mark names. A
+    mark is untrusted, so it counts only if that run's settings name the place. None if there is no such run.
 
     Raises:
         ConfigurationError: the mark, or the configuration of the run that it names, is damaged or a link.
@@ -424,8 +430,8 @@ def run_of_checkpoint(checkpoint: str) -> RunDir | None:
     place = local(checkpoint, "a checkpoint").absolute().parent
     mark = place / _OF_RUN
     if os.path.lexists(mark):
-        named = read_json(mark, _OF_RUN_BYTES).get("run")
-        if isinstance(named, str) and os.path.isabs(named) and (run := RunDir(Path(named))).is_begun():
+        run_path = read_json(mark, _OF_RUN_BYTES).get("run")
+        if isinstance(run_path, str) and os.path.isabs(run_path) and (run := RunDir(Path(run_path))).is_begun():
             settings = run.read_config()[0]
             if _is_same_folder(settings.checkpoints, place):
                 return run
@@ -438,7 +444,7 @@ def _is_same_folder(named: str, place: Path) -> bool:
 
 
 def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
-    """The content of `config.toml`.
+    """Serialize `config.toml`.
 
     Raises:
         ConfigurationError: a path is not UTF-8.
@@ -453,7 +459,7 @@ def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """What a line says; nothing if it was cut off."""
+    """Parse a line as JSON; empty for a truncated line."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -461,6 +467,6 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a record; infinite for a line that is no record."""
+    """Return the step of a record; infinite for an invalid line."""
     step = _record(line).get("step")
     return step if type(step) is int else math.inf

@@ -1,11 +1,11 @@
-"""Learning rates: a function of the settings and the number of a step alone.
+"""Learning-rate schedules: functions of the settings and the step number alone.
 
 All rise linearly to `lr` over `warmup` steps. Then, until `decay_steps`:
 
     constant   lr
-    linear     falls to lr x lr_floor in a line
-    cosine     falls to lr x lr_floor in half a cosine (Loshchilov and Hutter, 2017, arXiv:1608.03983)
-    wsd        lr; in the last `decay_share` of decay_steps falls to lr x lr_floor in a line: warmup, stable, decay
+    linear     linear decay to lr x lr_floor
+    cosine     half a cosine down to lr x lr_floor (Loshchilov and Hutter, 2017, arXiv:1608.03983)
+    wsd        lr, then linear decay to lr x lr_floor over the last `decay_share` of decay_steps: warmup, stable, decay
                (Hu et al., 2024, arXiv:2404.06395)
 """
 
@@ -36,7 +36,7 @@ _FALLS: Final[dict[str, Callable[[float, float], float]]] = {
 
 
 def learning_rate(settings: TrainSettings, step: int) -> float:
-    """The learning rate of a step, counted from 1."""
+    """Return the learning rate of a step, counted from 1."""
     if step <= settings.warmup:
         return settings.lr * step / settings.warmup
     begin, end = settings.warmup, settings.decay_steps
@@ -47,11 +47,11 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
 
 
 def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
-    """Refuse numbers of the schedule that were given and leave none of it; those of a file may be of another run, and
-    what is left of them is told by `shortfalls`.
+    """Refuse explicitly given schedule settings that leave no schedule. Settings from a file may belong to another run;
+    `shortfalls` only warns about those.
 
     Raises:
-        ConfigurationError: naming the setting, and what fits.
+        ConfigurationError: warmup is longer than the schedule, or the decay has no step.
     """
     end, name = settings.decay_steps or settings.steps, "decay_steps" if settings.decay_steps else "steps"
     if settings.schedule == "constant":
@@ -70,10 +70,10 @@ def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
 
 
 def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:
-    """What a run does not reach of its schedule: it may be meant, by one that goes on for more steps later. Of one that
-    was resumed after a step, also the steps after its schedule, which `train` was perhaps not asked for.
+    """Yield warnings about parts of the schedule that the run will not reach, and, after a resume, about steps after
+    the end of the schedule. Both can be intended, for example if the run will be extended.
 
-    `settings`: resolved.
+    `settings`: resolved settings. `resumed_after`: last step before a resume.
     """
     steps, warmup, end = settings.steps, settings.warmup, settings.decay_steps
     falls, top = settings.schedule != "constant", settings.lr

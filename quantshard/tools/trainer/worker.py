@@ -1,7 +1,7 @@
-"""One process of a run: `quantshard worker RUN ORDER`, as `launch` starts it, or what torchrun started.
+"""One rank of a run: `quantshard worker RUN ORDER`, started by `launch` or by torchrun.
 
-ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or, under torchrun, makes it) and tells the others,
-so that all of them train the same thing, or fail with the same line.
+ORDER is the JSON of a `WorkerJob`. Rank 0 reads the run's folder (or creates it, under torchrun) and broadcasts the
+result, so that all ranks train the same run or fail with the same message.
 """
 
 from __future__ import annotations
@@ -45,24 +45,23 @@ from quantshard.tools.trainer.settings.settings_file import from_mapping
 _log = logging.getLogger(__name__)
 
 _CHANGES = 20
-"""The most changes of the environment that a resume tells."""
+"""The most changes of the environment that a resume lists."""
 _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
-"""Settings that a run records as it found them out."""
+"""Settings whose detected values a run records."""
 _PATHS = 5
-"""The most paths of the data that a message names."""
+"""The most data paths that a message names."""
 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a worker is to do with its run.
+    """A worker's task.
 
-    `resume`: go on from the last complete checkpoint. `launched`: by us, so end when the launcher is gone.
-    `new`: the settings of a run that rank 0 is to make first. `overrides`: settings that `resume` changes; with "data"
-    among them, the data are looked for there, with "recipe" the weights are quantized anew, with `lossy` also those
-    that have no masters, and with "preset" masters and moments are rounded. `copy_to`: where to save what was loaded
-    once more; "" for nowhere. `restart`: the run may be there or not, with a checkpoint or without; if it is there, of
-    the settings `new` those that were `given` hold.
+    `resume`: continue from the last complete checkpoint. `launched`: started by `launch`, so exit when the launcher is
+    gone. `new`: settings of a run that rank 0 creates first. `overrides`: settings that `resume` changes: "data" looks
+    for the data at the new path, "recipe" requantizes the weights, "preset" rounds masters and moments. `lossy`: also
+    requantize weights without masters. `copy_to`: where to save the loaded state again; "" for nowhere. `restart`:
+    `--auto-resume`: create the run, or resume it with those settings of `new` that are in `given`.
     """
 
     resume: bool
@@ -77,12 +76,12 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What rank 0 found out for all: the settings, how the run was started, its data, and the configuration of its
-    model if that is one of transformers.
+    """The setup that rank 0 broadcasts: settings, [launch] and [corpus] tables, configuration of a transformers model.
 
-    `incomplete`: steps whose checkpoint is not complete. `left`: the run's mesh, if it is of another number of
-    processes. `again`: it was there before; `restores`: from a checkpoint. `requantize`, `lossy`: whether weights of a
-    checkpoint of another recipe are quantized anew, now or again. `edited`: what `config.toml` says anew, in words.
+    `incomplete`: steps whose checkpoint is incomplete. `left`: the run's previous mesh, if its number of ranks differs.
+    `again`: the run existed before. `restores`: a checkpoint is loaded. `requantize`, `lossy`: whether to requantize
+    weights of another recipe, and whether also those without masters. `edited`: one message per edited setting of
+    `config.toml`.
     """
 
     settings: TrainSettings
@@ -99,17 +98,17 @@ class RunSetup:
 
 
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
-    """Make the folder of a new run, once nothing stands against it. Texts that cannot be read in any order are made
-    into tokens first, in the folder, where they stay if something stands against the run after all.
+    """Validate the settings of a new run and create its folder. Texts without random access are tokenized into the
+    folder first; these tokens stay even if a later check fails.
 
     Raises:
-        ConfigurationError: it exists, or the settings do not fit the processes or the data.
-        CheckpointError: the weights to begin with are not those of this model.
+        ConfigurationError: the run exists, or the settings do not fit the ranks or the data.
+        CheckpointError: the initial weights do not fit the model.
     """
     run.check_new()
     settings.check_ranks(processes)
     kind = device_kind(settings.device)
-    if kind == "cuda" and not launch.is_worker():  # else some are on other machines
+    if kind == "cuda" and not launch.is_worker():  # under torchrun some ranks are on other machines
         check_local_gpu(processes - 1)
     check_logs(settings)
     check_graphs(settings, torch.device(kind))
@@ -132,7 +131,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
 
 
 def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
-    """The table [launch] of a run that is started now."""
+    """Build the [launch] table of a run that starts now."""
     of_openmp = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": 4 on the outermost level
     if of_openmp and not (of_openmp.isdecimal() and 0 < int(of_openmp[:9]) <= 4096):
         raise ConfigurationError(f"OMP_NUM_THREADS = {of_openmp[:80]!r} is not a number of threads; unset it")
@@ -147,35 +146,36 @@ def how_started(settings: TrainSettings, processes: int) -> dict[str, Any]:
 
 
 def of_mesh(settings: TrainSettings) -> int:
-    """The processes of the mesh that the settings name; 0 if they name none."""
+    """Return the number of ranks of the mesh in the settings; 0 if the settings name no mesh."""
     return MeshSpec.parse(settings.mesh).processes if settings.mesh else 0
 
 
 def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int = 0) -> TrainSettings:
-    """The settings of a run that is resumed with some of them changed, checked.
+    """Apply `overrides` to the settings of a resumed run, and check the result.
 
-    `processes`: the size that the mesh will have. If the run's mesh has another and none is named, all are in dp_shard.
+    `processes`: number of ranks of the resumed run. If the run's mesh has another size and no new mesh is given, all
+    ranks go to dp_shard.
     """
-    given = from_mapping(overrides, "resume")
-    if settings.mesh and "dp_replicate" in given and "mesh" not in given:
+    updates = from_mapping(overrides, "resume")
+    if settings.mesh and "dp_replicate" in updates and "mesh" not in updates:
         raise ConfigurationError(
-            f"dp_replicate = {given['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
+            f"dp_replicate = {updates['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
             "the whole mesh with --mesh"
         )
-    if "mesh" in given:
-        settings = replace(settings, dp_replicate=1)  # of the mesh that is left
+    if "mesh" in updates:
+        settings = replace(settings, dp_replicate=1)  # the new mesh replaces both
     elif processes and of_mesh(settings) not in (0, processes):
         settings = replace(settings, mesh="", dp_replicate=1)
-    result = replace(settings, **given)
+    result = replace(settings, **updates)
     result.check()
     return result.resolved()
 
 
 def check_logs(settings: TrainSettings) -> None:
-    """See that a run can be logged as its settings say.
+    """Check the trackers and the log level of a run.
 
     Raises:
-        ConfigurationError: a package or an account is missing, or a variable of the environment is none of its words.
+        ConfigurationError: a package or an account is missing, or an environment variable is invalid.
     """
     trackers.check_trackers(settings)
     trackers.check_account(settings)
@@ -183,45 +183,45 @@ def check_logs(settings: TrainSettings) -> None:
 
 
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
-    """What `train --auto-resume` changes of a run that is there; see `restarts.overrides`."""
+    """Return the settings that `train --auto-resume` changes in an existing run; see `restarts.overrides`."""
     before = run.read_config()[0]
     cache = before.token_cache
-    made = [  # tokens, of texts that the same command names
+    derived = [  # token folders made from texts that the same command names
         name
         for name in _DATA
         if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
     ]
-    if made:
-        made.append("data_format")  # of the texts; that of the tokens is recorded
+    if derived:
+        derived.append("data_format")  # the flag names the format of the texts, the run that of the tokens
     if not new.vocabulary:
-        made.append("vocabulary")  # by the tokenizer, or by another release's rule
-    kept = [name for name in given if name not in made]
-    prepared = Preparation(new).settings if _PREPARED.intersection(kept) else new
-    found = restarts.overrides(str(run.path), before, prepared, kept, processes)
+        derived.append("vocabulary")  # derived from the tokenizer, or by another release's rule
+    compared = [name for name in given if name not in derived]
+    prepared = Preparation(new).settings if _PREPARED.intersection(compared) else new
+    result = restarts.overrides(str(run.path), before, prepared, compared, processes)
     if new.checkpoints and "checkpoints" in given:
-        found["checkpoints"] = new.checkpoints  # named now, though it may be the same
-    return found
+        result["checkpoints"] = new.checkpoints  # named explicitly, even if unchanged
+    return result
 
 
 def check_copy(path: str) -> None:
-    """Refuse to save over what exists.
+    """Refuse an existing `--copy-to` path.
 
     Raises:
-        ConfigurationError: naming the path.
-        CheckpointError: it cannot be reached.
+        ConfigurationError: the path exists.
+        CheckpointError: the path is unreachable.
     """
     if path and is_taken(path):
         raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
 
 
 def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
-    """The data of a run that is resumed, found where its settings say, and unchanged.
+    """Find the data of a resumed run at the paths in its settings, and check that they are unchanged.
 
     Raises:
         ConfigurationError: a document is missing or differs.
     """
 
-    def begun() -> None:
+    def announce() -> None:
         if settings.data:
             more = len(settings.data) - _PATHS
             paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
@@ -234,14 +234,14 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
             "the file"
         )
     check_sampling(settings, corpus)
-    return data.collect_recorded(settings.data, corpus, begun, settings.heldout_data)
+    return data.collect_recorded(settings.data, corpus, announce, settings.heldout_data)
 
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
-    """See that there is a tokenizer where texts are to be generated, the one that made the data.
+    """Check that a run that generates samples has the tokenizer of its data.
 
     Raises:
-        ConfigurationError: there is none, or it is another.
+        ConfigurationError: the tokenizer is missing or differs.
     """
     if settings.sample_prompt and not settings.sample_tokens:
         raise ConfigurationError("sample_prompt is given, but no text is generated; say how long with sample_tokens")
@@ -256,15 +256,15 @@ def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
 
 
 def train_run(run: RunDir, order: WorkerJob) -> None:
-    """Train until the run is done or told to stop."""
+    """Train until the run is finished or a stop signal arrives."""
     stop = StopFlag()
     for number in launch.STOP_SIGNALS:
         signal.signal(number, lambda number, frame: stop.set())
     if order.launched or launch.is_of_torchrun():
         launch.die_with_parent()
-    known = (order.new or asdict(run.read_config()[0])) | order.overrides
-    deterministic(known["deterministic"])  # before the GPU is used, and before NCCL is
-    place = _join(known["device"])
+    raw_settings = (order.new or asdict(run.read_config()[0])) | order.overrides
+    deterministic(raw_settings["deterministic"])  # before the first use of the GPU and NCCL
+    place = _join(raw_settings["device"])
     task = _from_rank_0(lambda: _read(run, order, place), place)
     if place.device.type == "cpu":
         torch.set_num_threads(task.launched.get("threads", 1))
@@ -289,7 +289,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
         if place.rank == 0 and task.again:  # only now, when nothing can fail any more
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
-        if place.rank == 0 and task.again:  # the record is there by now: a kill between the two loses nothing
+        if place.rank == 0 and task.again:  # after the record, so that a kill in between loses nothing
             run.write_config(task.settings, task.launched, task.corpus)
         table = explain(trainer.model, trainer.optimizer)
         if place.rank == 0:
@@ -304,13 +304,13 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
 
 @contextmanager
 def _tracked(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, done: int) -> Iterator[None]:
-    """While it trains, rank 0 has the trackers that the settings ask for; if one cannot be had, all ranks are told."""
+    """Keep rank 0's trackers open while the run trains. If a tracker fails to open, every rank raises."""
 
-    def opened() -> None:
+    def open_all() -> None:
         trainer.trackers = trackers.open_trackers(task.settings, run, done)
 
     if task.settings.tensorboard or task.settings.wandb:
-        _from_rank_0(opened, place)
+        _from_rank_0(open_all, place)
     try:
         yield
     finally:
@@ -319,13 +319,13 @@ def _tracked(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, 
 
 
 def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trainer, restored: Restored | None) -> None:
-    """Note what decides the bits from here on, and warn if it is not what did before."""
+    """Record this start and the environment that determines its bits; warn if the environment changed."""
     if place.rank:
         return
     done = 0 if restored is None else restored.step
     now = environment.current_environment(task.settings, place.device)
-    before = run.last_start() if done else {}
-    if before and (changes := environment.differences(before.get("environment"), now)):
+    previous = run.last_start() if done else {}
+    if previous and (changes := environment.differences(previous.get("environment"), now)):
         more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
@@ -359,9 +359,9 @@ def _announce(
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if task.again and not task.restores:
         note(f"{run.path} has no complete checkpoint, so it begins again")
-    lost = run.lost_steps(done) if place.rank == 0 else ""
+    lost_records = run.lost_steps(done) if place.rank == 0 else ""
     resumed_after = None if restored is None else done
-    for text in filter(None, (*task.edited, lost, *shortfalls(task.settings, resumed_after))):
+    for text in filter(None, (*task.edited, lost_records, *shortfalls(task.settings, resumed_after))):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
@@ -374,7 +374,7 @@ def _announce(
 
 
 def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
-    """On rank 0: make the run if it is new and not yet there, lock it, and read what all need."""
+    """On rank 0: create the run if it is new, lock it, and read the setup of all ranks."""
     if order.new is not None:
         new = TrainSettings(**from_mapping(order.new, "train"))
         if order.restart and run.is_begun():
@@ -396,26 +396,26 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     run.check_place("checkpoints" in order.overrides)
     started = how_started(settings, place.ranks)
     if not settings.threads and launched["processes"] == place.ranks and "threads" in launched:
-        started["threads"] = launched["threads"]  # the order of sums depends on them
+        started["threads"] = launched["threads"]  # the order of CPU sums depends on the number of threads
     if not order.restart:
-        run.last_complete()  # says what to do if there is none
+        run.last_complete()  # raises with advice if there is no checkpoint
     complete, incomplete = run.saved_steps()
     restarts.check_steps(str(run.path), settings.steps, complete)
-    if not order.launched or "data" in order.overrides:  # else the launcher has just looked at them
+    if not order.launched or "data" in order.overrides:  # otherwise the launcher has just checked the data
         corpus = recorded_data(settings, corpus).table()
     left = before.mesh if not settings.mesh else ""
-    there = (tuple(incomplete), left, True, bool(complete))
-    return RunSetup(settings, started, corpus, *there, *_anew(run, order), configuration, edited)
+    progress = (tuple(incomplete), left, True, bool(complete))
+    return RunSetup(settings, started, corpus, *progress, *_anew(run, order), configuration, edited)
 
 
 def _anew(run: RunDir, order: WorkerJob) -> tuple[bool, bool]:
-    """Whether weights of another recipe are quantized anew, and states of another preset rounded; and whether without
-    masters too: as asked for now, or else as before, since until the first save the run's checkpoints are as before."""
+    """Return whether to requantize weights or round states, and whether also without masters. Without such an override
+    the run's earlier starts decide, because checkpoints keep the old format until the next save."""
     if not {"recipe", "preset"} & order.overrides.keys():
         return run.requantized()
-    saved = run.saved_steps()[0][-1:]
-    allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == saved]
-    return True, order.lossy or bool(allowed)  # of what was not saved since
+    last_step = run.saved_steps()[0][-1:]
+    allowed = [start for start in run.read_starts() if start.get("lossy") is True and [start.get("step")] == last_step]
+    return True, order.lossy or bool(allowed)  # a lossy start that has not saved since
 
 
 def _join(wanted: str) -> ProcessInfo:
@@ -432,10 +432,10 @@ def _join(wanted: str) -> ProcessInfo:
 
 
 def device_kind(wanted: str) -> str:
-    """ "cpu" or "cuda", of "cpu", "cuda" or "auto".
+    """Resolve "cpu", "cuda" or "auto" to "cpu" or "cuda".
 
     Raises:
-        ConfigurationError: there is no GPU where one is wanted.
+        ConfigurationError: "cuda" without a GPU.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and kind == "cpu":
@@ -444,10 +444,10 @@ def device_kind(wanted: str) -> str:
 
 
 def check_local_gpu(local: int) -> None:
-    """See that a process of this machine has a GPU, by its number.
+    """Check that this machine has a GPU for local rank `local`.
 
     Raises:
-        ConfigurationError: there are fewer.
+        ConfigurationError: the machine has fewer GPUs.
     """
     count = torch.cuda.device_count()
     if local >= count:
@@ -457,31 +457,31 @@ def check_local_gpu(local: int) -> None:
 
 
 def _from_rank_0(read: Callable[[], Any], place: ProcessInfo) -> Any:
-    """What `read` returns on rank 0, on all ranks; what it raises there, everywhere."""
-    sent: list[Any] = [None, None]
+    """Run `read` on rank 0; return its result, or raise its error, on all ranks."""
+    outcome: list[Any] = [None, None]
     if place.rank == 0:
         try:
-            sent = [read(), None]
+            outcome = [read(), None]
         except QuantshardError as error:
-            sent = [None, str(error)]
-    dist.broadcast_object_list(sent, src=0)
-    if sent[1] is not None:
-        raise ConfigurationError(sent[1])
-    return sent[0]
+            outcome = [None, str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise ConfigurationError(outcome[1])
+    return outcome[0]
 
 
 def main(run: Path, order: WorkerJob) -> NoReturn:
-    """Do the work and end the process: with 0, or after one line to the launcher with 1."""
+    """Run the worker and end the process: exit code 0, or 1 after reporting one line to the launcher."""
     folder = RunDir(run)
     try:
         train_run(folder, order)
         dist.destroy_process_group()
         code = 0
-    except BaseException as error:  # a process that fails must say so and end, whatever it was
+    except BaseException as error:  # report every failure, whatever its type
         line = launch.report_failure(error, folder.logs)
         if line and not order.launched:
             screen.complain(f"process {os.environ.get('RANK')}: {line}")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    end_at_once(code)  # no destructor may wait for processes that are gone
+    end_at_once(code)  # no destructor may wait for ranks that are gone

@@ -1,4 +1,4 @@
-"""What a run learns from: where data are, what makes tokens of them, and windows of tokens in an order of their own."""
+"""The training data of a run: files, tokenization, and shuffled windows of tokens."""
 
 from quantshard.tools.trainer.data.collecting import collect, collect_recorded
 from quantshard.tools.trainer.data.documents import Corpus, Document, from_table

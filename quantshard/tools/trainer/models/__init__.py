@@ -1,1 +1,1 @@
-"""The models of a run: built by sizes or of transformers, filled with values, and described to other programs."""
+"""The models of a run: built by sizes or from transformers, initialized, and exported for other programs."""

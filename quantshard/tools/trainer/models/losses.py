@@ -1,8 +1,8 @@
-"""The losses of a language model, from logits of any dtype, without a float32 copy of all of them.
+"""Losses of a language model from logits of any dtype, without a float32 copy of the logits.
 
-Logits are the largest tensor of a small model, 3.1 GiB in bfloat16 of 32,768 tokens and 50,304 entries. With all of
-them in float32 too, the peak of a step of GPT-2 small in BF16 was 35.4 GiB on an H200, and here it is 17.0: they are
-kept as they are (`numerics/cross_entropy.py`, `kernels/fused/cross_entropy.py`).
+Logits are the largest tensor of a small model: 3.1 GiB in bfloat16 for 32,768 tokens and 50,304 entries. A float32 copy
+raises the peak of a GPT-2 small step in BF16 on an H200 from 17.0 to 35.4 GiB. See `numerics/cross_entropy.py` and
+`kernels/fused/cross_entropy.py`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> TokenLosses:
-    """Of logits [..., vocabulary], floating, and targets int64 [...], tokens all of them (none is left out): the mean
-    of -log p of the targets, and that of log(Z)^2, Z being the denominator of the softmax (Chowdhery et al., 2022,
-    arXiv:2204.02311), which keeps logits from drifting away.
+    """Return the mean cross-entropy -log p and the mean z-loss log(Z)^2, where Z is the denominator of the softmax
+    (Chowdhery et al., 2022, arXiv:2204.02311). The z-loss keeps logits from drifting away.
 
-    Sums are taken in float32; the gradient is rounded to the logits' dtype once. Of a target whose logit is -inf the
-    loss is infinite and the gradient, as that of `torch.nn.functional.cross_entropy`, is finite.
+    `logits`: floating [..., vocabulary]. `targets`: int64 [...]; no target is ignored. `overwrites`: backward writes
+    the gradient over the logits if they are contiguous, to save memory. No other code may use the logits then: another
+    backward through them, or a second backward, raises PyTorch's error for tensors modified in place.
 
-    `overwrites`: backward writes the gradient over the logits, if they are contiguous, which saves the memory of one of
-    both. Nothing but this loss may need their values then; what saved them for its own backward, or a second backward,
-    raises PyTorch's error of a tensor that was modified in place.
+    Sums are float32, and the gradient is rounded to the logits' dtype once. For a target whose logit is -inf the loss
+    is infinite and the gradient finite, as in `torch.nn.functional.cross_entropy`.
     """
     return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), overwrites))
 
@@ -48,10 +47,12 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, log_z = ctx.saved_tensors
-        of_entropy, of_z = (grad / len(logits) for grad in grads)
-        factors = of_entropy + 2 * of_z * log_z  # of each row's p
+        grad_entropy, grad_z = (grad / len(logits) for grad in grads)
+        # factor of each row's probabilities
+        factors = grad_entropy + 2 * grad_z * log_z
         out = logits.detach() if ctx.overwrites else None
-        found = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, of_entropy, out)
-        if out is not None:  # kernels write without autograd's knowledge
+        grad_logits = kernel_dispatch.logits_gradient(logits, targets, log_z, factors, grad_entropy, out)
+        # kernels write without autograd's knowledge
+        if out is not None:
             torch.autograd.graph.increment_version(logits)
-        return found, None, None
+        return grad_logits, None, None

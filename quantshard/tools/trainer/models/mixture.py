@@ -1,5 +1,5 @@
-"""A decoder's layer whose MLP is a mixture of experts: each token goes to some of them (Shazeer et al., 2017,
-arXiv:1701.06538), chosen by a router in high precision."""
+"""A decoder layer whose MLP is a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538); a router in high
+precision chooses the experts of each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 class ExpertMixture(nn.Module):
     """Sum over the chosen experts of weight * down(silu(gate(x)) * up(x)).
 
-    The weights of a token's experts are the router's probabilities of these, and add up to 1.
+    The weights of a token's experts are their router probabilities, normalized to sum to 1.
     """
 
     def __init__(self, settings: TrainSettings, ep_mesh: DeviceMesh | None, **options: Any) -> None:
@@ -35,36 +35,40 @@ class ExpertMixture(nn.Module):
         self.down = GroupedLinear(settings.experts, *outer, bias=False, **options)
 
     def expert_layers(self) -> list[nn.Module]:
-        """The layers of experts, in the order in which they run."""
+        """The expert layers, in the order in which they run."""
         return [self.gate, self.up, self.down]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss, float32 scalar."""
+        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss, a float32
+        scalar."""
         tokens = x.flatten(0, 1)
         with autocast(enabled=False):
             probabilities = self.router(tokens).float().softmax(-1)
         weights, experts = probabilities.topk(self.chosen)
-        sent = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
-        hidden = F.silu(self.gate(sent.tokens, sent.m_splits)) * self.up(sent.tokens, sent.m_splits)
-        out = sent.combine(self.down(hidden, sent.m_splits), weights / weights.sum(-1, keepdim=True))
+        dispatched = dispatch_tokens(tokens, experts, self.experts, self.ep_mesh)
+        hidden = F.silu(self.gate(dispatched.tokens, dispatched.m_splits)) * self.up(
+            dispatched.tokens, dispatched.m_splits
+        )
+        out = dispatched.combine(self.down(hidden, dispatched.m_splits), weights / weights.sum(-1, keepdim=True))
         counts = (experts.flatten() == torch.arange(self.experts, device=x.device)[:, None]).sum(1)
         return out.view_as(x), _balance_loss(probabilities, counts.float())
 
 
 def _balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """1 where tokens and probabilities are spread evenly, more where not (Fedus et al., 2021, arXiv:2101.03961).
+    """Load-balancing loss: 1 for an even spread of tokens and probabilities, more otherwise (Fedus et al., 2021,
+    arXiv:2101.03961).
 
-    `counts`: of the tokens of each expert, float32, here; they are added up over all processes, so that the mean of
-    this over them is the loss of the global batch.
+    `counts`: float32 number of tokens of each expert on this rank. They are summed over ranks in place, so that the
+    mean of the result over ranks is the loss of the global batch.
     """
-    number = probabilities.shape[-1]
+    num_experts = probabilities.shape[-1]
     if dist.is_initialized():
         dist.all_reduce(counts)
-    return number * (counts / counts.sum() * probabilities.mean(0)).sum()
+    return num_experts * (counts / counts.sum() * probabilities.mean(0)).sum()
 
 
 class MixtureLayer(nn.Module):
-    """Attention and a mixture of experts, each with its norm before it and the residual around it."""
+    """Attention and a mixture of experts, each pre-normalized and with a residual connection."""
 
     def __init__(
         self, settings: TrainSettings, number: int, device: torch.device | str, ep_mesh: DeviceMesh | None = None
@@ -82,7 +86,7 @@ class MixtureLayer(nn.Module):
         self.mlp = ExpertMixture(settings, ep_mesh, **options)
 
     def forward(self, x: Tensor, rotary_pos_emb: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [batch, sequence, hidden] -> the same shape and dtype, and the balance loss of its router."""
+        """Map x [batch, sequence, hidden] to the same shape and dtype, and return the balance loss of the router."""
         x = x + F.dropout(self.self_attention(x, rotary_pos_emb=rotary_pos_emb), self.dropout, self.training)
         out, balance = self.mlp(self.norm(x))
         return x + F.dropout(out, self.dropout, self.training), balance

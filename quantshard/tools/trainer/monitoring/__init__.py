@@ -1,1 +1,1 @@
-"""What is told of a run while it trains: lines and the live view, logs, statistics, traces, other trackers."""
+"""Monitoring of a training run: progress lines and live view, logs, statistics, traces, external trackers."""

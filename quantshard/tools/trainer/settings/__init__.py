@@ -1,1 +1,1 @@
-"""The settings of a run: what they are, may be, and follow from, and the files that say them."""
+"""The settings of a run: definitions, checks, derived values, and the files that store them."""
