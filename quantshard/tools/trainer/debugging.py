@@ -65,13 +65,13 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
         ConfigurationError: `source` is neither a run nor a checkpoint of one, or its recipes quantize nothing.
         CheckpointError: the place of the checkpoints cannot be listed.
     """
-    place = Path(inputs.existing(source, "a run, or a checkpoint of one"))
-    is_run = "://" not in source and (place / "config.toml").is_file()
+    location = Path(inputs.existing(source, "a run, or a checkpoint of one"))
+    is_run = "://" not in source and (location / "config.toml").is_file()
     if is_run:
-        run = RunDir(place)
+        run = RunDir(location)
     elif checkpoints is not None:
         raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
-    elif "://" in source or (place.is_dir() and is_complete(source)):
+    elif "://" in source or (location.is_dir() and is_complete(source)):
         owner = run_of_checkpoint(source)
         if owner is None:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Which settings a restart may change: by the flags of `train --auto-resume`, or by an edited `config.toml`.
+"""Settings that a restart may change: by the flags of `train --auto-resume`, or by an edited `config.toml`.
 
 torchrun, SLURM and Kubernetes restart a command unchanged, perhaps on another number of ranks. The flags define the run
 at the first start; at a later start they may differ only in what `resume` can change. The same holds for `config.toml`,

@@ -235,9 +235,9 @@ class RunDir:
         Raises:
             CheckpointError: the place cannot be listed.
         """
-        store, place = locate(self.checkpoints)
+        store, path = locate(self.checkpoints)
         try:
-            names = store.names(place)
+            names = store.names(path)
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
             steps_ = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
             complete = [step for step in steps_ if self._is_complete(step)]
@@ -251,8 +251,8 @@ class RunDir:
 
     def _is_complete(self, step: int) -> bool:
         """Check completeness as the Manager does. Where the store cannot rename, the manifest is written last."""
-        store, place = locate(self.checkpoint(step))
-        return checkpoints.is_complete(place) if store.renames else store.is_file(store.join(place, MANIFEST))
+        store, path = locate(self.checkpoint(step))
+        return checkpoints.is_complete(path) if store.renames else store.is_file(store.join(path, MANIFEST))
 
     def check_place(self, named: bool) -> None:
         """Check that checkpoints outside of the run's folder belong to the run. `named`: the user named the place now.
@@ -296,9 +296,9 @@ class RunDir:
 
     def _marked(self) -> str:
         """Return the run that the mark of an outside place names; "" if there is no mark."""
-        store, place = locate(self.checkpoints)
+        store, path = locate(self.checkpoints)
         try:
-            return str(json_object(store.read(store.join(place, _OF_RUN), _OF_RUN_BYTES), _OF_RUN)["run"])
+            return str(json_object(store.read(store.join(path, _OF_RUN), _OF_RUN_BYTES), _OF_RUN)["run"])
         except (FileNotFoundError, ValueError, KeyError):
             return ""
         except OSError as error:
@@ -308,11 +308,11 @@ class RunDir:
         run = str(self.path.absolute())
         if isinstance(self.checkpoints, Path) or self._marked() == run:
             return
-        store, place = locate(self.checkpoints)
+        store, path = locate(self.checkpoints)
         try:
             if isinstance(store, LocalStore):
-                store.make(place)
-            store.write(store.join(place, _OF_RUN), json.dumps({"run": run}).encode())
+                store.make(path)
+            store.write(store.join(path, _OF_RUN), json.dumps({"run": run}).encode())
         except OSError as error:
             raise CheckpointError(
                 f"{self.checkpoints} cannot be written ({why(error)}); see that it can, or name another place with "
@@ -427,15 +427,15 @@ def run_of_checkpoint(checkpoint: str) -> RunDir | None:
     """
     if not is_local(checkpoint):
         return None
-    place = local(checkpoint, "a checkpoint").absolute().parent
-    mark = place / _OF_RUN
+    folder = local(checkpoint, "a checkpoint").absolute().parent
+    mark = folder / _OF_RUN
     if os.path.lexists(mark):
         run_path = read_json(mark, _OF_RUN_BYTES).get("run")
         if isinstance(run_path, str) and os.path.isabs(run_path) and (run := RunDir(Path(run_path))).is_begun():
             settings = run.read_config()[0]
-            if _is_same_folder(settings.checkpoints, place):
+            if _is_same_folder(settings.checkpoints, folder):
                 return run
-    run = RunDir(place.parent)
+    run = RunDir(folder.parent)
     return run if run.config.is_file() else None
 
 

@@ -264,13 +264,13 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
         launch.die_with_parent()
     raw_settings = (order.new or asdict(run.read_config()[0])) | order.overrides
     deterministic(raw_settings["deterministic"])  # before the first use of the GPU and NCCL
-    place = _join(raw_settings["device"])
-    task = _from_rank_0(lambda: _read(run, order, place), place)
-    if place.device.type == "cpu":
+    process = _join(raw_settings["device"])
+    task = _from_rank_0(lambda: _read(run, order, process), process)
+    if process.device.type == "cpu":
         torch.set_num_threads(task.launched.get("threads", 1))
     try:
-        with logs.logged(task.settings, place.rank, run.path):
-            _train(run, order, place, task, stop)
+        with logs.logged(task.settings, process.rank, run.path):
+            _train(run, order, process, task, stop)
     except QuantshardError:
         run.withdraw()
         raise
@@ -403,8 +403,8 @@ def _read(run: RunDir, order: WorkerJob, place: ProcessInfo) -> RunSetup:
     restarts.check_steps(str(run.path), settings.steps, complete)
     if not order.launched or "data" in order.overrides:  # otherwise the launcher has just checked the data
         corpus = recorded_data(settings, corpus).table()
-    left = before.mesh if not settings.mesh else ""
-    progress = (tuple(incomplete), left, True, bool(complete))
+    old_mesh = before.mesh if not settings.mesh else ""
+    progress = (tuple(incomplete), old_mesh, True, bool(complete))
     return RunSetup(settings, started, corpus, *progress, *_anew(run, order), configuration, edited)
 
 

@@ -1,4 +1,4 @@
-"""The Hugging Face configuration of a run's model, and what such a configuration says of a Llama."""
+"""Converts between a run's settings and Hugging Face configurations of Llama and Qwen3 models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.settings_file import from_mapping, read_settings_file
 
 _DEFAULT_ANGLES = "default"
-"""transformers' word for rotary positions that are not scaled."""
+"""transformers' name for unscaled rotary positions."""
 
 
 def hf_config(settings: TrainSettings) -> dict[str, Any]:
-    """The Hugging Face configuration of a run's Llama, or, with normalized queries and keys, Qwen3."""
+    """Return the Hugging Face configuration of a run's model: Llama, or Qwen3 if queries and keys are normalized."""
     kind = "Qwen3" if settings.qk_norm else "Llama"
     return {
         "architectures": [f"{kind}ForCausalLM"],
@@ -48,14 +48,14 @@ _LIKE = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_a
 
 
 _WITH_QK_NORM = {"llama": False, "qwen3": True}
-"""Families of transformers that the decoder here is like, and whether they normalize queries and keys."""
+"""transformers families that the built-in decoder can represent, and whether they normalize queries and keys."""
 
 
 def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
-    """The sizes of a Llama or Qwen3 from its Hugging Face configuration.
+    """Read the sizes of a Llama or Qwen3 from its Hugging Face configuration.
 
     Raises:
-        ConfigurationError: it is of another architecture, or lacks a size.
+        ConfigurationError: another architecture, or a size is missing.
     """
     fields = FieldReader(config, f"{where}: config.json")
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
@@ -66,18 +66,18 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
             f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas and Qwen3 without biases "
             f"and windows: train the model itself by --model, or {instead}"
         )
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for ours, theirs in {**_LIKE, "vocabulary": "vocab_size"}.items():
         most = MOST_HEADS if ours in ("heads", "layers") else MOST
         count = fields.integer(theirs, 2 if ours == "seq_length" else 1, most)
         if count is None:
             raise fields.wrong(theirs, "given")
-        found[ours] = count
+        sizes[ours] = count
     width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
-        **found,
+        **sizes,
         qk_norm=_WITH_QK_NORM[kind],
-        head_dim=0 if width in (None, found["hidden"] // found["heads"]) else width or 0,
+        head_dim=0 if width in (None, sizes["hidden"] // sizes["heads"]) else width or 0,
         rope_theta=_angles(fields)[1],
         norm_eps=TrainSettings.norm_eps if eps is None else eps,
         kv_heads=fields.integer("num_key_value_heads", 1, MOST_HEADS) or 0,
@@ -89,22 +89,22 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
 
 
 def _angles(fields: FieldReader) -> tuple[str, float]:
-    """How rotary positions are scaled, by transformers' word for it, and their base."""
-    held = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in _ANGLES]
-    kinds = [kind for each in held if (kind := each.text("rope_type") or each.text("type"))]
-    bases = [base for each in (*held, fields) if (base := each.number("rope_theta", 1, 1e12)) is not None]
+    """Return the type of rotary scaling (transformers' name) and the base."""
+    tables = [FieldReader(fields.table(name) or {}, f"{fields.where}: {name}") for name in _ANGLES]
+    kinds = [kind for reader in tables if (kind := reader.text("rope_type") or reader.text("type"))]
+    bases = [base for reader in (*tables, fields) if (base := reader.number("rope_theta", 1, 1e12)) is not None]
     return kinds[0] if kinds else _DEFAULT_ANGLES, bases[0] if bases else TrainSettings.rope_theta
 
 
 _ANGLES = ("rope_parameters", "rope_scaling")
-"""Where transformers 5, and those before, say how rotary positions are scaled."""
+"""Keys of the rotary scaling in transformers 5 and in earlier releases."""
 
 
 def check_angles(config: Mapping[str, Any], where: str) -> None:
-    """Refuse rotary positions that the decoder here does not have: weights would see other angles than they learned.
+    """Refuse scaled rotary positions, which the built-in decoder lacks: the weights were trained with other angles.
 
     Raises:
-        ConfigurationError: they are scaled.
+        ConfigurationError: the positions are scaled.
     """
     kind, _ = _angles(FieldReader(config, f"{where}: config.json"))
     if kind != _DEFAULT_ANGLES:
@@ -115,18 +115,18 @@ def check_angles(config: Mapping[str, Any], where: str) -> None:
 
 
 def run_of(checkpoint: str) -> TrainSettings | None:
-    """The settings of the run whose checkpoint this is; None if there is no such run. See `run_of_checkpoint`."""
+    """Return the settings of the run that owns a checkpoint (see `run_of_checkpoint`); None if there is no such run."""
     run = run_of_checkpoint(checkpoint)
     return None if run is None else _described(run)
 
 
 def _described(run: RunDir) -> TrainSettings:
-    """As its file has them: what they name need not be there."""
+    """Read the settings as recorded, without checking that their paths exist."""
     return TrainSettings(**from_mapping(read_settings_file(run.config), str(run.config)))
 
 
 def config_of_run(checkpoint: str) -> dict[str, Any] | None:
-    """The configuration of the model of the run whose checkpoint this is; None if there is no such run, or model."""
+    """Return the model configuration of the run that owns a checkpoint; None without a run or an exportable model."""
     run = run_of_checkpoint(checkpoint)
     if run is None:
         return None
@@ -135,18 +135,18 @@ def config_of_run(checkpoint: str) -> dict[str, Any] | None:
         return run.read_model(settings)
     if settings.architecture != "llama" or settings.experts:
         return None
-    found = hf_config(settings)
+    config = hf_config(settings)
     if settings.tokenizer:
         end = run.read_config()[2].get("end_of_document")
-        found |= {"bos_token_id": end, "eos_token_id": end}
-    return found
+        config |= {"bos_token_id": end, "eos_token_id": end}
+    return config
 
 
 def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
-    """The tokenizer's files of the run whose checkpoint this is, by name; none if there is no run, or no tokenizer.
+    """Return the tokenizer files, by name, of the run that owns a checkpoint; empty without a run or tokenizer.
 
     Raises:
-        ConfigurationError: they are not there any more, or are other ones.
+        ConfigurationError: the files are gone or have changed.
     """
     run = run_of_checkpoint(checkpoint)
     if run is None or not _described(run).tokenizer:

@@ -1,9 +1,10 @@
-"""Models of transformers that a run trains: described on the meta device, converted, and filled shard by shard.
+"""transformers models that a run trains: built on the meta device, converted, and filled shard by shard.
 
-A model's configuration is a config.json, which may come from anybody: it is checked before transformers gets it, and no
-code beside it is run. Values come from safetensors, or are those that transformers would draw. These are drawn a module
-at a time, on the CPU, by a generator that the run's seed and the module's name set, so that a model is born the same on
-any number of processes, and lies on none as a whole.
+The configuration is a config.json, which is untrusted: it is checked before transformers reads it, and no code next to
+it is run. Values come from safetensors or are drawn as transformers draws them.
+
+Initial values are drawn on the CPU one module at a time, with a generator seeded by the run's seed and the module's
+name. The model is therefore the same on any number of ranks, and no rank holds all of it.
 """
 
 from __future__ import annotations
@@ -38,77 +39,77 @@ from quantshard.tools.trainer.settings.recipes import LayerRecipes
 
 _MOST_LAYERS, _MOST_MODULES = 1 << 10, 1 << 14
 _COUNT = re.compile(r"\w*(layers?|experts?|blocks?|stages|depths?)")
-"""Names of fields that count modules, of which configurations themselves make lists."""
+"""Names of fields that count modules, from which configurations themselves build lists."""
 
 _UNSAFE = re.compile(r"_?(attn|experts)_implementation|use_kernels|auto_map|attribute_map|trust_remote_code")
 """Names of fields that make transformers fetch or import code, or that rename other fields."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model.h5", "flax_model.msgpack", "model*.pt")
-"""Files of weights that are not read."""
+"""Weight files in formats that are not supported."""
 
 
 # Configuration
 
 
 def read_configuration(path: str) -> dict[str, Any]:
-    """The configuration of a folder, or a config.json itself.
+    """Read a config.json, or the one in a folder.
 
     Raises:
-        ConfigurationError: it is not there, or no object of JSON.
+        ConfigurationError: the file is missing or is not a JSON object.
     """
-    place = Path(inputs.existing(path, "a folder with config.json, or a config.json"))
-    file = place / CONFIGURATION if place.is_dir() else place
+    location = Path(inputs.existing(path, "a folder with config.json, or a config.json"))
+    file = location / CONFIGURATION if location.is_dir() else location
     if not file.is_file():
         raise ConfigurationError(f"{path} holds no {CONFIGURATION} of a Hugging Face model")
     return read_layout_json(file)
 
 
 def weights_beside(path: str) -> str:
-    """The folder of a configuration if it holds safetensors too, or "".
+    """Return the folder of a configuration if it contains safetensors too, otherwise "".
 
     Raises:
-        ConfigurationError: it holds weights in other files alone.
+        ConfigurationError: the folder contains weights only in other formats.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
         return str(folder)
-    others = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
-    if others:
+    files = [file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern)]
+    if files:
         raise ConfigurationError(
-            f"{folder} has weights in {others[0]}, which is not read, as it may run code; write safetensors of it with "
+            f"{folder} has weights in {files[0]}, which is not read, as it may run code; write safetensors of it with "
             "transformers, or begin anew with --random-weights"
         )
     return ""
 
 
 def longest_sequence(content: Mapping[str, Any]) -> int | None:
-    """The most positions that a configuration says its model has; None if it does not say."""
+    """Return the maximum number of positions in a configuration; None if it is not stated."""
     fields = FieldReader(content, CONFIGURATION)
     return fields.integer("max_position_embeddings", 1, 1 << 40) or fields.integer("n_positions", 1, 1 << 40)
 
 
 def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
-    """How many tokens a configuration's model has.
+    """Return the number of tokens in a configuration.
 
     Raises:
-        ConfigurationError: it does not say.
+        ConfigurationError: the number is missing.
     """
     fields = FieldReader(content, where)
-    found = fields.integer("vocab_size", 1, 1 << 40)
-    if found is None:
+    size = fields.integer("vocab_size", 1, 1 << 40)
+    if size is None:
         raise fields.wrong("vocab_size", "given")
-    return found
+    return size
 
 
 # Models on the meta device
 
 
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
-    """The model of a configuration, in its dtype, on the meta device. `causal`: one that tells the next token, whatever
+    """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
     class the configuration names.
 
     Raises:
-        ConfigurationError: transformers is not there, does not know it, or cannot build it.
+        ConfigurationError: transformers is not installed, or cannot build the model.
     """
     try:
         import transformers
@@ -119,31 +120,32 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
     _check_counts(content, where)
     fields = FieldReader(content, where)
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype") or "bfloat16"
-    known = list(transformers.CONFIG_MAPPING)
-    if kind not in known:
-        near = get_close_matches(str(kind), known, 1)
+    model_types = list(transformers.CONFIG_MAPPING)
+    if kind not in model_types:
+        near = get_close_matches(str(kind), model_types, 1)
         hint = f"did you mean {near[0]!r}?" if near else "is this a model's configuration?"
         raise ConfigurationError(
             f"{where}: transformers {transformers.__version__} has no model_type {shown(kind)}; {hint}"
         )
-    kept = {name: value for name, value in _harmless(content).items() if name not in _READ}
+    config_fields = {name: value for name, value in _harmless(content).items() if name not in _READ}
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise fields.wrong("dtype", "a dtype of torch, such as bfloat16")
     names = [name for name in content.get("architectures") or () if isinstance(name, str)]
     try:
         with foreign.hub_offline(), _module_limit(where):
-            config = transformers.AutoConfig.for_model(kind, **kept)
+            config = transformers.AutoConfig.for_model(kind, **config_fields)
             if causal:
                 _check_decoder(config, where)
-            named: Any = getattr(transformers, names[0], None) if names else None
-            is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
-            is_model = is_model and (not causal or named.__name__.endswith(("ForCausalLM", "LMHeadModel")))
+            model_class: Any = getattr(transformers, names[0], None) if names else None
+            is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+            is_model = is_model and (not causal or model_class.__name__.endswith(("ForCausalLM", "LMHeadModel")))
             auto = partial(transformers.AutoModelForCausalLM.from_config, trust_remote_code=False)
             with _default_dtype(getattr(torch, dtype)), torch.device("meta"):
-                model: nn.Module = (named if is_model else auto)(config)
+                model: nn.Module = (model_class if is_model else auto)(config)
     except ConfigurationError:
         raise
-    except Exception as error:  # whatever a field of a wrong type leads to in there
+    # a field of a wrong type can raise any exception in transformers
+    except Exception as error:
         line = " ".join(str(error).split())
         raise ConfigurationError(
             f"{where}: transformers cannot build it: {type(error).__name__}: {line:.300}"
@@ -153,17 +155,17 @@ def described(content: Mapping[str, Any], where: str, causal: bool = False) -> n
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the dtype of new parameters; tables of angles name float32 themselves."""
-    before = torch.get_default_dtype()
+    """Set the dtype of new parameters temporarily; rotary tables name float32 explicitly."""
+    old_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(old_dtype)
 
 
 def _check_decoder(config: Any, where: str) -> None:
-    """Refuse encoders such as BERT: each of their positions sees the token that it is to predict."""
+    """Refuse encoders such as BERT, in which each position sees the token to predict."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
@@ -178,7 +180,7 @@ _READ = ("model_type", "dtype", "torch_dtype")
 
 
 def _harmless(value: Any) -> Any:
-    """A configuration without `_UNSAFE` fields at any depth."""
+    """Remove `_UNSAFE` fields from a configuration, at any depth."""
     if isinstance(value, list):
         return [_harmless(entry) for entry in value]
     if isinstance(value, dict):
@@ -200,7 +202,7 @@ def _check_counts(value: Any, where: str, name: str = "") -> None:
 
 @contextmanager
 def _module_limit(where: str) -> Iterator[None]:
-    """Refuse to build more than `_MOST_MODULES` modules, whatever fields of the configuration ask for them."""
+    """Refuse to build more than `_MOST_MODULES` modules, whatever configuration field requests them."""
     numbers = itertools.count(1)
 
     def count(*arguments: Any) -> None:
@@ -217,13 +219,14 @@ def _module_limit(where: str) -> Iterator[None]:
 def converted(
     content: Mapping[str, Any], where: str, recipes: LayerRecipes, causal: bool = False
 ) -> tuple[nn.Module, ConversionReport | None]:
-    """A configuration's model with quantized linear layers, and what became of each; None if all are left. `causal`: as
-    in `described`.
+    """Build a configuration's model, quantize its linear layers, and return the report (None if nothing is quantized).
+    `causal`: see `described`.
 
     Raises:
-        ConfigurationError: it cannot be built or converted, or a pattern matches nothing.
+        ConfigurationError: the model cannot be built or converted, or a pattern matches nothing.
     """
-    plain = {name: value for name, value in content.items() if name != "quantization_config"}  # of weights beside it
+    # it describes the weights of the file
+    plain = {name: value for name, value in content.items() if name != "quantization_config"}
     model = described(plain, where, causal)
     if list(recipes.patterns.values()) == [HIGH_PRECISION]:
         return model, None
@@ -231,34 +234,35 @@ def converted(
         return model, convert(model, recipes.recipes, preserve_high_precision_init_val=True)
     except ConfigurationError as error:
         way_out = "" if recipes.single is None else f"; --recipe {HIGH_PRECISION} leaves it as it is"
-        said = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))  # as the settings call it
-        raise ConfigurationError(f"{where}: {said}{way_out}") from None
+        # in the terms of the settings
+        message = re.sub(r"^convert\(recipe=(.*?)\)", r"recipe \1", str(error))
+        raise ConfigurationError(f"{where}: {message}{way_out}") from None
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose names end in a number and have none before: what `fully_shard` is to wrap one by one."""
+    """Return the modules that `fully_shard` wraps one by one: names that end in their first number."""
     return [module for name, module in model.named_modules() if re.fullmatch(r"(?:[^.]*[^.\d][^.]*\.)*\d+", name)]
 
 
 def recompute_layers(model: nn.Module, every: int) -> None:
-    """Let backward compute every so-manieth layer again; 0: none.
+    """Recompute every `every`-th layer in backward; 0: none.
 
     Raises:
-        ConfigurationError: transformers has no way for this model.
+        ConfigurationError: transformers does not support this for the model.
     """
     if not every:
         return
     layers = repeated_layers(model)
-    before = "gradient_checkpointing_enable"
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, before)
+    old_name = "gradient_checkpointing_enable"
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
     try:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigurationError(f"recompute = 'layer': {error}") from None
-    found = [layer for layer in layers if hasattr(layer, "gradient_checkpointing")]
-    if not found:
+    recomputable = [layer for layer in layers if hasattr(layer, "gradient_checkpointing")]
+    if not recomputable:
         raise ConfigurationError(f"recompute = 'layer': transformers has no such layers in {type(model).__name__}")
-    for number, layer in enumerate(found):
+    for number, layer in enumerate(recomputable):
         layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
 
 
@@ -266,8 +270,8 @@ def recompute_layers(model: nn.Module, every: int) -> None:
 
 
 def leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Give a model, which may be sharded, memory on a device. Parameters that are tied stay so, and buffers, which no
-    file of weights has, get their values.
+    """Allocate a model, sharded or not, on a device. Tied parameters stay tied. Buffers get their values, because no
+    weight file contains them.
 
     Raises:
         ConfigurationError: transformers has no value for a buffer.
@@ -284,16 +288,16 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
         setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
     skeleton = _skeleton(model)
     for name, module in model.named_modules():
-        own = dict(module.named_buffers(recurse=False))
-        if own and not isinstance(module, ConvertedLinear):
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and not isinstance(module, ConvertedLinear):
             values = _initial_values(skeleton, name, 0)
-            for leaf, buffer in own.items():
+            for leaf, buffer in buffers.items():
                 buffer.copy_(values[leaf])
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill a model that left the meta device with the values that transformers draws. A collective call.
+    """Fill an allocated model with the values that transformers draws. Collective.
 
     Raises:
         ConfigurationError: transformers has no value for a parameter.
@@ -302,7 +306,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 
 class _InitialValues(Mapping[str, Tensor]):
-    """This rank's part of each parameter's initial values, by name; those of one module are made at a time."""
+    """This rank's shard of each parameter's initial values, by name; drawn one module at a time."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._skeleton, self._seed = _skeleton(model), seed
@@ -325,7 +329,7 @@ class _InitialValues(Mapping[str, Tensor]):
 
 
 def _local_part(param: Tensor, whole: Tensor) -> Tensor:
-    """What a rank has of a parameter's values: a tensor, or a DTensor sharded as the parameter is."""
+    """Return this rank's shard of a parameter's values: a tensor, or a DTensor sharded like the parameter."""
     if not isinstance(param, DTensor):
         return whole
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)
@@ -337,17 +341,17 @@ def _local_part(param: Tensor, whole: Tensor) -> Tensor:
 
 
 def _skeleton(model: Any) -> Any:
-    """Build the model that transformers makes of a model's configuration, on the meta device and not sharded."""
+    """Build the model's unsharded twin from its configuration on the meta device."""
     with foreign.hub_offline(), _default_dtype(model.dtype), torch.device("meta"):
         return type(model)(model.config)
 
 
 @torch.no_grad()
 def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
-    """Draw a module's own parameters and buffers as transformers does, on the CPU.
+    """Draw a module's direct parameters and buffers as transformers does, on the CPU.
 
     A module's rule may set weights of modules inside it, so the rules of all its parents run too, innermost first.
-    They see the other modules on the meta device, where setting a value does nothing.
+    Other modules are on the meta device, where setting a value has no effect.
 
     Raises:
         ConfigurationError: transformers has no value for a parameter or buffer.
@@ -362,7 +366,8 @@ def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
     values = dict(itertools.chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
     for tensor in values.values():
         if tensor.is_floating_point():
-            tensor.fill_(torch.nan)  # marks what no rule sets
+            # marks values that no rule sets
+            tensor.fill_(torch.nan)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,7 +1,7 @@
-"""`--init-from`: a run begins with the weights of a checkpoint, or of a folder of safetensors, instead of random ones.
+"""`--init-from`: start a run with the weights of a checkpoint or of safetensors instead of random weights.
 
-Names, shapes and formats are compared before anything is made; the optimizer is new, and its masters begin with the
-weights, or, where safetensors are in high precision, with the values of the file.
+Names, shapes and formats are compared before anything is allocated. The optimizer is new. Its masters start from the
+weights or, if the safetensors are in high precision, from the values of the file.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
 
 def sizes(source: str) -> dict[str, Any]:
-    """The settings of the model that weights are of, as far as the files beside them say; none of them is needed.
+    """Return the settings that the files next to the weights define; may be empty.
 
     Raises:
-        ConfigurationError: there is nothing at `source`, or its configuration is not of a model that is trained here.
-        CheckpointError: it is damaged.
+        ConfigurationError: there is nothing at `source`, or its configuration is of an unsupported model.
+        CheckpointError: the source is damaged.
     """
     source = inputs.existing(source, "a checkpoint, or a folder of safetensors")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     run = run_of(source)
     if run is not None:
-        found = {name: getattr(run, name) for name in _OF_RUN}
+        result = {name: getattr(run, name) for name in _OF_RUN}
     elif "://" not in source and (Path(source) / CONFIGURATION).is_file():
         content = read_layout_json(Path(source) / CONFIGURATION)
         described = settings_of(content, source)
         check_angles(content, source)
-        found = {name: getattr(described, name) for name in _SIZES}
-    return found | _recipe_of(source)
+        result = {name: getattr(described, name) for name in _SIZES}
+    return result | _recipe_of(source)
 
 
 def _recipe_of(source: str) -> dict[str, Any]:
-    """The recipe of a checkpoint's formats, or of the layout of safetensors, if one has these."""
+    """Return the recipe that matches a checkpoint's formats or the layout of safetensors, if there is one."""
     if not _is_checkpoint(source):
         name = recipe_of_files(Path(source))
         return {} if name is None else {"recipe": name}
@@ -64,7 +64,8 @@ def _recipe_of(source: str) -> dict[str, Any]:
 
 
 def recipe_of_files(folder: Path) -> str | None:
-    """Return the recipe whose weights are those of a folder of safetensors; None if none is, or in high precision."""
+    """Return the recipe that matches the layout of a folder of safetensors; None if none does or the weights are in
+    high precision."""
     config = folder / CONFIGURATION
     quantized = read_layout_json(config).get("quantization_config") if config.is_file() else None
     layout = table.detect(quantized, SafetensorsFiles(folder).names(), str(folder))
@@ -72,11 +73,10 @@ def recipe_of_files(folder: Path) -> str | None:
 
 
 def check(settings: TrainSettings, model: nn.Module) -> None:
-    """Compare names, shapes and formats with those of the run's model, on the meta device. One process; no weight is
-    read.
+    """Compare names, shapes and formats with the run's model on the meta device. Reads no weights; one process.
 
     Raises:
-        CheckpointError: they differ; naming the first weight, with what it is here and there.
+        CheckpointError: a difference; the message names the first weight and both versions.
     """
     source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
     if _is_checkpoint(source):
@@ -89,7 +89,7 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
 
 
 def _of_its_own(settings: TrainSettings) -> str:
-    """What to do about weights that `--model DIR` brought along, or ""."""
+    """Return advice about incomplete weights from `--model DIR`; "" for other sources."""
     if settings.is_by_sizes or huggingface.weights_beside(settings.model) != settings.init_from:
         return ""
     return (
@@ -99,7 +99,7 @@ def _of_its_own(settings: TrainSettings) -> str:
 
 
 def _ways_out(settings: TrainSettings) -> str:
-    """What to do where names or sizes are those of another model."""
+    """Return advice for weights whose names or sizes belong to another model."""
     if settings.is_by_sizes:
         return (
             "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, "
@@ -123,12 +123,12 @@ def _is_checkpoint(source: str) -> bool:
 
 
 def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) -> None:
-    held = CheckpointModel(source).weights
+    weights = CheckpointModel(source).weights
     for name, param in model.named_parameters():
-        if name not in held:
-            other = _first_other(held, model)
-            raise CheckpointError(f"{source} lacks {name}, which this model has; {other}{_ways_out(settings)}")
-        weight, quantized = held[name], components.quantized_local(param)
+        if name not in weights:
+            extra = _first_other(weights, model)
+            raise CheckpointError(f"{source} lacks {name}, which this model has; {extra}{_ways_out(settings)}")
+        weight, quantized = weights[name], components.quantized_local(param)
         if weight.shape != tuple(param.shape):
             raise CheckpointError(
                 f"{source}: {name} is {list(weight.shape)} there, and {list(param.shape)} here; {_ways_out(settings)}"
@@ -140,21 +140,21 @@ def _check_checkpoint(source: str, model: nn.Module, settings: TrainSettings) ->
                 f"{settings.recipe!r} has {tag or 'high precision'}; take the recipe of the checkpoint, or start with "
                 "it and change it by quantshard resume --recipe"
             )
-    if len(held) > len(dict(model.named_parameters())):
-        raise CheckpointError(f"{source}: {_first_other(held, model)}{_ways_out(settings)}")
+    if len(weights) > len(dict(model.named_parameters())):
+        raise CheckpointError(f"{source}: {_first_other(weights, model)}{_ways_out(settings)}")
 
 
 def _first_other(held: dict[str, Any], model: nn.Module) -> str:
-    own = dict(model.named_parameters())
-    others = [name for name in held if name not in own]
-    return f"it has {others[0]}, which this model lacks; " if others else ""
+    params = dict(model.named_parameters())
+    extra = [name for name in held if name not in params]
+    return f"it has {extra[0]}, which this model lacks; " if extra else ""
 
 
 def load(source: str, model: nn.Module) -> str:
-    """Load the weights of `source`, before the optimizer is made, and say what was loaded. A collective call.
+    """Load the weights of `source`, before the optimizer is built; return a line about them. Collective.
 
     Raises:
-        CheckpointError: they do not fit, or are damaged; the same on every rank.
+        CheckpointError: the weights do not fit or are damaged; raised on every rank.
     """
     if _is_checkpoint(source):
         checkpoints.load(source, model)

@@ -1,14 +1,14 @@
-"""The language model that the command line trains: a decoder over tokens, built of quantshard's modules.
+"""The built-in language model: a decoder over tokens, made of quantshard's modules.
 
     tokens -> embedding (+ learned positions in gpt) -> layers -> normalization -> head -> logits
 
 Two architectures: "llama" (RMSNorm, SwiGLU, rotary positions, no biases) and "gpt" (LayerNorm, GELU, learned positions,
-biases). The layers' weights are quantized by the recipe; embeddings and head stay in high precision, as do norms. All
-parameters have one dtype, since FSDP2 wants that of a group.
+biases). The recipe quantizes the weights of the layers; embeddings, head and norms stay in high precision. All
+parameters have one dtype, because FSDP2 requires one dtype per group.
 
-Tensor parallelism cuts the layers. Embeddings and head are whole on each of its ranks, which so have the same logits
-and the same loss: of bytes there are 257, a prime number, and a padded table would not be that of one process. Under
-sequence parallelism the ranks divide the sequences of the batch, between the embedding and the head.
+Tensor parallelism shards the layers. Embeddings and head are replicated over tp, so that its ranks have the same logits
+and loss: the byte vocabulary (257) is prime, and a padded table would differ from the table of one process. Sequence
+parallelism divides the sequences of the batch between the embedding and the head.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from quantshard.tools.trainer.settings.recipes import LayerRecipes
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1
 _ROWS = 8
-"""Of a head whose products cuBLAS reads 16 bytes at a time."""
+"""cuBLAS is fast only if the head's rows are a multiple of this (16-byte reads)."""
 
 
 class Embedding(QuantizedModule):
-    """Rows of a high-precision table [entries, size], born the same on any number of processes."""
+    """High-precision table [entries, size], initialized the same on any number of ranks."""
 
     def __init__(
         self,
@@ -78,27 +78,27 @@ class Embedding(QuantizedModule):
             self._add_weight("weight", WeightSpec((entries, size), std=_EMBEDDING_STD))
 
     def forward(self, index: Tensor) -> Tensor:
-        """Index int64 [...] -> [..., size]."""
+        """Look up index int64 [...] -> [..., size]."""
         return F.embedding(index, self.table())
 
     def table(self) -> Tensor:
-        """The gathered weight."""
+        """Return the gathered weight."""
         return cast(Tensor, self._local("weight"))
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next token.
+    """Decoder that returns logits of the next token.
 
-    Built on `device`; on "meta", `reset_parameters` of its modules fills it later, whole or sharded.
+    Built on `device`; on "meta", `reset_parameters` of its modules fills the parameters later, sharded or not.
 
     Args:
-        settings: its sizes and the like.
-        recipe: of the layers, or one for each, or by patterns that match `linear_names`.
-        device: where the parameters are made.
-        tp_mesh: the axis of tensor parallelism.
-        sequence_parallel: divide the sequences of a batch over its ranks; they must come out even.
-        vocabulary: how many tokens there are, if not as many as the settings say; bytes where these do not.
-        ep_mesh: the axis that experts are spread over.
+        settings: sizes and options.
+        recipe: one recipe for all layers, one per layer, or patterns that match `linear_names`.
+        device: device of the parameters.
+        tp_mesh: tensor-parallel mesh.
+        sequence_parallel: divide the sequences of a batch over `tp_mesh`; the batch must be divisible.
+        vocabulary: number of tokens; 0: from the settings, or the byte vocabulary.
+        ep_mesh: expert-parallel mesh.
     """
 
     def __init__(
@@ -113,7 +113,8 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.settings = settings
-        self.balance: Tensor | None = None  # mean balance loss of the last forward's routers
+        # mean balance loss of the routers in the last forward
+        self.balance: Tensor | None = None
         recipes: Sequence[Recipe | RecipeByName]
         if isinstance(recipe, LayerRecipes):
             recipes = [partial(_of_part, recipe, number) for number in range(settings.layers)]
@@ -124,18 +125,18 @@ class LanguageModel(nn.Module):
         self.sequence_parallel, self.tp = sequence_parallel, TensorParallel.of(group, None, sequence_parallel)
         hidden, dtype = settings.hidden, settings.torch_params_dtype
         llama = settings.architecture == "llama"
-        cut: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
+        parallel_options: dict[str, Any] = {"tp_mesh": tp_mesh, "sequence_parallel": sequence_parallel}
         self.embedding = Embedding(vocabulary, hidden, dtype, device, tp_mesh)
         self.positions = None if llama else Embedding(settings.seq_length, hidden, dtype, device, tp_mesh)
         self.layers = nn.ModuleList()
         self.recipes = []
-        for number, own in enumerate(recipes):
-            with quantized_model_init(recipe=own, preserve_high_precision_init_val=True):
-                layer = _layer(settings, number + 1, device, cut, ep_mesh)
+        for number, layer_recipe in enumerate(recipes):
+            with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
+                layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
             self.layers.append(layer)
-            self.recipes.append(own if isinstance(own, Recipe) else _around(layer))
+            self.recipes.append(layer_recipe if isinstance(layer_recipe, Recipe) else _around(layer))
         kind = RMSNorm if llama else LayerNorm
-        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **cut)
+        self.norm = kind(hidden, settings.norm_eps, params_dtype=dtype, device=device, **parallel_options)
         self.rotary = None
         if llama:
             self.rotary = RotaryPositionEmbedding(settings.head_size, rotary_base=settings.rope_theta)
@@ -146,13 +147,13 @@ class LanguageModel(nn.Module):
 
     @property
     def batch_multiple(self) -> int:
-        """What the number of sequences of a batch must be a multiple of."""
+        """The divisor that the number of sequences of a batch must have."""
         return self.tp.size if self.sequence_parallel else 1
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens int64 [batch, sequence] -> logits [batch, sequence, vocabulary], in the dtype of parameters.
+        """Map tokens int64 [batch, sequence] to logits [batch, sequence, vocabulary], in the dtype of the parameters.
 
-        The ranks of a tensor-parallel group give the same tokens and get the same logits.
+        All ranks of a tensor-parallel group pass the same tokens and get the same logits.
         """
         length = tokens.shape[1]
         x = self.embedding(tokens)
@@ -163,7 +164,8 @@ class LanguageModel(nn.Module):
             x = x + self.positions(torch.arange(length, device=tokens.device))
         if self.sequence_parallel:
             x = tensor_parallel.split_rows(x, self.tp)
-        with autocast(recipe=self.recipes[0]):  # which is left once, at the end
+        # one outer autocast, so that its exit work runs once
+        with autocast(recipe=self.recipes[0]):
             for number, layer in enumerate(self.layers):
                 x = self._through(number, layer, x, angles)
         x = self.norm(x)
@@ -172,12 +174,12 @@ class LanguageModel(nn.Module):
         return F.linear(x, self.embedding.table()) if self.head is None else cast(Tensor, self.head(x))
 
     def _through(self, number: int, layer: nn.Module, x: Tensor, angles: Tensor | None) -> Tensor:
-        own, settings = self.recipes[number], self.settings
-        with nullcontext() if own is self.recipes[0] else autocast(recipe=own):
+        layer_recipe, settings = self.recipes[number], self.settings
+        with nullcontext() if layer_recipe is self.recipes[0] else autocast(recipe=layer_recipe):
             if self.training and _is_recomputed(settings, number):
-                keeps_state = settings.dropout > 0
-                run = _by_recipe(layer, own) if settings.compile else layer
-                out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=keeps_state)
+                has_dropout = settings.dropout > 0
+                run = _by_recipe(layer, layer_recipe) if settings.compile else layer
+                out = checkpoint(run, x, rotary_pos_emb=angles, use_reentrant=False, preserve_rng_state=has_dropout)
             else:
                 out = layer(x, rotary_pos_emb=angles)
         if settings.experts:
@@ -187,7 +189,8 @@ class LanguageModel(nn.Module):
 
 
 def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
-    """A layer that enters its autocast itself: compiled code of a second forward knows nothing of the first one's."""
+    """Wrap a layer so that it enters its autocast itself. The recomputed forward of compiled code runs outside of the
+    autocast of the first forward."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with autocast(recipe=recipe):
@@ -197,24 +200,25 @@ def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
 
 
 def linear_names(settings: TrainSettings) -> list[str]:
-    """The names of the linear layers that have a recipe, layer by layer."""
+    """Return the names of all linear layers that have a recipe, in order of the layers."""
     parts: list[str] = []
 
-    def note(module: nn.Module, name: str) -> str:
+    def record_name(module: nn.Module, name: str) -> str:
         parts.append(name)
         return HIGH_PRECISION
 
-    with torch.random.fork_rng(devices=[]), quantized_model_init(recipe=note):
-        kept = _layer(settings, 1, "meta", {})  # until the names are asked for
-    del kept
+    with torch.random.fork_rng(devices=[]), quantized_model_init(recipe=record_name):
+        # alive until its parts have reported their names
+        layer = _layer(settings, 1, "meta", {})
+    del layer
     return [f"layers.{number}.{part}" for number in range(settings.layers) for part in parts]
 
 
 def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
-    """What `LanguageModel` is given for the recipes of the settings.
+    """Return the recipes of the settings in the form that `LanguageModel` takes.
 
     Raises:
-        ConfigurationError: a pattern matches nothing, or nothing that earlier ones have left.
+        ConfigurationError: a pattern matches nothing, or only layers that earlier patterns match.
     """
     recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
     return recipes.of_parts(linear_names(settings)) if recipes.tells_parts(names) else recipes.of_layers(names)
@@ -225,9 +229,9 @@ def _of_part(recipes: LayerRecipes, number: int, module: nn.Module, name: str) -
 
 
 def _around(layer: nn.Module) -> Recipe:
-    """That of the autocast around a layer whose parts run by their own: of one of them, if any quantizes."""
-    own = (module.recipe_in(None) for module in layer.modules() if isinstance(module, QuantizedModule))
-    return next((recipe for recipe in own if recipe is not None and recipe.table), HighPrecision())
+    """Return the recipe for the autocast around a layer whose parts have recipes: the first one that quantizes."""
+    recipes = (module.recipe_in(None) for module in layer.modules() if isinstance(module, QuantizedModule))
+    return next((recipe for recipe in recipes if recipe is not None and recipe.table), HighPrecision())
 
 
 def _layer(
@@ -273,10 +277,10 @@ def _is_recomputed(settings: TrainSettings, number: int) -> bool:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a run's model is made from.
+    """The description of a run's model.
 
-    `configuration`: of transformers' model; None for the decoder that is built by sizes. `recipe`: of all layers of
-    this decoder, one with arguments, which the settings cannot say; None for that of the settings.
+    `configuration`: configuration of a transformers model; None for the built-in decoder. `recipe`: recipe with
+    arguments for all layers of the built-in decoder; None for the recipe of the settings.
     """
 
     settings: TrainSettings
@@ -284,10 +288,10 @@ class ModelSpec:
     recipe: Recipe | None = None
 
     def check(self) -> list[str]:
-        """Refuse tokens and sequences that the model has no place for; what is odd about them, in lines.
+        """Check that the model has room for the data's tokens and sequences; return warnings.
 
         Raises:
-            ConfigurationError: with the numbers.
+            ConfigurationError: the vocabulary or the number of positions does not fit.
         """
         if self.configuration is None:
             rows = self.settings.vocabulary
@@ -298,10 +302,10 @@ class ModelSpec:
                 f"times as slowly as it could; --vocabulary {rounded_up(rows)} has room for the same tokens"
             ]
         where, settings = self.settings.model, self.settings
-        held, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
-        if held < tokens:
+        size, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
+        if size < tokens:
             raise ConfigurationError(
-                f"model = {where} has {held} tokens, fewer than the {tokens} of the data; take its own tokenizer, by "
+                f"model = {where} has {size} tokens, fewer than the {tokens} of the data; take its own tokenizer, by "
                 "--tokenizer"
             )
         longest = huggingface.longest_sequence(self.configuration)
@@ -309,9 +313,9 @@ class ModelSpec:
             raise ConfigurationError(
                 f"seq_length = {settings.seq_length}, but model = {where} has positions for {longest} tokens alone"
             )
-        if held != tokens and not settings.vocabulary:
+        if size != tokens and not settings.vocabulary:
             raise ConfigurationError(
-                f"there is no tokenizer in model = {where}, which has {held} tokens; name one with --tokenizer, or "
+                f"there is no tokenizer in model = {where}, which has {size} tokens; name one with --tokenizer, or "
                 f"give --vocabulary {tokens} to train on bytes"
             )
         return []
@@ -319,17 +323,17 @@ class ModelSpec:
     def described(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> nn.Module:
-        """The model on the meta device, its linear layers quantized.
+        """Build the model on the meta device with quantized linear layers.
 
         Raises:
-            ConfigurationError: it cannot be built, or a pattern of its recipes matches nothing.
+            ConfigurationError: the model cannot be built, or a pattern of its recipes matches nothing.
         """
         return self.converted(tp_mesh, sequence_parallel, ep_mesh)[0]
 
     def converted(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> tuple[nn.Module, ConversionReport | None]:
-        """As `described`, and what became of each linear layer of a model of transformers that has quantized ones."""
+        """Build as `described`; also return the conversion report of a transformers model with quantized layers."""
         settings = self.settings
         if self.configuration is not None:
             recipes = LayerRecipes.parse(settings.recipe)
@@ -341,12 +345,13 @@ class ModelSpec:
 
 
 def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Module:
-    """The model, sharded over the mesh and filled with its initial weights. A collective call.
+    """Build the model, shard it over the mesh and fill it with its initial weights. Collective.
 
-    The mesh has the axes of `mesh.MeshSpec`, by name; that of tensor parallelism cuts the layers, `fully_shard` gets
-    the others. The model is described on the meta device and filled shard by shard, so that no process ever holds all
-    of it. The random keys of the weights come from torch's generator, seeded here. Without `random`, weights of
-    transformers' models have no values yet: they are to be loaded.
+    The mesh has the named axes of `mesh.MeshSpec`. The tp axis shards the layers; `fully_shard` gets the other axes.
+    The model is built on the meta device and filled shard by shard, so that no rank ever holds all of it.
+
+    Random keys of the weights come from torch's generator, which is seeded here. With `random=False`, the weights of a
+    transformers model stay uninitialized until they are loaded.
     """
     settings = spec.settings
     torch.manual_seed(settings.seed)
@@ -355,15 +360,16 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
     axes = MeshSpec(dp_shard=parts.data.size(), tp=tp_size)
     model = spec.described(parts.tp, settings.divides_sequences(axes), parts.ep)
     layers = huggingface.repeated_layers(model)
-    policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)  # of sums over processes and micro-batches
-    how: dict[str, Any] = {"reshard_after_forward": settings.reshard_after_forward, "mp_policy": policy}
+    # dtype of gradient sums over ranks and micro-batches
+    policy = MixedPrecisionPolicy(reduce_dtype=settings.torch_reduce_dtype)
+    fsdp_options: dict[str, Any] = {"reshard_after_forward": settings.reshard_after_forward, "mp_policy": policy}
     for layer in layers:
         if settings.compile:
             layer.compile()
         if parts.ep is not None:
-            fully_shard(cast(MixtureLayer, layer).mlp.expert_layers(), mesh=parts.experts, **how)
-        fully_shard(layer, mesh=parts.data, **how)
-    fully_shard(model, mesh=parts.data, **how)
+            fully_shard(cast(MixtureLayer, layer).mlp.expert_layers(), mesh=parts.experts, **fsdp_options)
+        fully_shard(layer, mesh=parts.data, **fsdp_options)
+    fully_shard(model, mesh=parts.data, **fsdp_options)
     _prefetch(layers)
     if spec.configuration is not None:
         huggingface.leave_meta(model, torch.device(mesh.device_type))
@@ -377,21 +383,22 @@ def build(spec: ModelSpec, mesh: DeviceMesh, *, random: bool = True) -> nn.Modul
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens int64 [batch, sequence] -> logits [batch, sequence, vocabulary], of either kind of model."""
+    """Compute logits [batch, sequence, vocabulary] from tokens int64 [batch, sequence], for either kind of model."""
     if isinstance(model, LanguageModel):
         return cast(Tensor, model(tokens))
     return cast(Tensor, model(input_ids=tokens, use_cache=False).logits)
 
 
 def batch_multiple(model: nn.Module) -> int:
-    """What the number of sequences of a batch must be a multiple of."""
+    """Return the divisor that the number of sequences of a batch must have."""
     return model.batch_multiple if isinstance(model, LanguageModel) else 1
 
 
 def _prefetch(layers: Iterable[nn.Module]) -> None:
-    """Each layer begins to gather the weights of the next when it has its own, and not when the host comes to it.
+    """Make each layer prefetch the next layer's all-gather as soon as its own is done, instead of when the host gets
+    there.
 
-    FSDP2 does so by itself in backward alone.
+    FSDP2 prefetches by default in backward only.
     """
     for layer, following in pairwise(layers):
         assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
@@ -399,25 +406,26 @@ def _prefetch(layers: Iterable[nn.Module]) -> None:
 
 
 def losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> TokenLosses:
-    """Those of a pass that is trained on. The gradient of our own decoder's logits, which nobody else has, takes their
-    place in memory."""
+    """Compute the losses of a training pass. In the built-in decoder, whose logits have no other user, backward
+    overwrites the logits with their gradient to save memory."""
     return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a token."""
+    """Mean cross-entropy in nats per token."""
     return token_losses(logits, targets).cross_entropy
 
 
 def trained_loss(model: nn.Module, found: TokenLosses, settings: TrainSettings) -> Tensor:
-    """The loss that is told, and what is trained on besides."""
-    more = found.cross_entropy
+    """Sum the cross-entropy and the auxiliary losses: the value that backward starts from."""
+    total = found.cross_entropy
     if settings.z_loss:
-        more = more + settings.z_loss * found.z_loss
+        total = total + settings.z_loss * found.z_loss
     if isinstance(model, LanguageModel) and model.balance is not None and settings.balance_loss:
-        balance, model.balance = model.balance, None  # of this forward, whose graph goes with it
-        more = more + settings.balance_loss * balance
-    return more
+        # cleared, because it keeps the graph of this forward alive
+        balance, model.balance = model.balance, None
+        total = total + settings.balance_loss * balance
+    return total
 
 
 @torch.no_grad()
@@ -432,40 +440,42 @@ def generate(
     end_of_document: int = END_OF_DOCUMENT,
     vocabulary: int = VOCABULARY,
 ) -> list[int]:
-    """Continue the tokens of a prompt by `length` more, as the begin of a document. A collective call.
+    """Continue a prompt by `length` tokens, as the beginning of a document. Collective.
 
-    Each token is drawn by the counter generator from the model's distribution, on rank 0, and sent to the others; the
-    model reads at most its seq_length last tokens. The mode (train or eval) is put back, and gathered weights freed.
+    Rank 0 samples each token from the model's distribution with the counter-based generator and broadcasts it. The
+    model reads at most its last seq_length tokens. Afterwards the mode (train or eval) is restored and gathered weights
+    are freed.
     """
     device = next(model.parameters()).device
     tokens = [end_of_document, *prompt]
-    words = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
-    was_training = model.training
+    random_bits = numerics.random_words(seed, 0, _SAMPLE_STREAM, (1, length))[0]
+    training = model.training
     model.eval()
-    for chance in distributions.uniform(words).tolist():
-        # alike sequences, where one cannot be divided: no scale of an activation depends on how many there are
+    for sample in distributions.uniform(random_bits).tolist():
+        # identical rows, because one row cannot be divided over tp; an activation's scale does not depend on their
+        # number
         window = torch.tensor(
             [tokens[-settings.seq_length :]] * batch_multiple(model), dtype=torch.int64, device=device
         )
         probabilities = (logits(model, window)[0, -1, :vocabulary].double() / temperature).softmax(-1)
-        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([chance], dtype=torch.float32, device=device))
+        token = torch.searchsorted(probabilities.cumsum(-1), torch.tensor([sample], dtype=torch.float32, device=device))
         token.clamp_(max=len(probabilities) - 1)
         if dist.is_initialized():
             dist.broadcast(token, 0)
         tokens.append(int(token))
-    model.train(was_training)
+    model.train(training)
     reshard(model)
     return tokens[1 + len(prompt) :]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without a backward left gathered, so that the next one gathers the weights of its time."""
+    """Free weights that a forward without backward left gathered, so that the next forward gathers current ones."""
     for module in _sharded(model):
         module.reshard()
 
 
 def reduce_gradients(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward reduces gradients over the processes, or adds to those that wait for it."""
+    """Set whether the next backward reduces gradients over ranks or only accumulates them."""
     for module in _sharded(model):
         module.set_requires_gradient_sync(now, recurse=False)
 

@@ -1,4 +1,4 @@
-"""What `--model` and `--init-from` say of a new run's model: sizes that no flag gives, and where weights are."""
+"""Settings of a new run that follow from `--model` and `--init-from`: sizes without a flag, and the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_SIZES: Final = (
     "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
     "qk_norm", "tied", "params_dtype",
 )  # fmt: skip
-"""Settings of the decoder that is built by sizes; of a model of transformers its configuration says them."""
+"""Settings of the built-in decoder that the configuration of a transformers model determines."""
 
 
 _FINE_TUNING: Final = {"lr": 1e-5, "weight_decay": 0.01}
@@ -27,33 +27,34 @@ _FINE_TUNING_CONTEXT = 2048
 
 
 def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings not in `given` whose defaults differ if a run begins with weights, not with random values."""
+    """Return defaults for fine-tuning, where they differ from training from scratch, without the settings in
+    `given`."""
     if not given.get("init_from"):
         return {}
     defaults: dict[str, Any] = dict(_FINE_TUNING)
     model = str(given.get("model", ""))
-    place = Path(str(given["init_from"]) if model in ("", *SIZES) else model)
-    if place.is_file() or (place / CONFIGURATION).is_file():
-        longest = huggingface.longest_sequence(huggingface.read_configuration(str(place)))
+    location = Path(str(given["init_from"]) if model in ("", *SIZES) else model)
+    if location.is_file() or (location / CONFIGURATION).is_file():
+        longest = huggingface.longest_sequence(huggingface.read_configuration(str(location)))
         defaults["seq_length"] = min(longest or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
     return {name: value for name, value in defaults.items() if name not in given}
 
 
 def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are given, by flags or a file of settings, with what follows from the model that they name.
+    """Merge the settings of flags and file with the settings that follow from the model they name.
 
-    A size of `--model NAME` goes before the file, and flags before it; what follows from a file's own model, or from
-    weights, stands where nobody gives a size.
+    Precedence with `--model NAME`: flags, then sizes of the model, then the file. Sizes that follow from the file's
+    model or from weights only fill gaps.
 
     Raises:
-        ConfigurationError: there is no such model, or what is given contradicts it.
-        CheckpointError: the weights to begin with are damaged.
+        ConfigurationError: there is no such model, or another setting contradicts it.
+        CheckpointError: the initial weights are damaged.
     """
-    given = {**file, **flags}
-    model, source = str(given.get("model", "")), str(given.get("init_from", ""))
+    merged = {**file, **flags}
+    model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
     if model and model not in SIZES:
-        return _of_transformers(model, source, flags, given) | given
-    if given.get("random_weights"):
+        return _of_transformers(model, source, flags, merged) | merged
+    if merged.get("random_weights"):
         raise ConfigurationError(
             "random_weights is of a --model DIR that has weights; a model that is built by sizes has random ones "
             "unless --init-from names others"
@@ -66,17 +67,16 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
                 f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
                 f"{shown_value(source)} has {shown_value(weights[name])}; leave --model out, or name its own weights"
             )
-    own = flags if "model" in flags else weights | given
-    if "kv_heads" not in own and "kv_heads" in named:
-        _check_heads(model, named["kv_heads"], own.get("heads"))
+    explicit = flags if "model" in flags else weights | merged
+    if "kv_heads" not in explicit and "kv_heads" in named:
+        _check_heads(model, named["kv_heads"], explicit.get("heads"))
     if "model" in flags:
         return {**weights, **file, **named, **flags}
-    return named | weights | given
+    return named | weights | merged
 
 
 def _check_heads(model: str, kv_heads: int, heads: object) -> None:
-    """Refuse heads that were given and that those of keys and values of a model by sizes, which were not, do not
-    divide."""
+    """Refuse explicit `heads` that the model's default `kv_heads` does not divide."""
     if isinstance(heads, int) and heads % kv_heads:
         raise ConfigurationError(
             f"heads = {heads}, but model = {shown_value(model)} has kv_heads = {kv_heads}, which must divide them; "
@@ -92,21 +92,21 @@ def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: M
         )
     huggingface.read_configuration(model)
     for name in _BY_SIZES:
-        if name in flags:  # the file of a run says all settings
+        if name in flags:  # flags only, because the file of a run contains all settings
             raise ConfigurationError(
                 f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides "
                 f"it; leave {name} out, or change a copy of its config.json"
             )
     if source and given.get("random_weights"):
         raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if not (source or given.get("random_weights")):
-        found["init_from"] = huggingface.weights_beside(model)
-        if not found["init_from"]:
+        result["init_from"] = huggingface.weights_beside(model)
+        if not result["init_from"]:
             raise ConfigurationError(
                 f"model = {shown_value(model)} has no safetensors beside it; give --random-weights to begin with "
                 "random ones, or --init-from DIR"
             )
     if not given.get("tokenizer") and has_tokenizer(model):
-        found["tokenizer"] = model
-    return found
+        result["tokenizer"] = model
+    return result

@@ -1,7 +1,7 @@
-"""Whether the GPU waits for the host, which `--cuda-graphs` spares: told once, of a run that could replay its steps.
+"""Detects that the GPU waits for the host, and suggests `--cuda-graphs` once if the run could use them.
 
-A step that the GPU bounds is launched long before it has run: when the last launch is made, as many as the driver keeps
-in its queue, some 1000, are still to run. Where nothing is, the GPU waited.
+A step that is bound by the GPU is launched long before it has finished: at the last launch, the driver's queue still
+holds about 1000 kernels. If the queue is empty at that point, the GPU waited.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from quantshard.tools.trainer.settings.combinations import check_combinations
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 _FIRST, _STEPS = 5, 20
-"""Steps that compile kernels, and those that are looked at."""
+"""Warm-up steps (kernels compile), and steps to measure."""
 _SECONDS, _SHARE = 1.5e-3, 0.03
-"""What the device has still to do at most, when all of a step is launched, if the host is what bounds it."""
+"""Bounds on the device time left after the last launch, in seconds and as a share of the launch time, below which the
+host is the bottleneck."""
 
 
 class HostWait:
-    """Is told of each step how long it took to launch it, and how long the host then waited for the device."""
+    """Collects, per step, the launch time and the time that the host then waits for the device."""
 
     def __init__(self, settings: TrainSettings, note: Callable[[str, int], None]) -> None:
         self._note, self._asked = note, not settings.cuda_graphs and _could_be_captured(settings)
         self._times: list[tuple[float, float]] = []
 
     def add(self, launching: float, waiting: float) -> None:
-        """Seconds of a step on a GPU."""
+        """Add the two times of a step on a GPU, in seconds."""
         if not self._asked:
             return
         self._times.append((launching, waiting))
         if len(self._times) < _FIRST + _STEPS:
             return
         self._asked = False
-        launched, waited = (median(each) for each in zip(*self._times[_FIRST:], strict=True))
+        launched, waited = (median(times) for times in zip(*self._times[_FIRST:], strict=True))
         if waited < min(_SECONDS, _SHARE * launched):
             self._note(
                 f"the GPU waits for the host: a step takes {(launched + waited) * 1e3:.0f} ms, and nearly all of that "

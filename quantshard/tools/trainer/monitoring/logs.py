@@ -1,8 +1,8 @@
-"""What the processes of a run log: each into a file of its own, the first one to the terminal too.
+"""Logging of a run: each rank into its own file, rank 0 also to the terminal.
 
-`logs/rank-N.log` has a line a message: when, "[rank N]", how grave, from which logger. Warnings of Python's are among
-them. The level is that of --log-level, else of QUANTSHARD_LOG, else info; the terminal gets warnings, and what else
-only if a level was asked for.
+`logs/rank-N.log` has one line per message: time, "[rank N]", level, logger. Python warnings are included. The level
+comes from --log-level, then QUANTSHARD_LOG, then info. The terminal shows warnings, and lower levels only if a level
+was set explicitly.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from quantshard.tools.trainer.settings.config import CHOICES, TrainSettings
 from quantshard.tools.trainer.settings.schema import shown_value
 
 VARIABLE = "QUANTSHARD_LOG"
-"""The variable of the environment that says the level where no setting does."""
+"""Environment variable with the log level, used if the setting is "auto"."""
 
 _LOGGERS = ("quantshard", "py.warnings")
 _FORMAT = "%(asctime)s [rank %(rank)s] %(levelname)s %(name)s: %(text)s"
 _SHOWN_WARNING = "quantshard: WARNING: "
-"""How `terminal.screen` has Python begin a warning."""
+"""Prefix that `terminal.screen` gives Python warnings."""
 
 _log = logging.getLogger(__name__)
 
 
 def asked_level(settings: TrainSettings) -> int | None:
-    """The level that was asked for; None for none.
+    """Return the explicitly set level; None if there is none.
 
     Raises:
-        ConfigurationError: `QUANTSHARD_LOG` is no level.
+        ConfigurationError: `QUANTSHARD_LOG` is not a level.
     """
     name = settings.log_level if settings.log_level != "auto" else os.environ.get(VARIABLE) or "auto"
     if name not in CHOICES["log_level"]:
@@ -45,14 +45,14 @@ def asked_level(settings: TrainSettings) -> int | None:
 
 @contextmanager
 def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
-    """While it lasts, log into the folder of a run, and of rank 0 to the terminal."""
+    """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
     level = asked_level(settings)
     file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         handlers.append(ScreenHandler(level or logging.WARNING))
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [(logger.level, logger.propagate) for logger in loggers]
+    old_states = [(logger.level, logger.propagate) for logger in loggers]
     logging.captureWarnings(True)
     for logger in loggers:
         logger.setLevel(level or logging.INFO)
@@ -61,13 +61,14 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
             logger.addHandler(handler)
     try:
         yield
-    except BaseException as error:  # of which the launcher shows a line
+    # the launcher shows one line of the error
+    except BaseException as error:
         trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
         file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
         raise
     finally:
         logging.captureWarnings(False)
-        for logger, (level, propagates) in zip(loggers, before, strict=True):
+        for logger, (level, propagates) in zip(loggers, old_states, strict=True):
             logger.setLevel(level)
             logger.propagate = propagates
             for handler in handlers:
@@ -75,7 +76,8 @@ def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
 
 
 class RunFileHandler(logging.Handler):
-    """Appends to a file of a run, which may be on a disk that is full: then the training goes on, and is told once."""
+    """Appends to a log file of a run. If writing fails (e.g. a full disk), training continues and one warning is
+    shown."""
 
     def __init__(self, file: Path, run: Path, rank: int) -> None:
         super().__init__()
@@ -94,8 +96,8 @@ class RunFileHandler(logging.Handler):
 
 
 class ScreenHandler(logging.Handler):
-    """Shows a line on standard error: a warning as without this handler, anything else with its rank. Notes of the
-    progress are not among them, which are on the terminal anyhow."""
+    """Shows records on standard error: warnings as they are, other levels with the rank. Progress notes are skipped,
+    because the progress output shows them already."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a line."""

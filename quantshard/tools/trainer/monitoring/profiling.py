@@ -1,5 +1,5 @@
-"""`--profile N`: what N steps of a process do, as a trace of torch.profiler with the memory that they ask for, and on a
-GPU as a snapshot of that memory with the code that asked."""
+"""`--profile N`: traces N steps of a rank with torch.profiler and, on a GPU, takes a memory snapshot with call
+stacks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from quantshard.tools.terminal.screen import complain
 from quantshard.tools.trainer.run_dir import RunDir
 
 WARM_UP: Final = 3
-"""Steps that pass before any is traced: they compile and allocate what later ones find."""
+"""Steps before the trace, which compile kernels and allocate memory."""
 
 
 class StepProfile:
-    """Traces `steps` steps of this process, from that after its first `WARM_UP`; 0: none.
+    """Traces `steps` steps of this rank, after the first `WARM_UP` steps; 0: none.
 
-    RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, memory-rank-N.pickle beside it in
-    pytorch.org/memory_viz; of a CPU there is no snapshot, which `note` is told. A training that ends before leaves what
-    it has; if that is no step, `note` is told. What cannot be written, as on a host without the run's folder, is lost
-    with a warning: the training goes on, for other processes wait for this one.
+    The trace RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the snapshot
+    memory-rank-N.pickle in pytorch.org/memory_viz. A CPU has no snapshot; `note` reports this. If training ends early,
+    the steps traced so far are written; `note` reports if there are none.
+
+    If a file cannot be written (e.g. on a host without the run's folder), a warning is shown and training continues,
+    because other ranks wait for this one.
     """
 
     def __init__(self, run: RunDir, rank: int, device: torch.device, steps: int, note: Callable[[str], object]) -> None:
@@ -42,7 +44,7 @@ class StepProfile:
         return self
 
     def step(self) -> None:
-        """A step is over."""
+        """Count a finished step; start or write the trace when due."""
         self._done += 1
         if self._steps and self._done == WARM_UP:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")

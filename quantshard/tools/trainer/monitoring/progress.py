@@ -1,4 +1,4 @@
-"""What a run shows while it trains: the live view in a terminal, lines elsewhere; nothing on ranks other than 0."""
+"""Progress output of a run: a live view in a terminal, plain lines otherwise, nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Prints steps and notes, and logs the notes. `shown`: whether this process prints at all; `name`: of the run."""
+    """Prints steps and notes, and logs the notes. `shown`: whether this process prints. `name`: name of the run."""
 
     def __init__(self, settings: TrainSettings, shown: bool, name: str = "") -> None:
         self.settings, self.shown = settings, shown
@@ -34,7 +34,7 @@ class Progress:
 
     @contextmanager
     def running(self, done: int) -> Iterator[None]:
-        """While steps are trained: show the live view, if this is a terminal."""
+        """Show the live view during training, if the output is a terminal."""
         if not self.shown or not self.console.is_terminal:
             yield
             return
@@ -58,12 +58,12 @@ class Progress:
         self.figures.add_statistics(record)
 
     def saved(self, step: int) -> None:
-        """Say in the live view that a checkpoint was saved just now."""
+        """Mark a checkpoint as just saved in the live view."""
         self.figures.checkpoint = CheckpointRow(step, True, saved_at=datetime.now(timezone.utc))
 
     @contextmanager
     def moving(self, what: str) -> Iterator[None]:
-        """While something is saved or loaded: show its bytes, if this is a terminal."""
+        """Show the transferred bytes while saving or loading, if the output is a terminal."""
         if not self.shown or not self.console.is_terminal:
             yield
         elif self._is_live:
@@ -76,13 +76,13 @@ class Progress:
                 yield
 
     def report(self, found: Report) -> None:
-        """Show what `explain` found; in a file without blanks at the ends of lines."""
+        """Show the report of `explain`; outside of a terminal without trailing blanks."""
         if self.shown:
             is_terminal = self.console.is_terminal
             self.console.print(found if is_terminal else str(found), soft_wrap=not is_terminal)
 
     def note(self, line: str, level: int = logging.INFO) -> None:
-        """Show a line, and log it, as grave as `level`; the terminal has it once, from here."""
+        """Show a line, and log it with `level`. Only this method writes the line to the terminal."""
         if self.shown:
             _log.log(level, "%s", line)
             self._lines(line)

@@ -1,4 +1,4 @@
-"""What a run does with statistics and alarms: lines of `statistics.jsonl`, and notes to whoever watches it."""
+"""Statistics and alarms of a run: records for `statistics.jsonl`, and notes for the user."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 
 
 class RunStatistics:
-    """The statistics of a run from the step after `done` on, for `record`, and its alarms, for `note`, as warnings. A
-    collective call.
+    """Passes a run's statistics, from the step after `done` on, to `record`, and its alarms to `note` as warnings.
+    Collective.
 
-    An alarm is shown when it is known, and written with its step: those of the loss and of a skipped step at once,
-    others with the sample, a step later. Of some skipped steps in a row the first is looked at. If its gradients were
-    finite, but too large, the optimizer knows of which parameter; else it is run once more, to find where its values
-    that are not finite come from, or to say that none came again (`first_nonfinite`); that changes nothing, so all
-    losses stay what they are without alarms.
+    An alarm is shown as soon as it is known and recorded with its step. Alarms of the loss and of skipped steps are
+    known at once, others one step later, with the sample.
+
+    Of several skipped steps in a row, the first is diagnosed. For finite but too large gradients the optimizer knows
+    the parameter. Otherwise the passes of the step run again to locate the first non-finite value (`first_nonfinite`),
+    if it recurs. The diagnosis changes no state, so losses are the same as without alarms.
     """
 
     def __init__(
@@ -55,19 +56,19 @@ class RunStatistics:
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the step that comes next is sampled."""
+        """Whether the next step is sampled."""
         return self._statistics.is_sampling
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Around all that the device does in a sampled step, which may be captured as a CUDA graph. What the step last
-        captured found is what its replays find."""
+        """Context around all device work of a sampled step, which can be captured as a CUDA graph. Replays use the
+        sample of the last capture."""
         with self._statistics.whole_step() as self._sample:
             yield
 
     def stepped(self, loss: float, again: Callable[[], object]) -> None:
-        """A step is over, within `whole_step` if it was sampled. A collective call. `again`: makes its forward and
-        backward once more."""
+        """Finish a step, which ran within `whole_step` if it was sampled. Collective. `again`: callable that repeats
+        the step's forward and backward."""
         skipped = self._optimizer.skipped_steps
         is_first, self._skips, self._skipped = not self._skips, skipped > self._skipped, skipped
         if self._skips and is_first:
@@ -76,23 +77,24 @@ class RunStatistics:
         self._write(self._statistics.step(loss, self._sample if self.is_sampling else None))
 
     def _why_skipped(self, again: Callable[[], object]) -> tuple[str, str, str]:
-        """The kind, name and text of the alarm of the step that is over. A collective call."""
+        """Return the kind, name and text of the alarm of a skipped step. Collective."""
         if name := self._optimizer.large_gradient:
             return "large gradient", name, too_large(name)
-        found = first_nonfinite(self._model, again)
-        if found is None:
+        source = first_nonfinite(self._model, again)
+        if source is None:
             return "nan", "gradient", "a gradient was infinite or NaN; in the same pass made once more, none is"
-        return "nan", found.name, found.text
+        return "nan", source.name, source.text
 
     def settle(self) -> None:
-        """Write what is known before a checkpoint is saved, from which a resume would not write it."""
+        """Record the pending sample before a checkpoint is saved, because a resume from the checkpoint would lose
+        it."""
         self._write(self._statistics.settle())
 
     def __enter__(self) -> RunStatistics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Sample no more, and write what is known, unless the run failed: other ranks may not have."""
+        """Stop sampling. Record the pending sample unless the run failed, because other ranks may not have failed."""
         samples = self._statistics.close() if kind is None else []
         self._statistics.__exit__(kind)
         self._write(samples)

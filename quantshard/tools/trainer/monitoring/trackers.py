@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases: what rank 0 writes for them beside `metrics.jsonl`, if the settings ask for it.
+"""TensorBoard and Weights & Biases trackers, which rank 0 feeds if the settings enable them.
 
-A resumed run goes on where it was: in the same run of Weights & Biases, whose id is in `wandb.json` in its folder, and
-in the same folder of TensorBoard, which forgets the steps that are trained again.
+A resumed run continues in the same Weights & Biases run, whose id is in `wandb.json` in the run's folder, and in the
+same TensorBoard folder, where the records of repeated steps are purged.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096
 
 
 class Tracker(Protocol):
-    """Where the figures of a run go besides its own files; used on rank 0 alone."""
+    """An additional destination of a run's metrics; used on rank 0 only."""
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Take a record of `metrics.jsonl`."""
+        """Log a record of `metrics.jsonl`."""
 
     def statistics(self, record: Mapping[str, Any]) -> None:
-        """Take a record of `statistics.jsonl`."""
+        """Log a record of `statistics.jsonl`."""
 
     def close(self, failed: bool) -> None:
-        """Write what is still to be written. `failed`: the run ends by an error."""
+        """Flush pending records. `failed`: the run ended with an error."""
 
 
 def check_trackers(settings: TrainSettings) -> None:
-    """Refuse settings whose packages are not installed, before anything is written.
+    """Check that the packages of the enabled trackers are installed, before anything is written.
 
     Raises:
-        ConfigurationError: naming the setting, the package, and how to get it.
+        ConfigurationError: a package is missing, or WANDB_MODE is invalid.
     """
-    for name, wanted in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
-        if wanted and not _is_installed(name):
+    for name, is_enabled in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
+        if is_enabled and not _is_installed(name):
             raise ConfigurationError(
                 f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
             )
@@ -64,32 +64,34 @@ def check_trackers(settings: TrainSettings) -> None:
 
 
 def check_account(settings: TrainSettings) -> None:
-    """Refuse a run that is to be sent to Weights & Biases without an account's key, before anything is written. Whether
-    the key is good is found out with the server, when the run is begun.
+    """Check that Weights & Biases has an API key, before anything is written. The server validates the key only when
+    the run starts.
 
     Raises:
-        ConfigurationError: there is no key, or it is none.
+        ConfigurationError: there is no key, or the key is malformed.
     """
     if not settings.wandb or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
         return
     _check_wandb_settings(os.environ.get("WANDB_DIR") or ".")
     if os.environ.get("WANDB_API_KEY"):
         return
-    import wandb  # the package of the extra
+    # optional dependency
+    import wandb
 
     if "prompt" not in inspect.signature(wandb.login).parameters:
-        return  # of versions that can only ask for a key it is found out when the run is begun
+        # older releases can only ask interactively; a missing key then fails at the start of the run
+        return
     try:
         with _no_questions(), redirect_stderr(io.StringIO()):
-            found = wandb.login(prompt=False, verify=False)
+            has_key = wandb.login(prompt=False, verify=False)
     except wandb.errors.Error as error:
         raise _unreachable(str(error)) from None
-    if not found:
+    if not has_key:
         raise _unreachable("no API key is configured")
 
 
 def _check_wandb_settings(*folders: str) -> None:
-    """Refuse settings of Weights & Biases in a folder that could send the user's key to another server."""
+    """Refuse Weights & Biases settings in a folder that could send the user's key to another server."""
     for file in (Path(folder, name, "settings") for folder in folders for name in ("wandb", ".wandb")):
         if not os.path.lexists(file):
             continue
@@ -106,35 +108,35 @@ def _check_wandb_settings(*folders: str) -> None:
 
 
 def _unreachable(why: str) -> ConfigurationError:
-    said = " ".join(why.split())
+    reason = " ".join(why.split())
     return ConfigurationError(
-        f"Weights & Biases cannot be reached ({said}); log in with `wandb login`, or set WANDB_MODE=offline"
+        f"Weights & Biases cannot be reached ({reason}); log in with `wandb login`, or set WANDB_MODE=offline"
     )
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a package is; a folder that happens to have its name, as Weights & Biases leaves some, is none."""
-    found = find_spec(name)
-    return found is not None and found.origin is not None
+    """Return True if a package is installed. A folder of that name, as Weights & Biases creates, does not count."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
-    """The trackers that the settings ask for, of a run that goes on after step `done`.
+    """Open the trackers that the settings enable, for a run that continues after step `done`.
 
     Raises:
-        ConfigurationError: one cannot be had: a package is missing, or Weights & Biases refuses.
+        ConfigurationError: a package is missing, or Weights & Biases refuses.
     """
     check_trackers(settings)
-    found: list[Tracker] = []
+    trackers: list[Tracker] = []
     if settings.tensorboard:
-        found.append(TensorBoardTracker(run, done))
+        trackers.append(TensorBoardTracker(run, done))
     if settings.wandb:
-        found.append(WandbTracker(settings, run))
-    return found
+        trackers.append(WandbTracker(settings, run))
+    return trackers
 
 
 def figures_of(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The figures of a record of statistics, by role, statistic and tensor: "weight/amax/layers.0.proj.weight"."""
+    """Yield (tag, value) of a statistics record; tags are role/statistic/tensor: "weight/amax/layers.0.proj.weight"."""
     for row in record.get("rows", ()):
         for statistic, value in row.items():
             if statistic not in ("name", "role") and isinstance(value, int | float):
@@ -145,7 +147,8 @@ class TensorBoardTracker:
     """Event files in the run's folder `tensorboard`."""
 
     def __init__(self, run: RunDir, done: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # the package of the extra
+        # optional dependency
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         outputs.make_folder(run.tensorboard)
@@ -154,39 +157,40 @@ class TensorBoardTracker:
         self._summary = Summary
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Take a record of `metrics.jsonl`."""
-        numbers = {name: each for name, each in entry.items() if name != "step" and isinstance(each, int | float)}
+        """Log a record of `metrics.jsonl`."""
+        numbers = {name: value for name, value in entry.items() if name != "step" and isinstance(value, int | float)}
         self._add(numbers, step_of(entry))
 
     def _add(self, figures: Mapping[str, float], step: int | None) -> None:
-        """All of a step as one event; `add_scalar` makes one of each, and takes six times as long."""
+        """Write all values of a step as one event; one `add_scalar` per value is six times as slow."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         if values:
             self._files.add_summary(self._summary(value=values), step)
 
     def statistics(self, record: Mapping[str, Any]) -> None:
-        """Take a record of `statistics.jsonl`."""
+        """Log a record of `statistics.jsonl`."""
         self._add(dict(figures_of(record)), step_of(record))
         for alarm in record.get("alarms", ()):
             self.writer.add_text(f"alarm/{alarm.get('kind')}", str(alarm.get("text")), step_of(record))
 
     def close(self, failed: bool) -> None:
-        """Write what is still to be written."""
+        """Flush pending records."""
         self.writer.close()
 
 
 class WandbTracker:
-    """A run of Weights & Biases, by WANDB_MODE online or offline, with files in the run's folder `wandb`.
+    """A Weights & Biases run, online or offline according to WANDB_MODE, with files in the run's folder `wandb`.
 
     Raises:
-        ConfigurationError: it cannot be begun, or `wandb.json` says no id.
+        ConfigurationError: the run cannot be started, or the id in `wandb.json` is invalid.
     """
 
     def __init__(self, settings: TrainSettings, run: RunDir) -> None:
-        import wandb  # the package of the extra
+        # optional dependency
+        import wandb
 
         _check_wandb_settings(str(run.path), os.environ.get("WANDB_DIR") or ".")
-        # wandb would run git in the run's folder, and git runs commands that a repository's configuration names
+        # wandb would run git in the run's folder, and git executes commands from a repository's configuration
         options = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, save_code=False)
         try:
             with _no_questions():
@@ -203,36 +207,38 @@ class WandbTracker:
             raise _unreachable(str(error)) from None
 
     def metrics(self, entry: Mapping[str, Any]) -> None:
-        """Take a record of `metrics.jsonl`."""
+        """Log a record of `metrics.jsonl`."""
         self.run.log({name: value for name, value in entry.items() if name != "step"}, step=step_of(entry))
 
     def statistics(self, record: Mapping[str, Any]) -> None:
-        """Take a record of `statistics.jsonl`."""
+        """Log a record of `statistics.jsonl`."""
         counts = {f"alarm/{alarm.get('kind')}": 1 for alarm in record.get("alarms", ())}
         self.run.log({**dict(figures_of(record)), **counts}, step=step_of(record))
 
     def close(self, failed: bool) -> None:
-        """Write what is still to be written, or send it."""
+        """Flush or upload pending records."""
         self.run.finish(exit_code=int(failed))
 
 
 @contextmanager
 def _no_questions() -> Iterator[None]:
-    """Without an account Weights & Biases would ask for one, and all ranks wait: so there is nobody to ask."""
-    before, sys.stdin = sys.stdin, io.StringIO()
+    """Empty stdin, so that Weights & Biases does not wait for input while all other ranks wait too."""
+    stdin, sys.stdin = sys.stdin, io.StringIO()
     try:
         yield
     finally:
-        sys.stdin = before
+        sys.stdin = stdin
 
 
 def _wandb_id(run: RunDir) -> str:
-    """The id of this run with Weights & Biases: the one of before, or a new one, which is noted."""
+    """Return this run's Weights & Biases id: the recorded one, or a new one, which is recorded."""
     if os.path.lexists(run.wandb):
-        found = read_json(run.wandb, _ID_BYTES).get("id")
-        if type(found) is not str or not _ID.fullmatch(found):
-            raise ConfigurationError(f"{run.wandb}: id is {shown_value(found)}, and must be 4 to 64 of a-z and 0-9")
-        return found
-    made = secrets.token_hex(8)
-    run.write(run.wandb, json.dumps({"id": made}) + "\n")
-    return made
+        recorded_id = read_json(run.wandb, _ID_BYTES).get("id")
+        if type(recorded_id) is not str or not _ID.fullmatch(recorded_id):
+            raise ConfigurationError(
+                f"{run.wandb}: id is {shown_value(recorded_id)}, and must be 4 to 64 of a-z and 0-9"
+            )
+        return recorded_id
+    new_id = secrets.token_hex(8)
+    run.write(run.wandb, json.dumps({"id": new_id}) + "\n")
+    return new_id

@@ -1,4 +1,4 @@
-"""Settings that do not go together."""
+"""Refuses combinations of settings that cannot work together."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ASKED: Final[dict[str, _Asked]] = {
     "ep in the mesh": lambda settings: bool(settings.mesh) and MeshSpec.parse(settings.mesh).ep > 1,
     "compile": lambda settings: settings.compile,
 }
-"""What a message calls a setting, and whether it is asked for."""
+"""Features by their name in messages, and a test of whether the settings enable them."""
 
 _OF_OUR_MODEL: Final = ("dropout", "recompute = 'activation'", "activation_storage = 'fp8'", "tp in the mesh")
-"""What only the decoder can do that is built here."""
+"""Features of the built-in decoder that transformers models lack."""
 
 _OF_DENSE_MODELS: Final = (
     "architecture = 'gpt'", "tp in the mesh", "recompute = 'activation'", "activation_storage = 'fp8'", "compile"
@@ -41,10 +41,10 @@ _NOT_CAPTURED: Final = (
 
 
 def check_combinations(settings: Any) -> None:
-    """Refuse what does not go together in some `TrainSettings`.
+    """Refuse incompatible settings of a `TrainSettings`.
 
     Raises:
-        ConfigurationError: naming both.
+        ConfigurationError: names both settings.
     """
     if not settings.is_by_sizes:
         for name in _asked(settings, _OF_OUR_MODEL):

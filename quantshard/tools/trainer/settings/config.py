@@ -1,6 +1,6 @@
-"""The settings of a training run: one frozen dataclass, which is also the flags of `train` and the keys of its TOML.
+"""The settings of a training run: one frozen dataclass that also defines the flags of `train` and the keys of its TOML.
 
-`resolved` fills in what follows from other settings, and `check` refuses what cannot be trained, one line a mistake.
+`resolved` fills in derived settings. `check` refuses settings that cannot be trained, with a one-line message.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ CHOICES = {
     "data_format": ("auto", "text"),
     "log_level": ("auto", "debug", "info", "warning", "error"),
 }
-"""Settings that are one of a few words."""
+"""Settings with a fixed set of values."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _WIDTH_MULTIPLE = 32
 
 
 COUNT, SIZE, STEPS = 1 << 20, 1 << 24, 10**9
-"""The most of what is counted: layers, heads and processes; elements and sequences; steps."""
+"""Upper limits: of layers, heads and processes; of elements and sequences; of steps."""
 
 
 def _setting(default: Any, panel: str, help: str, least: float = 0, most: float = 4096, **bounds: Any) -> Any:
-    """A setting; `least`, `most` and `bounds` are those of its `SettingType`."""
+    """Define a setting; `least`, `most` and `bounds` are passed to its `SettingType`."""
     kind = partial(SettingType, least=least, most=most, **bounds)
     return field(default=default, metadata={"panel": panel, "help": help, "kind": kind})
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Everything that determines a run but the number of its processes and the bytes of its data."""
+    """Everything that determines a run, except the number of ranks and the content of the data."""
 
     model: str = _setting(
         "",
@@ -256,36 +256,36 @@ class TrainSettings:
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Features per head."""
         return self.head_dim or self.hidden // self.heads
 
     @property
     def is_by_sizes(self) -> bool:
-        """Whether the model is the decoder that is built here, and not one of transformers."""
+        """Whether the model is the built-in decoder, not a transformers model."""
         return not self.model or self.model in SIZES
 
     @property
     def torch_params_dtype(self) -> torch.dtype:
-        """`params_dtype` as torch has it."""
+        """`params_dtype` as a torch dtype."""
         return _DTYPES[self.params_dtype]
 
     @property
     def torch_reduce_dtype(self) -> torch.dtype:
-        """`reduce_dtype` as torch has it."""
+        """`reduce_dtype` as a torch dtype."""
         return _DTYPES[self.reduce_dtype]
 
     @property
     def state_options(self) -> StateOptions:
-        """How the optimizer keeps masters and moments.
+        """Storage options of the optimizer's masters and moments.
 
         Raises:
-            ConfigurationError: there is no such preset, or another setting contradicts it.
+            ConfigurationError: the preset is unknown, or another setting contradicts it.
         """
-        given = {name: getattr(self, name) for name in optimizer_states.STATE_SETTINGS}
-        return optimizer_states.state_options(self.preset, given)
+        settings = {name: getattr(self, name) for name in optimizer_states.STATE_SETTINGS}
+        return optimizer_states.state_options(self.preset, settings)
 
     def resolved(self) -> TrainSettings:
-        """These settings with what follows from others filled in, and with absolute paths."""
+        """Return these settings with derived settings filled in and absolute paths."""
         factor = 8 / 3 if self.architecture == "llama" else 4.0
         ffn = -int(-self.hidden * factor // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
         axes = MeshSpec.parse(self.mesh) if self.mesh else None
@@ -293,7 +293,7 @@ class TrainSettings:
             self,
             recipe=LayerRecipes.parse(self.recipe).text,
             mesh=str(axes) if axes else "",
-            dp_replicate=1 if axes else self.dp_replicate,  # the mesh says it
+            dp_replicate=1 if axes else self.dp_replicate,  # part of the mesh
             kv_heads=self.kv_heads or self.heads,
             ffn=self.ffn or ffn,
             decay_steps=self.decay_steps or self.steps,
@@ -310,10 +310,11 @@ class TrainSettings:
         )
 
     def check(self, where: str = "") -> None:
-        """Refuse settings that cannot be trained, whatever the number of processes.
+        """Refuse settings that cannot be trained on any number of ranks.
 
         Raises:
-            ConfigurationError: naming the setting, its value, and what it must be; and the file that says so, `where`.
+            ConfigurationError: invalid setting; the message names the setting, its value, the valid values, and the
+                file `where`.
         """
         try:
             self._check()
@@ -357,7 +358,7 @@ class TrainSettings:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The share of each path of `data`, normalised; empty where none are given."""
+        """Share of each path of `data`, normalized to sum 1; empty if not set."""
         if not self.data_weights:
             return ()
         try:
@@ -373,7 +374,7 @@ class TrainSettings:
 
     @property
     def stores_codes(self) -> bool:
-        """Whether what activations read is kept as codes."""
+        """Whether activation inputs are stored for backward as codes."""
         return ACTIVATION_CELLS[self.activation_storage] is not None
 
     def _check_mesh(self, axes: MeshSpec) -> None:
@@ -407,7 +408,7 @@ class TrainSettings:
                     f"{name} = {size} cannot be divided evenly over tp = {tp} processes (mesh = {axes}); make it a "
                     f"multiple of {tp}, or take another tp"
                 )
-        weights = [each.weight for each in LayerRecipes.parse(self.recipe).recipes.values()]
+        weights = [layer_recipe.weight for layer_recipe in LayerRecipes.parse(self.recipe).recipes.values()]
         parts = [part for weight in weights if weight for part in weight.format.components]
         packed = max((max(part.block_shape) for part in parts if part.role is Role.CODES), default=1)
         if full.ffn // tp % packed:
@@ -417,28 +418,28 @@ class TrainSettings:
             )
 
     def axes(self, processes: int) -> MeshSpec:
-        """How that many processes are arranged; `check_ranks` says if they cannot be."""
+        """Return the mesh for a number of ranks; `check_ranks` validates the number."""
         return MeshSpec.parse(self.mesh) if self.mesh else MeshSpec(self.dp_replicate, processes // self.dp_replicate)
 
     def parts(self, axes: MeshSpec) -> int:
-        """In how many micro-batches a process takes its share of a step."""
+        """Return the number of micro-batches in a rank's share of a step."""
         if not self.micro_batch:
             return self.micro_batches
         return max(1, self.global_batch // (axes.data_parallel * self.micro_batch))
 
     def sequences_at_once(self, axes: MeshSpec) -> int:
-        """Sequences of a micro-batch of one process."""
+        """Return the number of sequences in a micro-batch of one rank."""
         return self.global_batch // (axes.data_parallel * self.parts(axes))
 
     def divides_sequences(self, axes: MeshSpec) -> bool:
-        """Whether a micro-batch is divided over tp between the GEMMs (sequence parallelism)."""
+        """Return True if micro-batches are divided over tp between GEMMs (sequence parallelism)."""
         return axes.tp > 1 and self.sequence_parallel != "off" and self.sequences_at_once(axes) % axes.tp == 0
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of processes that these settings cannot be split over.
+        """Refuse a number of ranks that these settings cannot be divided over.
 
         Raises:
-            ConfigurationError: with the numbers, and what would fit.
+            ConfigurationError: with the numbers, and a number that would fit.
         """
         if not self.mesh and ranks % self.dp_replicate:
             raise ConfigurationError(f"dp_replicate = {self.dp_replicate} must divide the {ranks} processes")
@@ -474,9 +475,9 @@ TYPES: dict[str, type] = {f.name: type(f.default) for f in fields(TrainSettings)
 KINDS: dict[str, SettingType] = {
     f.name: f.metadata["kind"](TYPES[f.name], choices=CHOICES.get(f.name, ())) for f in fields(TrainSettings)
 }
-"""What each setting may be."""
+"""The valid values of each setting."""
 
 
 def setting_fields() -> tuple[Field[Any], ...]:
-    """The fields of `TrainSettings`, each with `panel` and `help` in its metadata."""
+    """Return the fields of `TrainSettings`, with `panel` and `help` in their metadata."""
     return fields(TrainSettings)

@@ -1,12 +1,12 @@
-"""The mesh of a run: how its processes are arranged, as `--mesh dp_replicate=1,dp_shard=2,tp=2` says it.
+"""The mesh of a run: the arrangement of its ranks, written as `--mesh dp_replicate=1,dp_shard=2,tp=2`.
 
     dp_replicate   copies of the model (HSDP)
-    dp_shard       parts that each copy is sharded into (FSDP2)
-    ep             parts that the experts are divided into (expert parallelism); all else is sharded over it too
-    tp             processes that compute together on the same sequences (tensor parallelism)
+    dp_shard       shards of each copy (FSDP2)
+    ep             parts of the experts (expert parallelism); all other parameters are sharded over it too
+    tp             ranks that compute the same sequences together (tensor parallelism)
 
-Axes that are not named are of one process. They always stand in this order, so that the processes of one
-tensor-parallel group have neighbouring ranks, and share a machine where they can.
+Omitted axes have size 1. The order is fixed, so that the ranks of a tensor-parallel group are neighbours and share a
+machine if possible.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.settings.schema import shown_value
 
 EP, TP = "ep", "tp"
-"""The axes of expert and of tensor parallelism."""
+"""Names of the axes of expert and tensor parallelism."""
 
 _DIGITS = 6
-"""The most digits of a number of processes along an axis."""
+"""The most digits of an axis size."""
 
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """The axes of a mesh and the number of processes along each."""
+    """The sizes of the axes of a mesh."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -38,18 +38,18 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """The axes of a text such as "dp_shard=2,tp=2", in any order.
+        """Parse a text such as "dp_shard=2,tp=2", in any order.
 
         Raises:
-            ConfigurationError: an axis is unknown, is named twice, or has no process; or the text is of another form.
+            ConfigurationError: the text is malformed, or an axis is unknown, repeated or empty.
         """
-        known, sizes = [field.name for field in fields(cls)], dict[str, int]()
+        axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
-            if name and name not in known:
+            if name and name not in axes:
                 raise ConfigurationError(
-                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; {meant(name, known)}"
-                    f"use {', '.join(known)}"
+                    f"mesh = {shown_value(text)}: there is no axis {shown_value(name)}; {meant(name, axes)}"
+                    f"use {', '.join(axes)}"
                 )
             if not name or not (size.isascii() and size.isdigit()):
                 raise ConfigurationError(
@@ -71,27 +71,27 @@ class MeshSpec:
 
     @property
     def present(self) -> dict[str, int]:
-        """The axes that the mesh of torch has: those of more than one process, and dp_shard."""
+        """Axes of the DeviceMesh: those of size > 1, and dp_shard."""
         return {name: size for name, size in asdict(self).items() if size > 1 or name == "dp_shard"}
 
     @property
     def processes(self) -> int:
-        """The number of processes."""
+        """The number of ranks."""
         return self.data_parallel * self.tp
 
     @property
     def data_parallel(self) -> int:
-        """Into how many parts the sequences of a step are divided."""
+        """The number of parts that the sequences of a step are divided into."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of torch over all processes. A collective call."""
+        """Create the DeviceMesh over all ranks. Collective."""
         return init_device_mesh(device_type, tuple(self.present.values()), mesh_dim_names=tuple(self.present))
 
 
 class MeshParts(NamedTuple):
-    """What a mesh is used for: `fully_shard` takes `data`, and of experts `experts`; the axes of expert and of tensor
-    parallelism, where it has them."""
+    """The submeshes of a mesh: `data` and (for expert weights) `experts` for `fully_shard`, and the expert- and
+    tensor-parallel axes, if present."""
 
     data: DeviceMesh
     experts: DeviceMesh
@@ -100,7 +100,7 @@ class MeshParts(NamedTuple):
 
 
 def split(mesh: DeviceMesh) -> MeshParts:
-    """The parts of a mesh that has names. A collective call, where it has the axis ep."""
+    """Split a mesh with named axes. Collective if the mesh has the axis ep."""
     names = mesh.mesh_dim_names or ()
     if EP in names:
         outer = tuple(name for name in names if name != EP)
@@ -115,10 +115,10 @@ def split(mesh: DeviceMesh) -> MeshParts:
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """Which part of the sequences a process computes with: part `index` of `count`.
+    """A rank's part of the sequences: part `index` of `count`.
 
-    `counts`: whether figures of this part are to be counted here; the processes of one tensor-parallel group have the
-    same figures, and the first of them counts.
+    `counts`: whether to count this rank's metrics; the ranks of a tensor-parallel group have the same metrics, so only
+    the first counts.
     """
 
     index: int
@@ -127,12 +127,12 @@ class SequenceShare:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> SequenceShare:
-        """The share of this process."""
+        """Return the share of this rank."""
         index, counts = 0, True
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             if name == TP:
                 counts = mesh.get_local_rank(axis) == 0
             else:
                 index = index * mesh.size(axis) + mesh.get_local_rank(axis)
-        cut = mesh[TP].size() if TP in (mesh.mesh_dim_names or ()) else 1
-        return cls(index, mesh.size() // cut, counts)
+        tp_size = mesh[TP].size() if TP in (mesh.mesh_dim_names or ()) else 1
+        return cls(index, mesh.size() // tp_size, counts)

@@ -1,4 +1,4 @@
-"""How a run's optimizer keeps masters and moments: by a preset's name, or by settings of its own."""
+"""Storage of a run's masters and moments, chosen by a preset or by individual settings."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quantshard.presets import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
-"""What the preset says, and float32 where there is none."""
+"""Use the preset's value, or float32 without a preset."""
 
 MASTER_DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""How masters may be stored, by the words of settings and options."""
+"""Storage dtypes of masters, by their name in settings and options."""
 
 MOMENT_DTYPES: Final = {**MASTER_DTYPES, "fp8": torch.uint8}
-"""How moments may be stored, by the words of settings and options."""
+"""Storage dtypes of moments, by their name in settings and options."""
 
 STATE_SETTINGS: Final = {
     "master_weights": "master_weights",
@@ -30,73 +30,75 @@ STATE_SETTINGS: Final = {
     "exp_avg_sq_dtype": "exp_avg_sq_dtype",
     "momentum_dtype": "momentum_buffer_dtype",
 }
-"""The settings that a preset decides, and what `FusedAdam` and `Muon` call them."""
+"""Settings that a preset determines, and the matching arguments of `FusedAdam` and `Muon`."""
 
 FLOAT32_STATES: Final = "none"
-"""What `--preset` is given for float32 masters and moments, where those of a file or of a run are others."""
+"""Value of `--preset` for float32 masters and moments, to override the preset of a file or run."""
 
 SWITCH: Final = {"on": True, "off": False}
-"""Whether of masters only the remainders are kept, by the words of settings and options."""
+"""Whether to store only the remainders of masters, by the words of settings and options."""
 
 _VALUES: Final = {**MOMENT_DTYPES, **SWITCH}
 
 
 def word_of(name: str, value: Any) -> Any:
-    """The value of the option that a setting stands for, as the setting has it."""
+    """Convert the value of an optimizer option to the value of the setting."""
     if name == "master_weights":
         return value
     return next((word for word, option in _VALUES.items() if option is value), value)
 
 
 def state_options(preset: str, settings: Mapping[str, Any]) -> StateOptions:
-    """What a preset, "" or `FLOAT32_STATES` for none, and settings choose together.
+    """Combine a preset ("" or `FLOAT32_STATES` for none) with individual settings.
 
-    `settings`: by the names of `STATE_SETTINGS`; those that are left out, or `AUTO`, and masters that are not turned
-    off, are as the preset has them.
+    `settings`: values by the names of `STATE_SETTINGS`. The preset decides settings that are missing or `AUTO`, and
+    `master_weights` unless it is False.
 
     Raises:
-        ConfigurationError: there is no such preset, or a setting contradicts it or another.
+        ConfigurationError: the preset is unknown, or a setting contradicts it or another setting.
     """
     preset = named_preset(preset)
     if preset:
         _check_name(f"preset = {shown_value(preset)}", preset)
     options = PRESETS[preset] if preset else StateOptions()
-    given = _given(preset, settings)
-    for name in _contradicting(options, given) if preset else ():
+    explicit = _given(preset, settings)
+    for name in _contradicting(options, explicit) if preset else ():
         raise ConfigurationError(
             f"preset = {shown_value(preset)} has {name} = {word_of(name, getattr(options, STATE_SETTINGS[name]))!r}, "
-            f"but {name} = {word_of(name, given[name])!r} is given; leave one of the two out"
+            f"but {name} = {word_of(name, explicit[name])!r} is given; leave one of the two out"
         )
-    chosen = replace(options, **{STATE_SETTINGS[name]: value for name, value in given.items()})
-    if chosen.store_param_remainders and (not chosen.master_weights or chosen.master_weight_dtype is torch.bfloat16):
+    combined = replace(options, **{STATE_SETTINGS[name]: value for name, value in explicit.items()})
+    if combined.store_param_remainders and (
+        not combined.master_weights or combined.master_weight_dtype is torch.bfloat16
+    ):
         raise ConfigurationError(
             "master_remainders = 'on' needs master_weights = true, and a master_dtype of float32 or float16; it has "
-            + ("no masters" if not chosen.master_weights else "masters in bfloat16, as wide as the weights")
+            + ("no masters" if not combined.master_weights else "masters in bfloat16, as wide as the weights")
         )
-    return chosen
+    return combined
 
 
 def named_preset(preset: str) -> str:
-    """A preset's name, "" for `FLOAT32_STATES`."""
+    """Return the preset's name; "" for `FLOAT32_STATES`."""
     return "" if preset == FLOAT32_STATES else preset
 
 
 def _check_name(where: str, preset: str) -> None:
-    known = [*PRESETS, FLOAT32_STATES]
-    if preset not in known:
+    names = [*PRESETS, FLOAT32_STATES]
+    if preset not in names:
         raise ConfigurationError(
-            f"{where}: there is no such preset; {meant(preset, known)}there are {', '.join(PRESETS)} and, for float32 "
+            f"{where}: there is no such preset; {meant(preset, names)}there are {', '.join(PRESETS)} and, for float32 "
             f"masters and moments, {FLOAT32_STATES}"
         )
 
 
 def decided_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of settings that were given, and of those that `FLOAT32_STATES` among them decides."""
+    """Return the names of the explicit settings and of those that an explicit `FLOAT32_STATES` decides."""
     return (*given, *(STATE_SETTINGS if given.get("preset") == FLOAT32_STATES else ()))
 
 
 def _given(preset: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What settings ask for, as options have it."""
+    """Convert explicit settings to values of options."""
     return {
         name: _VALUES.get(value, value)
         for name, value in settings.items()
@@ -109,28 +111,29 @@ def _contradicting(options: StateOptions, given: Mapping[str, Any]) -> list[str]
 
 
 def as_settings(options: StateOptions) -> dict[str, Any]:
-    """Options by the names and words of settings."""
+    """Convert options to settings."""
     return {name: word_of(name, getattr(options, option)) for name, option in STATE_SETTINGS.items()}
 
 
 def with_states(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run has recorded, as they are meant: it has recorded all that presets decided then.
+    """Upgrade the recorded settings of a run of an earlier release to their current meaning. The record contains every
+    setting that its preset decided.
 
-    One of an earlier release kept whole masters by any preset, and by Muon its momentum as `exp_avg_dtype` said.
+    Earlier releases kept whole masters under any preset, and Muon's momentum in the dtype `exp_avg_dtype`.
     """
-    found = dict(recorded)
+    settings = dict(recorded)
     if recorded.get("preset") and "master_remainders" not in recorded:
-        found |= {"master_remainders": "off", "preset": ""}
+        settings |= {"master_remainders": "off", "preset": ""}
     if recorded.get("optimizer") == "muon" and "momentum_dtype" not in recorded:
-        found |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
-    return found
+        settings |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
+    return settings
 
 
 def of_preset(preset: str) -> dict[str, Any]:
-    """The settings of a run whose masters and moments are to be kept as a preset says, or `FLOAT32_STATES`.
+    """Return the settings that make a run use a preset or `FLOAT32_STATES`.
 
     Raises:
-        ConfigurationError: there is no such preset.
+        ConfigurationError: the preset is unknown.
     """
     _check_name(f"--preset {preset!r}", preset)
     decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
@@ -138,18 +141,18 @@ def of_preset(preset: str) -> dict[str, Any]:
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A file's settings where flags go before them.
+    """Return a file's settings, adjusted so that flags override them.
 
-    The preset of a flag decides all of `STATE_SETTINGS`. A preset of the file that a flag of one of these contradicts
-    is spelled out instead, so that it still decides the others.
+    A preset flag replaces all of `STATE_SETTINGS`. If a flag contradicts the file's preset, the preset is expanded into
+    its individual settings, so that the rest of the preset still applies.
 
     Args:
-        file: its settings.
-        flags: those that were given.
-        where: the file.
+        file: settings of the file.
+        flags: explicit flags.
+        where: path of the file, for messages.
 
     Raises:
-        ConfigurationError: naming the file: there is no preset of that name, or it contradicts its own.
+        ConfigurationError: the file's preset is unknown, or contradicts its other settings.
     """
     if flags.get("preset"):
         return {name: value for name, value in file.items() if name not in STATE_SETTINGS}
@@ -160,17 +163,18 @@ def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -
         options = state_options(preset, {name: file[name] for name in STATE_SETTINGS if name in file})
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from None
-    given = {name: flags[name] for name in STATE_SETTINGS if name in flags}
-    if not _contradicting(options, _given(preset, given)):
+    explicit = {name: flags[name] for name in STATE_SETTINGS if name in flags}
+    if not _contradicting(options, _given(preset, explicit)):
         return dict(file)
-    kept = {**file, **as_settings(options)}
-    no_masters = given.get("master_weights") is False
+    expanded = {**file, **as_settings(options)}
+    no_masters = explicit.get("master_weights") is False
     unused = {"preset", *(["master_dtype", "master_remainders"] if no_masters else [])}
-    return {name: value for name, value in kept.items() if name not in unused}
+    return {name: value for name, value in expanded.items() if name not in unused}
 
 
 def above_file(flags: Mapping[str, Any], file: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags above what `below_flags` gave of a file: `AUTO` is what a preset says, one that is spelled out too."""
+    """Return the flags to apply above the result of `below_flags`. A flag `AUTO` stands for the value of the preset,
+    also if the preset was expanded."""
     spelled = _is_spelled_out(file, below, flags)
     return {name: flag for name, flag in flags.items() if not (spelled and name in STATE_SETTINGS and flag == AUTO)}
 
@@ -180,26 +184,26 @@ def _is_spelled_out(file: Mapping[str, Any], below: Mapping[str, Any], flags: Ma
 
 
 def dropped_preset(file: Mapping[str, Any], below: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> str:
-    """What to tell where `below_flags` has spelled out the preset of a file; "" where it has not."""
+    """Return a message if `below_flags` expanded the file's preset; otherwise ""."""
     if not _is_spelled_out(file, below, flags):
         return ""
-    said = ", ".join(f"{name} = {flags[name]!r}" for name in STATE_SETTINGS if name in flags)
-    kept = ", ".join(f"{name} = {below[name]!r}" for name in STATE_SETTINGS if name in below and name not in flags)
-    return f"{where}: preset = {shown_value(file['preset'])}, but for {said}; of it stay {kept}"
+    overrides = ", ".join(f"{name} = {flags[name]!r}" for name in STATE_SETTINGS if name in flags)
+    remaining = ", ".join(f"{name} = {below[name]!r}" for name in STATE_SETTINGS if name in below and name not in flags)
+    return f"{where}: preset = {shown_value(file['preset'])}, but for {overrides}; of it stay {remaining}"
 
 
 def float_momentum(flags: Mapping[str, Any], settings: Any) -> str:
-    """What to tell where a flag says how first moments are kept and nothing does of Muon's momentum; else ""."""
+    """Return a message if a flag sets the dtype of first moments but not of Muon's momentum; otherwise ""."""
     if settings.optimizer != MUON or flags.get("exp_avg_dtype", AUTO) == AUTO or settings.momentum_dtype != AUTO:
         return ""
-    kept = word_of("momentum_dtype", settings.state_options.momentum_buffer_dtype)
+    dtype = word_of("momentum_dtype", settings.state_options.momentum_buffer_dtype)
     return (
         f"exp_avg_dtype = {flags['exp_avg_dtype']!r} is of AdamW's groups beside Muon, whose momentum is kept in "
-        f"{kept}; momentum_dtype says otherwise"
+        f"{dtype}; momentum_dtype says otherwise"
     )
 
 
 HELP: Final = (
     f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
 )
-"""What the setting of the preset is."""
+"""Help text of the setting `preset`."""

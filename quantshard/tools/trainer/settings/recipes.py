@@ -1,4 +1,4 @@
-"""The recipes of a run's layers: one for all, or by patterns of names, `layers.0=bf16,*.proj=block,*=mxfp8`."""
+"""The recipes of a run's layers: one for all, or by name pattern, `layers.0=bf16,*.proj=block,*=mxfp8`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ALL = "*"
 
 
 def text_of(table: Mapping[str, object], where: str) -> str:
-    """A table of a file, pattern -> recipe, as `LayerRecipes.parse` reads it.
+    """Convert a TOML table pattern -> recipe to the text that `LayerRecipes.parse` reads.
 
     Raises:
-        ConfigurationError: it is empty, a recipe is no name, or a pattern has what stands between patterns.
+        ConfigurationError: the table is empty, a recipe is not a string, or a pattern contains a separator.
     """
     if not table:
         raise ConfigurationError(f"{where}: recipe is a table without an entry; give one, as '*' = 'mxfp8'")
@@ -34,21 +34,21 @@ def text_of(table: Mapping[str, object], where: str) -> str:
 
 @dataclass(frozen=True)
 class LayerRecipes:
-    """Patterns of layers' names and their recipes' names; the first pattern that matches a layer holds."""
+    """Name patterns of layers and their recipe names; the first match counts."""
 
     patterns: Mapping[str, str]
 
     @classmethod
     def parse(cls, text: str) -> LayerRecipes:
-        """Parse a recipe's name, or `PATTERN=RECIPE` for each of several, with commas between them; resolve "auto".
+        """Parse a recipe name, or comma-separated `PATTERN=RECIPE` entries; resolve "auto".
 
         Raises:
-            ConfigurationError: a recipe is unknown, or an entry has another form or stands twice.
+            ConfigurationError: a recipe is unknown, or an entry is malformed or repeated.
         """
         if "=" not in text:
             recipe.resolve(text)
             return cls(MappingProxyType({_ALL: recipe.concrete_name(text)}))
-        found: dict[str, str] = {}
+        patterns: dict[str, str] = {}
         for entry in text.split(","):
             pattern, equals, name = (part.strip() for part in entry.partition("="))
             if not (pattern and equals and name):
@@ -56,67 +56,67 @@ class LayerRecipes:
                     f"recipe = {shown_value(text)}: {shown_value(entry.strip())} is no PATTERN=RECIPE; write it as in "
                     "layers.0=bf16,*=mxfp8"
                 )
-            if pattern in found:
+            if pattern in patterns:
                 raise ConfigurationError(f"recipe = {shown_value(text)}: {shown_value(pattern)} stands there twice")
             recipe.resolve(name)
-            found[pattern] = recipe.concrete_name(name)
-        return cls(MappingProxyType(found))
+            patterns[pattern] = recipe.concrete_name(name)
+        return cls(MappingProxyType(patterns))
 
     @property
     def text(self) -> str:
-        """What `parse` reads, with the recipes that "auto" stood for."""
+        """The text that `parse` reads, with "auto" resolved."""
         if list(self.patterns) == [_ALL]:
             return self.patterns[_ALL]
         return ",".join(f"{pattern}={name}" for pattern, name in self.patterns.items())
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """What `quantshard.convert` takes: pattern -> recipe."""
+        """The mapping pattern -> recipe that `quantshard.convert` takes."""
         return {pattern: recipe.resolve(name) for pattern, name in self.patterns.items()}
 
     @property
     def single(self) -> Recipe | None:
-        """The recipe of all layers, where no pattern tells them apart."""
+        """The recipe of all layers; None if there are patterns."""
         return recipe.resolve(self.patterns[_ALL]) if list(self.patterns) == [_ALL] else None
 
     def tells_parts(self, layers: Sequence[str]) -> bool:
-        """Whether a pattern is for parts of layers, as it matches none of these layers' names."""
+        """Return True if a pattern addresses parts of layers, that is, matches none of these layer names."""
         return any(not any(matches(pattern, name) for name in layers) for pattern in self.patterns)
 
     def of_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """The recipe of each of these layers, which no pattern tells parts of; high precision where none matches.
+        """Return the recipe of each of these layers, if no pattern addresses parts; high precision without a match.
 
         Raises:
-            ConfigurationError: a pattern matches none that earlier ones have left.
+            ConfigurationError: a pattern matches only layers that earlier patterns match, or none.
         """
         check_reached("recipe", self.patterns, names)
         return [self.of_layer(name) for name in names]
 
     def of_parts(self, names: Sequence[str]) -> LayerRecipes:
-        """The same by patterns that match linear layers, of these names: one that matches a layer around some of them
-        is for all within.
+        """Return equivalent patterns for linear layers of these names. A pattern that matches a layer also applies to
+        all linear layers inside it.
 
         Raises:
-            ConfigurationError: a pattern matches none of them, or none that earlier ones have left.
+            ConfigurationError: a pattern matches only names that earlier patterns match, or none.
         """
-        found, left = dict[str, str](), list(names)
+        patterns, unmatched = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():
-            before, spellings = len(left), (pattern, f"{pattern}.*")
-            for each in spellings:
-                rest = [name for name in left if not matches(each, name)]
-                if len(rest) < len(left):
-                    found[each], left = recipe_name, rest
-            if len(left) < before or pattern == _ALL:
+            old_count, spellings = len(unmatched), (pattern, f"{pattern}.*")
+            for spelling in spellings:
+                rest = [name for name in unmatched if not matches(spelling, name)]
+                if len(rest) < len(unmatched):
+                    patterns[spelling], unmatched = recipe_name, rest
+            if len(unmatched) < old_count or pattern == _ALL:
                 continue
-            if not any(matches(each, name) for each in spellings for name in names):
+            if not any(matches(spelling, name) for spelling in spellings for name in names):
                 raise ConfigurationError(
                     f"recipe: {shown_value(pattern)} matches none of the layers of this model, nor a part of one; "
                     f"its linear layers are {names[0]} to {names[-1]}"
                 )
             raise unreached("recipe", pattern)
-        return LayerRecipes(MappingProxyType(found))
+        return LayerRecipes(MappingProxyType(patterns))
 
     def of_layer(self, name: str) -> Recipe:
-        """That of one layer; high precision where no pattern matches."""
-        found = next((each for pattern, each in self.patterns.items() if matches(pattern, name)), None)
-        return HighPrecision() if found is None else recipe.resolve(found)
+        """Return the recipe of one layer; high precision without a match."""
+        recipe_name = next((value for pattern, value in self.patterns.items() if matches(pattern, name)), None)
+        return HighPrecision() if recipe_name is None else recipe.resolve(recipe_name)

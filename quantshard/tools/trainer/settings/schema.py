@@ -1,5 +1,7 @@
-"""What a value of a configuration may be, and the line that refuses any other. Files come from anybody, and so may
-commands that a user copies: each value is checked against its range before anything is done with it."""
+"""Types and ranges of configuration values, and the messages for invalid ones.
+
+Files, and commands that a user copies, are untrusted: each value is checked against its range before its first use.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ _TYPES: dict[type, str] = {
 
 @dataclass(frozen=True)
 class SettingType:
-    """What a value may be.
+    """The type and range of a value.
 
-    `type`: a tuple or list is one of strings. `least`, `most`: of a number, or of the characters of a string, each
-    string of a list included. `more`, `less`: the bounds themselves are left out. `choices`: the words that a string is
-    one of; empty for any.
+    `type`: a tuple or list consists of strings. `least`, `most`: bounds of a number, of the length of a string, or of
+    the length of each string of a list. `more`, `less`: exclude the lower or upper bound. `choices`: valid strings;
+    empty for any.
     """
 
     type: type
@@ -48,15 +50,14 @@ class SettingType:
 
     @property
     def type_name(self) -> str:
-        """The type in words."""
+        """The type as messages name it."""
         return _TYPES.get(self.type, self.type.__name__)
 
     def read(self, value: object) -> object:
-        """A value of a file, or of settings that are handed on, as it is used: an int may stand for a float, and a
-        list for a tuple.
+        """Convert a value from a file or another process: an int can stand for a float, a list for a tuple.
 
         Raises:
-            TypeError: it is of another type.
+            TypeError: wrong type.
         """
         if self.type is float and type(value) is int:
             return float(value)
@@ -69,7 +70,7 @@ class SettingType:
         return value
 
     def holds(self, value: Any) -> bool:
-        """Whether a value of the type is in range; NaN is in none."""
+        """Return True if a value of the type is in range; NaN never is."""
         if self.choices:
             return value in self.choices
         if self.type in (tuple, list):
@@ -81,7 +82,7 @@ class SettingType:
 
 
 def shown_value(value: object) -> str:
-    """A value as a message says it, shortened."""
+    """Format a value for a message, shortened."""
     return _short.repr(value)
 
 
@@ -89,33 +90,32 @@ def check_value(name: str, value: object, kind: SettingType) -> None:
     """Refuse a value out of range.
 
     Raises:
-        ConfigurationError: naming it.
+        ConfigurationError: names the setting, its value and the range.
     """
     if kind.holds(value):
         return
-    wanted = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
-    raise ConfigurationError(f"{name} = {shown_value(value)}: {wanted}")
+    requirement = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
+    raise ConfigurationError(f"{name} = {shown_value(value)}: {requirement}")
 
 
 def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], where: str, way_out: str) -> dict[str, Any]:
-    """The values of a table of a file.
+    """Check and convert the values of a table of a file. `way_out`: the hint for unknown keys.
 
     Raises:
-        ConfigurationError: naming the file, the first key that is wrong, and what its value must be; `way_out` says
-            where the keys are listed.
+        ConfigurationError: names the file, the first invalid key, and its valid values.
     """
-    found = {}
+    result = {}
     for name, value in values.items():
         kind = kinds.get(name)
         if kind is None:
             raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {meant(name, kinds)}{way_out}")
         try:
-            found[name] = kind.read(value)
+            result[name] = kind.read(value)
         except (TypeError, OverflowError):
-            said = f"{where}: {name} = {shown_value(value)} must be {kind.type_name}"
-            raise ConfigurationError(said if kind.type_name in str(kind) else f"{said}: {kind}") from None
+            message = f"{where}: {name} = {shown_value(value)} must be {kind.type_name}"
+            raise ConfigurationError(message if kind.type_name in str(kind) else f"{message}: {kind}") from None
         try:
-            check_value(name, found[name], kind)
+            check_value(name, result[name], kind)
         except ConfigurationError as error:
             raise ConfigurationError(f"{where}: {error}") from None
-    return found
+    return result

@@ -1,7 +1,7 @@
-"""Files of settings: a TOML of a user's, and the `config.toml` of a run, read, checked, merged with flags and written.
+"""Files of settings: a user's TOML and the `config.toml` of a run, read, checked, merged with flags and written.
 
-A setting comes from its flag if it was given, else from `--config FILE`, else from the default. What a run was started
-with is written to `config.toml` in its folder: `--config` of another run can read it, and `resume` does.
+A setting comes from its flag, then from `--config FILE`, then from the default. The settings of a run are written to
+`config.toml` in its folder, which `--config` of another run and `resume` can read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantshard.tools.trainer.settings.recipes import text_of
 from quantshard.tools.trainer.settings.schema import SettingType, read_table
 
 TABLES = ("launch", "corpus")
-"""Tables that a run's `config.toml` has beside the settings; `--config` skips them."""
+"""Tables of a run's `config.toml` in addition to the settings; `--config` skips them."""
 
 _LAUNCH = {
     "processes": SettingType(int, 1, COUNT),
@@ -44,22 +44,23 @@ _CORPUS = {
 _NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
 _FORMER_NAMES = {"sample_bytes": "sample_tokens"}
-"""Keys of earlier releases, and what they are now."""
+"""Renamed keys of earlier releases."""
 
 
 def defaults() -> dict[str, Any]:
-    """The default of each setting."""
+    """Return the default of each setting."""
     return {f.name: f.default for f in setting_fields() if f.default is not MISSING}
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names, types and ranges of settings read from a file or handed on; `TABLES` are left out.
+    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out.
 
     Raises:
-        ConfigurationError: naming the key.
+        ConfigurationError: invalid setting; the message names the key.
     """
     settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
-    if not values.keys().isdisjoint(TABLES):  # what a run has recorded
+    # only the file of a run has these tables
+    if not values.keys().isdisjoint(TABLES):
         settings = with_states(settings)
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
@@ -67,19 +68,19 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table [launch] of a run's `config.toml`.
+    """Read the table [launch] of a run's `config.toml`.
 
     Raises:
-        ConfigurationError: it is missing, or naming the key.
+        ConfigurationError: the table or a key is missing or invalid.
     """
     return _table("launch", _LAUNCH, content, where)
 
 
 def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table [corpus] of a run's `config.toml`.
+    """Read the table [corpus] of a run's `config.toml`.
 
     Raises:
-        ConfigurationError: it is missing, or naming the key.
+        ConfigurationError: the table or a key is missing or invalid.
     """
     return _table("corpus", _CORPUS, content, where)
 
@@ -95,27 +96,27 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
 
 
 def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """A TOML file as a mapping. `follow`: whether it may be a link, as one that the user has named.
+    """Read a TOML file. `follow`: accept a link, if the user named the file.
 
     Raises:
-        ConfigurationError: the file is missing, no regular file, too long, or not TOML.
+        ConfigurationError: the file is missing, not a regular file, too long, or not TOML.
     """
     return foreign.read_toml(path, FILE_BYTES["run"], follow=follow)
 
 
 def given_values(flags: Mapping[str, Any], config: Path | None) -> dict[str, Any]:
-    """What is given by a flag, or by the file where no flag does."""
+    """Merge the explicit settings of flags and file; flags take precedence."""
     values = from_mapping(read_settings_file(config, follow=True), str(config)) if config is not None else {}
     return values | {name: value for name, value in flags.items() if value is not None}
 
 
 def given_processes(config: Path | None) -> int:
-    """The processes of the run whose `config.toml` is given; 0 where the file is of no run."""
+    """Return the number of ranks in a run's `config.toml`; 0 if the file belongs to no run."""
     content = read_settings_file(config, follow=True) if config is not None else {}
     return int(launch_table(content, str(config))["processes"]) if "launch" in content else 0
 
 
 def to_toml(settings: TrainSettings, tables: Mapping[str, Any]) -> str:
-    """The text of `config.toml`: the settings, then the tables."""
+    """Serialize the settings, then the tables, as `config.toml`."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
     return tomli_w.dumps(values) + "\n" + tomli_w.dumps(dict(tables), multiline_strings=False)

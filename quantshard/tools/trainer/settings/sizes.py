@@ -1,9 +1,9 @@
-"""Sizes of known models by name: what `--model NAME` sets of the decoder that is built here. Flags go before them.
+"""Sizes of known models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
 
-Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without the scaling of its angles, which
-is for more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2.
-moe-small is a mixture of experts for one GPU, and nobody's: 157 million parameters beside the embedding, of which a
-token meets 25 million.
+Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
+more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2. moe-small
+is our own mixture of experts for one GPU: 157 million parameters without the embedding, of which 25 million are active
+per token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings that were given and would do nothing, since another one has to say so first: an error, not silence."""
+"""Refuses explicit settings that would have no effect because another setting is missing."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _USED: Final[dict[str, tuple[Callable[[TrainSettings], bool], str]]] = {
     "eval_sequences": (_holds_out, "heldout or heldout_data"),
     "sample_every": (lambda settings: settings.sample_tokens > 0, "sample_tokens"),
 }
-"""By setting: whether it is used, and what it needs."""
+"""By setting: whether it has an effect, and the setting that it needs."""
 
 
 def check_used(given: Iterable[str], settings: TrainSettings) -> None:
-    """Refuse settings that are given and not used.
+    """Refuse explicit settings without effect.
 
     Raises:
-        ConfigurationError: naming the setting and what it needs.
+        ConfigurationError: names the setting and the one that it needs.
     """
     for name in given:
-        used, needed = _USED.get(name, (None, ""))
-        if used is not None and not used(settings):
+        is_used, needs = _USED.get(name, (None, ""))
+        if is_used is not None and not is_used(settings):
             raise ConfigurationError(
-                f"{name} = {shown_value(getattr(settings, name))} would do nothing, since it needs {needed}; give that "
+                f"{name} = {shown_value(getattr(settings, name))} would do nothing, since it needs {needs}; give that "
                 "too, or leave it out"
             )
