@@ -1,4 +1,4 @@
-"""From files to a corpus: what is read for its digest when a run starts, and compared when it is resumed."""
+"""Builds a corpus from files: reads them for their digests at the start of a run, and verifies them at a resume."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RESTORE = "restore it, or name the unchanged files with --data"
 
 
 class FileLayout(NamedTuple):
-    """A file of the data before it is read: where it is, its length, how tokens lie in it, and the SHA-256 that an
-    index says; "" where none does."""
+    """A file of the data before it is read: path, size, dtype and header of its tokens, and SHA-256 from an index (""
+    without one)."""
 
     path: Path
     size: int
@@ -36,23 +36,25 @@ class FileLayout(NamedTuple):
 def collect(
     paths: Sequence[str], heldout: Sequence[str] = (), *, like: Corpus | None = None, data_format: str = "auto"
 ) -> Corpus:
-    """The documents of files and folders of text, and of token files, in the order given; see `finding.find`.
+    """Read the documents of text and token files and folders, in the given order; see `finding.find`.
 
-    `heldout`: those that are only evaluated on. `like`: a corpus without documents, with the weights of the paths and
-    what is known of tokens; by default they are bytes.
+    `heldout`: paths for evaluation only. `like`: a corpus without documents that has the weights of the paths and the
+    properties of the tokens; default: bytes.
 
     Raises:
-        ConfigurationError: as `finding.find`; or a file cannot be read, or holds tokens that are none.
+        ConfigurationError: as `finding.find`; or a file cannot be read, or contains tokens out of range.
     """
     like = like or Corpus(())
     sources = [_layouts(source, like.vocabulary, data_format) for source in find(paths, data_format)]
-    kept = [_layouts(source, like.vocabulary, data_format) for source in find(heldout, data_format)] if heldout else []
-    documents = [_read(layout, like.vocabulary) for layouts in [*sources, *kept] for layout in layouts]
+    heldout_sources = (
+        [_layouts(source, like.vocabulary, data_format) for source in find(heldout, data_format)] if heldout else []
+    )
+    documents = [_read(layout, like.vocabulary) for layouts in [*sources, *heldout_sources] for layout in layouts]
     corpus = replace(
         like,
         documents=tuple(documents),
         counts=tuple(map(len, sources)) if like.weights else (),
-        heldout_files=sum(map(len, kept)),
+        heldout_files=sum(map(len, heldout_sources)),
     )
     check_vocabulary(corpus)
     return corpus
@@ -61,28 +63,28 @@ def collect(
 def collect_recorded(
     paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None, heldout: Sequence[str] = ()
 ) -> Corpus:
-    """The documents of files and folders, which must be those that a run was started with. No document is read before
-    the lengths of all are found to be right and `begun` is called, and none after one that differs.
+    """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
+    documents are compared first, then `begun` is called, then contents are read up to the first difference.
 
     Raises:
-        ConfigurationError: as `collect`, and naming the first document that differs.
+        ConfigurationError: as `collect`, or naming the first document that differs.
     """
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
-    found = [layout for source in sources for layout in _layouts(source, recorded.vocabulary)]
-    _check_lengths(found, recorded)
+    layouts = [layout for source in sources for layout in _layouts(source, recorded.vocabulary)]
+    _check_lengths(layouts, recorded)
     begun()
     documents = []
-    for layout, before in zip(found, recorded.documents, strict=True):
-        as_before = FileLayout(layout.path, layout.size, before.dtype, before.header)
-        documents.append(_read(as_before, recorded.vocabulary))
-        if documents[-1].sha256 != before.sha256:
-            raise _changed(layout.path, before, "content")
+    for layout, old in zip(layouts, recorded.documents, strict=True):
+        expected = FileLayout(layout.path, layout.size, old.dtype, old.header)
+        documents.append(_read(expected, recorded.vocabulary))
+        if documents[-1].sha256 != old.sha256:
+            raise _changed(layout.path, old, "content")
     return replace(recorded, documents=tuple(documents))
 
 
 def _layouts(source: DataSource, vocabulary: int, data_format: str = "") -> list[FileLayout]:
-    """The files of a source. Files without an index are not read for a header if `data_format` is ""."""
+    """List the files of a source. With `data_format` "", files without an index are not opened to find their header."""
     if source.kind == SHARDS:
         index = read_index(source.path)
         digests = {source.path / shard.file: shard.sha256 for shard in index.shards}
@@ -109,15 +111,15 @@ def _read(layout: FileLayout, vocabulary: int) -> Document:
 
 
 def _check_lengths(found: Sequence[FileLayout], recorded: Corpus) -> None:
-    then = recorded.documents
-    for layout, before in zip(found, then, strict=False):
-        if layout.size != before.size:
-            raise _changed(layout.path, before, "length")
-    if len(found) < len(then):
-        raise ConfigurationError(f"the data have changed: {then[len(found)].path} is missing; {_RESTORE}")
-    if len(found) > len(then):
+    documents = recorded.documents
+    for layout, document in zip(found, documents, strict=False):
+        if layout.size != document.size:
+            raise _changed(layout.path, document, "length")
+    if len(found) < len(documents):
+        raise ConfigurationError(f"the data have changed: {documents[len(found)].path} is missing; {_RESTORE}")
+    if len(found) > len(documents):
         raise ConfigurationError(
-            f"the data have changed: {found[len(then)].path} was not there at the start; {_RESTORE}"
+            f"the data have changed: {found[len(documents)].path} was not there at the start; {_RESTORE}"
         )
 
 

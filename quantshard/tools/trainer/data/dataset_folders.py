@@ -1,4 +1,4 @@
-"""Folders of Hugging Face datasets, checked before the `datasets` library reads them: it trusts what they say."""
+"""Opens folders of Hugging Face datasets, after checks: the `datasets` library trusts their contents."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from quantshard.tools.trainer.data.tokenizer import library
 DEFAULT_SPLIT = "train"
 
 _YAML_MARKS = ",:-?[{"
-"""Characters of which each value of a YAML text needs one."""
+"""Characters of which each value of a YAML text needs at least one."""
 
 
 def open_dataset(path: Path, split: str, column: str) -> Any:
-    """Open one column of a dataset: mapped into memory if `save_to_disk` saved it, otherwise streamed.
+    """Open one column of a dataset: memory-mapped if `save_to_disk` saved it, otherwise streamed.
 
     Images and sounds in other columns are not decoded.
 
     Raises:
-        ConfigurationError: it cannot be read, has no such split or column, or the column holds no text.
+        ConfigurationError: the dataset cannot be read, lacks the split or column, or the column is not text.
     """
     datasets = library("datasets", f"the dataset in {path}")
     with reading_dataset(path):
@@ -59,7 +59,7 @@ def open_dataset(path: Path, split: str, column: str) -> Any:
 
 @contextmanager
 def reading_dataset(path: Path | str) -> Iterator[None]:
-    """Turn the errors of the libraries that read a dataset's files into one line."""
+    """Convert errors of the dataset libraries to a one-line ConfigurationError."""
     try:
         yield
     except ConfigurationError:
@@ -69,7 +69,7 @@ def reading_dataset(path: Path | str) -> Iterator[None]:
 
 
 def check_column(names: Sequence[str], column: str, where: str) -> None:
-    """Refuse a table without the column that holds the texts."""
+    """Refuse a table without the text column."""
     if column not in names:
         raise ConfigurationError(
             f"{where} has no column {column!r}, only {', '.join(map(shown, names[:8]))}; name the text with "
@@ -86,7 +86,7 @@ def _check_split(splits: Sequence[str], path: Path, split: str) -> None:
 
 
 def _check_saved(folder: Path) -> None:
-    """Refuse a saved dataset that names files elsewhere."""
+    """Refuse a saved dataset that names files outside its folder."""
     state = foreign.read_json(folder / "state.json", FILE_BYTES["configuration"])
     for entry in state.get("_data_files") or ():
         name = entry.get("filename") if isinstance(entry, dict) else None
@@ -96,7 +96,7 @@ def _check_saved(folder: Path) -> None:
 
 
 def _check_description(folder: Path) -> None:
-    """Refuse a README or `.huggingface.yaml` whose YAML expands to too much, or that names files elsewhere."""
+    """Refuse a README or `.huggingface.yaml` that expands to too many values or names files outside its folder."""
     yaml = library("yaml", f"the dataset in {folder}")
     blocks = library("huggingface_hub.repocard", f"the dataset in {folder}").REGEX_YAML_BLOCK
     for file in (folder / "README.md", folder / ".huggingface.yaml"):
@@ -112,18 +112,18 @@ def _check_description(folder: Path) -> None:
         configs = content.get("configs") if isinstance(content, dict) else None
         for config in configs if isinstance(configs, list) else ():
             places = [config.get(key) for key in ("data_files", "data_dir")] if isinstance(config, dict) else []
-            for place in _below(places):
-                if isinstance(place, str) and (
-                    "://" in place or place.startswith(("/", "~")) or ".." in PurePath(place).parts
+            for entry in _below(places):
+                if isinstance(entry, str) and (
+                    "://" in entry or entry.startswith(("/", "~")) or ".." in PurePath(entry).parts
                 ):
                     raise ConfigurationError(
-                        f"{file} names files outside its folder: {shown(place)}; download them, and name them with "
+                        f"{file} names files outside its folder: {shown(entry)}; download them, and name them with "
                         "--data"
                     )
 
 
 def _check_size(yaml: Any, text: str, file: Path) -> None:
-    """Refuse YAML of too many values, counting what an alias stands for each time: ten lines can hold 10^9."""
+    """Refuse YAML with too many values. Aliases count each time they are used: ten lines can expand to 10^9 values."""
     count = sum(map(text.count, _YAML_MARKS))
     nodes = [] if count > DESCRIPTION_VALUES else [yaml.compose(text, yaml.SafeLoader)]
     for node in nodes:
@@ -137,7 +137,7 @@ def _check_size(yaml: Any, text: str, file: Path) -> None:
 
 
 def _check_labels(content: Any, where: Path) -> None:
-    """Refuse a number of labels that no file lists: `datasets` makes a name of each."""
+    """Refuse an unlisted large number of labels, because `datasets` creates a name for each."""
     for value in _below([content]):
         if isinstance(value, dict):
             numbers = [value.get("num_classes"), *(key for key in value if str(key).isdecimal())]
@@ -146,7 +146,7 @@ def _check_labels(content: Any, where: Path) -> None:
 
 
 def _below(values: list[Any]) -> list[Any]:
-    """Values with all that lists and dicts among them hold."""
+    """Return the values and everything nested in their lists and dicts."""
     for value in values:
         if isinstance(value, dict | list):
             values.extend(value.values() if isinstance(value, dict) else value)

@@ -1,15 +1,14 @@
-"""The corpus that a run learns from: documents of bytes, or of tokens, with what `config.toml` records of them.
+"""The corpus of a run: documents of bytes or tokens, and their description in `config.toml`.
 
-A document of text is a file: its tokens are its bytes, and an END_OF_DOCUMENT follows. A file of tokens holds whole
-numbers one after the other, ends of documents among them. The documents of a source, one after the other, are its
-stream.
+A text document is a file: its tokens are its bytes, followed by END_OF_DOCUMENT. A token file contains integers,
+including ends of documents. The stream of a source is the concatenation of its documents.
 
-Only the list of documents is held in memory; windows are read from the files. The list has a SHA-256 of each document,
-and of the whole: the digest of the lines "<sha256> <size>", one a document. `resume` compares them.
+Only the list of documents is in memory; windows are read from the files. The list has a SHA-256 per document, and one
+of the whole: the digest of the lines "<sha256> <size>", one per document. `resume` compares them.
 
-A run that is resumed may come from somebody else, and name any file as its data. So lengths are compared before a file
-is read, nothing is trained on whose SHA-256 is not the one in the run's `config.toml`, and what was read for the
-comparison is not told: of a file it says at most whether it is the one that the writer of the run had.
+A resumed run is untrusted and could name any file as its data. Lengths are therefore compared before a file is read,
+and a file is trained on only if its SHA-256 matches `config.toml`. Error messages reveal nothing about a file except
+whether it matches.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.settings.schema import shown_value
 
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""How token files store a token, little endian."""
+"""Little-endian dtypes of token files."""
 
 CHUNK_BYTES = 1 << 20
 _LOOKED_AT = 1 << 16
 _PACKED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""What files of packers begin with."""
+"""The first bytes of compressed files."""
 
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
 _SOURCE = re.compile(r"([0-9]{1,9}) files?, weight ([0-9.e+-]{1,30})")
 
 
 def token_dtype(vocabulary: int) -> str:
-    """How tokens of a vocabulary are stored: by two bytes where these are enough."""
+    """Return the storage dtype of a vocabulary's tokens: two bytes if they suffice."""
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file: where it is, its size in bytes, and their SHA-256.
+    """One file: path, size in bytes, and SHA-256.
 
-    `dtype`: one of `TOKEN_DTYPES`; "" of a text. `header`: bytes before the first token, such as a byte order mark.
+    `dtype`: one of `TOKEN_DTYPES`; "" for text. `header`: bytes before the first token, such as a byte order mark.
     """
 
     path: Path
@@ -64,17 +63,17 @@ class Document:
 
     @property
     def stored(self) -> int:
-        """Tokens that the file holds; the end of a text is not among them."""
+        """Number of tokens in the file; excludes the end of a text document."""
         return (self.size - self.header) // (TOKEN_DTYPES[self.dtype].itemsize if self.dtype else 1)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the stream."""
+        """Number of tokens in the stream."""
         return self.stored + (not self.dtype)
 
     @property
     def line(self) -> str:
-        """What identifies it, its name apart."""
+        """Identity of the document, without its name."""
         return f"{self.sha256} {self.size}" + (
             f" {self.dtype or 'text'}+{self.header}" if self.dtype or self.header else ""
         )
@@ -86,11 +85,12 @@ def _more(found: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents, in order: those of each source, then those that are held out.
+    """All documents, in order: the documents of each source, then the held-out ones.
 
-    `counts`, `weights`: documents of each source, and its share of the windows, where there are weights; else one
-    stream is made of all. `heldout_files`: how many of the last documents are only evaluated on. `tokenizer`: its
-    digest; "" where tokens are bytes, or nobody said whose they are. `vocabulary`: tokens are below it.
+    `counts`, `weights`: per source, the number of documents and the share of windows; both empty if all documents form
+    one stream. `heldout_files`: number of documents at the end that are only evaluated on. `tokenizer`: digest; "" if
+    tokens are bytes or the tokenizer is unknown. `vocabulary`: number of tokens. `end_of_document`: token that ends
+    documents.
     """
 
     documents: tuple[Document, ...]
@@ -103,12 +103,12 @@ class Corpus:
 
     @property
     def is_bytes(self) -> bool:
-        """Whether tokens are bytes, and their end of a document."""
+        """Whether tokens are bytes and END_OF_DOCUMENT."""
         return not self.tokenizer and self.end_of_document == END_OF_DOCUMENT
 
     @cached_property
     def sources(self) -> list[tuple[Document, ...]]:
-        """The documents of each source that is trained on."""
+        """Training documents of each source."""
         trained = self.documents[: len(self.documents) - self.heldout_files]
         if not self.weights:
             return [trained]
@@ -117,61 +117,64 @@ class Corpus:
 
     @property
     def heldout(self) -> tuple[Document, ...]:
-        """The documents that are only evaluated on."""
+        """Documents for evaluation only."""
         return self.documents[len(self.documents) - self.heldout_files :]
 
     def repeated(self) -> list[str]:
-        """Lines on documents that are evaluated on though they are trained on, and on files that are read twice."""
+        """Return warnings about documents that are both trained and evaluated on, and about files that are read
+        twice."""
         trained = self.documents[: len(self.documents) - self.heldout_files]
         by_content = {document.line: document.path for document in trained if document.size}
-        both = [(each.path, by_content[each.line]) for each in self.heldout if each.line in by_content]
+        leaked = [
+            (held_out.path, by_content[held_out.line]) for held_out in self.heldout if held_out.line in by_content
+        ]
         twice = [path for path, count in Counter(document.path for document in trained).items() if count > 1]
-        found = []
-        if both:
-            found.append(
-                f"WARNING: {both[0][0]} is evaluated on and trained on{_more(both)}: it has the contents of "
-                f"{both[0][1]}, so held-out losses do not tell how well the model does on other texts"
+        messages = []
+        if leaked:
+            messages.append(
+                f"WARNING: {leaked[0][0]} is evaluated on and trained on{_more(leaked)}: it has the contents of "
+                f"{leaked[0][1]}, so held-out losses do not tell how well the model does on other texts"
             )
         if twice:
-            found.append(f"WARNING: {twice[0]} is named twice by --data{_more(twice)}, so it is trained on twice")
-        return found
+            messages.append(f"WARNING: {twice[0]} is named twice by --data{_more(twice)}, so it is trained on twice")
+        return messages
 
     @property
     def tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return sum(document.tokens for document in self.documents)
 
     @property
     def sha256(self) -> str:
-        """Digest of the whole: of sizes and contents, not of names."""
+        """Digest of sizes and contents of all documents, without names."""
         lines = "".join(f"{document.line}\n" for document in self.documents)
         return hashlib.sha256(lines.encode("ascii")).hexdigest()
 
     def table(self) -> dict[str, Any]:
-        """What `config.toml` records."""
-        found: dict[str, Any] = {
+        """Return the table that `config.toml` records."""
+        table: dict[str, Any] = {
             "sha256": self.sha256,
             "bytes": sum(document.size for document in self.documents),
             "files": [f"{document.line} {document.path}" for document in self.documents],
         }
         if self.weights:
-            found["sources"] = [
+            table["sources"] = [
                 f"{count} files, weight {weight!r}" for count, weight in zip(self.counts, self.weights, strict=True)
             ]
         if self.heldout_files:
-            found["heldout_files"] = self.heldout_files
+            table["heldout_files"] = self.heldout_files
         if (self.tokenizer, self.vocabulary, self.end_of_document) != ("", VOCABULARY, END_OF_DOCUMENT):
-            found["vocabulary"], found["end_of_document"] = self.vocabulary, self.end_of_document
+            table["vocabulary"], table["end_of_document"] = self.vocabulary, self.end_of_document
         if self.tokenizer:
-            found["tokenizer"] = self.tokenizer
-        return found
+            table["tokenizer"] = self.tokenizer
+        return table
 
 
 def from_table(recorded: Mapping[str, Any]) -> Corpus:
-    """The corpus that a table of `config.toml` describes, without reading the files again.
+    """Rebuild a corpus from its table in `config.toml`, without reading the files.
 
     Raises:
-        ConfigurationError: it describes none.
+        ConfigurationError: the table is inconsistent.
     """
     documents = tuple(map(_entry, recorded["files"]))
     sources = [_source(entry) for entry in recorded.get("sources", ())]
@@ -197,10 +200,10 @@ def from_table(recorded: Mapping[str, Any]) -> Corpus:
 
 
 def check_vocabulary(corpus: Corpus) -> None:
-    """See that texts have tokens enough, and an end of a document is a token.
+    """Check that the vocabulary covers bytes (if there are texts) and the end of a document.
 
     Raises:
-        ConfigurationError: with the numbers.
+        ConfigurationError: the vocabulary is too small, or the end of a document differs from the one of bytes.
     """
     of_bytes = any(not document.dtype for document in corpus.documents)
     if of_bytes and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
@@ -216,11 +219,11 @@ def check_vocabulary(corpus: Corpus) -> None:
 
 
 def _entry(entry: str) -> Document:
-    found = _ENTRY.fullmatch(entry)
-    if found is None:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is not a SHA-256, a length and a path")
-    dtype = "" if found[3] == "text" else found[3] or ""
-    document = Document(Path(found[5]), int(found[2]), found[1], dtype, int(found[4] or 0))
+    dtype = "" if match[3] == "text" else match[3] or ""
+    document = Document(Path(match[5]), int(match[2]), match[1], dtype, int(match[4] or 0))
     if document.size < document.header or not _is_even(document):
         raise ConfigurationError(f"config.toml: {shown_value(entry)} in [corpus] is of no whole number of tokens")
     return document
@@ -231,9 +234,9 @@ def _is_even(document: Document) -> bool:
 
 
 def _source(entry: str) -> tuple[int, float]:
-    found = _SOURCE.fullmatch(entry)
+    match = _SOURCE.fullmatch(entry)
     try:
-        count, weight = (int(found[1]), float(found[2])) if found else (0, 0.0)
+        count, weight = (int(match[1]), float(match[2])) if match else (0, 0.0)
     except ValueError:
         count, weight = 0, 0.0
     if count < 1 or not (0 < weight <= 1 and math.isfinite(weight)):
@@ -244,21 +247,21 @@ def _source(entry: str) -> tuple[int, float]:
 
 
 def read_document(path: Path, size: int, dtype: str = "", header: int = 0, vocabulary: int = 0) -> Document:
-    """Read a file whole, for its digest; of tokens, see that each is below `vocabulary` (0: whatever they are).
+    """Read a whole file for its digest, and check that each token is below `vocabulary` (0: no check).
 
     Raises:
-        ConfigurationError: it cannot be read, changes, or holds a token that is not one, at which position.
+        ConfigurationError: the file is unreadable, changes while it is read, or has a token out of range.
     """
-    digest, left = hashlib.sha256(), size
+    digest, remaining = hashlib.sha256(), size
     limit = vocabulary if dtype else 0
     try:
         with open_regular(path, follow=True) as file:
-            while left and (content := file.read(min(left, CHUNK_BYTES))):
+            while remaining and (content := file.read(min(remaining, CHUNK_BYTES))):
                 digest.update(content)
                 if limit:
-                    _check_tokens(path, content, size - left, dtype, header, limit)
-                left -= len(content)
-            changed = bool(left or file.read(1))
+                    _check_tokens(path, content, size - remaining, dtype, header, limit)
+                remaining -= len(content)
+            changed = bool(remaining or file.read(1))
     except OSError as error:
         raise unreadable(path, error) from None
     if changed:
@@ -267,7 +270,7 @@ def read_document(path: Path, size: int, dtype: str = "", header: int = 0, vocab
 
 
 def byte_order_mark(path: Path) -> int:
-    """The length of the byte order mark that a text file begins with, or 0.
+    """Return the length of a text file's byte order mark, or 0.
 
     Raises:
         ConfigurationError: the file cannot be read.
@@ -280,11 +283,11 @@ def byte_order_mark(path: Path) -> int:
 
 
 def check_text(path: Path) -> None:
-    """See that a file looks like text in UTF-8, by its first bytes: what is packed, or made for a program, would be
-    trained on byte by byte.
+    """Check that the start of a file looks like UTF-8 text, so that compressed or binary files are not trained on by
+    mistake.
 
     Raises:
-        ConfigurationError: it does not, or cannot be read.
+        ConfigurationError: the file is not text, or cannot be read.
     """
     try:
         with open_regular(path, follow=True) as file:
@@ -304,7 +307,8 @@ def check_text(path: Path) -> None:
 
 
 def _check_tokens(path: Path, content: bytes, at: int, dtype: str, header: int, vocabulary: int) -> None:
-    """`at`: where the content begins in the file; a multiple of the width of a token, as the header is."""
+    """Check the tokens in a part of a file. `at`: offset of the part; like the header, a multiple of the token's
+    width."""
     skipped = min(len(content), max(0, header - at))
     kind = TOKEN_DTYPES[dtype]
     tokens = np.frombuffer(content, kind, (len(content) - skipped) // kind.itemsize, skipped)
@@ -318,5 +322,5 @@ def _check_tokens(path: Path, content: bytes, at: int, dtype: str, header: int, 
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """The error that says why a file of the data cannot be read."""
+    """Return the error for an unreadable data file."""
     return ConfigurationError(f"cannot read the data file {path}: {getattr(error, 'strerror', None) or error}")

@@ -1,7 +1,7 @@
-"""Where data are, and of which kind: texts, JSON lines, parquet, a saved Hugging Face dataset, or tokens.
+"""Finds data files and their kind: texts, JSON lines, parquet, a saved Hugging Face dataset, or tokens.
 
-What a path is follows from its name and from what lies in it, never from what a file says: nothing is read here but
-names and lengths, whether a folder's README describes a dataset, and whether a text begins as one.
+The kind of a path follows from names, not from file contents. Only names and lengths are read here, except to check
+whether a folder's README describes a dataset and whether a file starts like text.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "d
 """The kinds of sources."""
 
 INDEX = "quantshard_tokens.json"
-"""The file that makes a folder one of token shards."""
+"""The file that marks a folder of token shards."""
 
 JOURNAL = "quantshard_tokens.unfinished.jsonl"
-"""What stands for the index as long as shards are missing."""
+"""The file in place of the index while shards are missing."""
 
 FORMATS = ("auto", "text")
-"""What `data_format` may be."""
+"""Valid values of `data_format`."""
 
 _SUFFIXES = {
     ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
 }  # fmt: skip
 _RECORDS = {".json", ".csv", ".tsv"}
-"""Suffixes of text files that hold records, not prose."""
+"""Suffixes of text files that contain records, not prose."""
 
 _SAVED = ("state.json", "dataset_dict.json")
 _README_BYTES = 1 << 20
 _FRONT_MATTER = re.compile(rb"---\r?\n(.*?)\r?\n---", re.DOTALL)
 _DESCRIBED = re.compile(rb"^(configs|dataset_info):", re.MULTILINE)
 _LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
-"""Folders of Python's library that are not part of the default text: what is not its source, and tests."""
+"""Folders of Python's library that are left out of the default text: tests, and code that is not part of the
+library."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """What one path of the data leads to: its kind, and its files with their lengths, in order."""
+    """The data at one path: kind, and files with their lengths, in order."""
 
     path: Path
     kind: str
@@ -56,31 +57,32 @@ class DataSource:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(size for _, size in self.files)
 
 
 def find(paths: Sequence[str], data_format: str = "auto") -> list[DataSource]:
-    """What paths lead to, in the order given; of a folder: every file below it, sorted, hidden ones and empty ones
-    apart. Without paths: the source text of Python's standard library. With `data_format` "text" each file is a text.
+    """Find the data at each path, in the given order. A folder contributes every file below it, sorted, except hidden
+    and empty files. Without paths: the source of Python's standard library. With `data_format` "text", each file is
+    a text.
 
     Raises:
-        ConfigurationError: a path is missing or cannot be read, is no regular file, holds files of several kinds, or
-            nothing at all; or a file without a suffix of another kind is no text.
+        ConfigurationError: a path is missing, unreadable, empty or not a regular file, a folder mixes kinds, or a text
+            file is not text.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
         return [_source(library, TEXT, _library_sources(library))]
-    found = [_found(Path(path).absolute(), data_format) for path in paths]
-    for source in found if data_format == "auto" else ():
+    sources = [_found(Path(path).absolute(), data_format) for path in paths]
+    for source in sources if data_format == "auto" else ():
         _check_prose(source)
         for file, _ in source.files if source.kind == TEXT else ():
             check_text(file)
-    return found
+    return sources
 
 
 def _check_prose(source: DataSource) -> None:
-    """Refuse text files that are all of one format for records, whose syntax would be trained on."""
+    """Refuse text files that are all in a record format, because a model would be trained on the syntax."""
     suffixes = {file.suffix.lower() for file, _ in source.files}
     if source.kind == TEXT and suffixes <= _RECORDS:
         raise ConfigurationError(
@@ -90,10 +92,10 @@ def _check_prose(source: DataSource) -> None:
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:
-    """Several sources of one kind as one.
+    """Merge several sources of one kind.
 
     Raises:
-        ConfigurationError: they are of several kinds, or several datasets.
+        ConfigurationError: the sources are of several kinds, or are several datasets.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -132,19 +134,19 @@ def _of_folder(folder: Path, data_format: str) -> DataSource:
     for file, _ in files:
         kinds.setdefault(_kind_of(file, data_format), file)
     if len(kinds) > 1:
-        told = " and ".join(f"{kind} ({file.relative_to(folder)})" for kind, file in list(kinds.items())[:3])
+        mix = " and ".join(f"{kind} ({file.relative_to(folder)})" for kind, file in list(kinds.items())[:3])
         raise ConfigurationError(
-            f"{folder} holds {told}; name the files of one kind with --data, or say --data-format text to read the "
+            f"{folder} holds {mix}; name the files of one kind with --data, or say --data-format text to read the "
             "bytes of all"
         )
     return _source(folder, next(iter(kinds), TEXT), [file for file, _ in files])
 
 
 def _source(path: Path, kind: str, files: Sequence[Path]) -> DataSource:
-    found = tuple((file, size) for file in files if (size := _length(file)))
-    if not found:
+    sizes = tuple((file, size) for file in files if (size := _length(file)))
+    if not sizes:
         raise ConfigurationError(f"there is no text in {path}")
-    return DataSource(path, kind, found)
+    return DataSource(path, kind, sizes)
 
 
 def _kind_of(path: Path, data_format: str) -> str:
@@ -155,7 +157,7 @@ def _kind_of(path: Path, data_format: str) -> str:
 
 
 def _is_described(folder: Path) -> bool:
-    """Whether a folder is a copy of a dataset's repository, whose README says which files are which split."""
+    """Return True if a folder is a copy of a dataset repository with a README that lists splits."""
     try:
         with open_regular(folder / "README.md") as file:
             front_matter = _FRONT_MATTER.match(file.read(_README_BYTES))
@@ -165,10 +167,10 @@ def _is_described(folder: Path) -> bool:
 
 
 def _length(path: Path) -> int:
-    """The length of a regular file, to which a link may lead."""
+    """Return the length of a regular file; follows links."""
     try:
         str(path).encode("utf-8")
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
     except UnicodeEncodeError:
@@ -177,31 +179,31 @@ def _length(path: Path) -> int:
         ) from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ConfigurationError(f"the data file {path} is no regular file but a pipe, a device or a socket")
-    return found.st_size
+    return status.st_size
 
 
 def _files_below(folder: Path) -> list[Path]:
-    found = []
+    paths = []
 
     def stop(error: OSError) -> None:
         raise unreadable(Path(error.filename or folder), error)
 
-    for here, folders, names in os.walk(folder, onerror=stop):
+    for root, folders, names in os.walk(folder, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
-            if os.path.islink(os.path.join(here, name)):
+            if os.path.islink(os.path.join(root, name)):
                 warnings.warn(
-                    f"{os.path.join(here, name)} is a link to a folder, whose files are not read; name the folder with "
+                    f"{os.path.join(root, name)} is a link to a folder, whose files are not read; name the folder with "
                     "--data if they are data",
                     stacklevel=2,
                 )
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+        paths += [Path(root, name) for name in names if not name.startswith(".")]
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def _library_sources(library: Path) -> list[Path]:
-    below = (path.relative_to(library) for path in library.rglob("*.py"))
-    kept = [path for path in below if not _LEFT_OUT.intersection(path.parts)]
-    return [library / path for path in sorted(kept, key=Path.as_posix)]
+    relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
+    sources = [path for path in relative_paths if not _LEFT_OUT.intersection(path.parts)]
+    return [library / path for path in sorted(sources, key=Path.as_posix)]

@@ -1,8 +1,8 @@
-"""Batches that are there when their step begins: a thread prepares the next ones while a step runs.
+"""Batches that are ready when their step begins: a thread prepares the next batches while a step runs.
 
 The interface is that of torchdata's StatefulDataLoader: an iterator of batches with `state_dict` and `load_state_dict`.
-Since a batch is a pure function of seed and step, the state is these two and the digest of the data, and no batch has
-to be skipped after a resume.
+A batch is a pure function of seed and step, so the state is the seed, the step and the digest of the data. A resume
+does not need to skip batches.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 from quantshard.errors import CheckpointError
 
 AHEAD = 2
-"""Batches that are prepared before they are asked for."""
+"""The number of batches to prepare ahead."""
 
 
 class BatchLoader:
-    """One process's share of each step's batch, on its device.
+    """One rank's share of each step's batch, on its device.
 
     Args:
-        make: the batch of a step, a pure function.
-        device: where batches go; to a GPU from pinned memory, on a stream of its own.
-        last: the last step that there is a batch of.
-        identity: what a checkpoint's state must agree with: "seed" and "corpus".
+        make: pure function that returns the batch of a step.
+        device: destination of the batches; a GPU copies from pinned memory on a separate stream.
+        last: last step that has a batch.
+        identity: values that must match the state in a checkpoint: "seed" and "corpus".
 
-    `waited`: the seconds that the last call of `batch` waited. An error of `make` is raised by the call for its step.
+    `waited`: seconds that the last call of `batch` waited. An error in `make` is raised by the call for its step.
     """
 
     def __init__(
@@ -44,21 +44,22 @@ class BatchLoader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def batch(self, step: int) -> Tensor:
-        """The batch of a step; the ones after it are prepared meanwhile."""
-        began = time.perf_counter()
-        while self._ready and self._ready[0][0] != step:  # asked for out of turn, as after a restore
+        """Return the batch of a step, and start to prepare the following ones."""
+        start = time.perf_counter()
+        # out of order, e.g. after a restore
+        while self._ready and self._ready[0][0] != step:
             self._ready.popleft()[1].cancel()
         if not self._ready:
             self._prepare(step)
-        batch, copied = self._ready.popleft()[1].result()
-        if copied is not None:
+        batch, copy_done = self._ready.popleft()[1].result()
+        if copy_done is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_event(copied)
+            current.wait_event(copy_done)
             batch.record_stream(current)
-        self.step, self.waited = step, time.perf_counter() - began
-        following = self._ready[-1][0] if self._ready else step
-        for more in range(following + 1, min(self.last, step + AHEAD) + 1):
-            self._prepare(more)
+        self.step, self.waited = step, time.perf_counter() - start
+        last_prepared = self._ready[-1][0] if self._ready else step
+        for next_step in range(last_prepared + 1, min(self.last, step + AHEAD) + 1):
+            self._prepare(next_step)
         return batch
 
     def _prepare(self, step: int) -> None:
@@ -69,22 +70,22 @@ class BatchLoader:
         if self._stream is None:
             return batch.to(self.device), None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            moved = batch.pin_memory().to(self.device, non_blocking=True)
-            return moved, self._stream.record_event()
+            device_batch = batch.pin_memory().to(self.device, non_blocking=True)
+            return device_batch, self._stream.record_event()
 
     def __iter__(self) -> Iterator[Tensor]:
         while self.step < self.last:
             yield self.batch(self.step + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: the last step, and what the order of the data follows from."""
+        """Return the state for a checkpoint: the last step, and what determines the order of the data."""
         return {"step": self.step, **self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the step of a state; one of an earlier release says nothing of the data.
+        """Continue after the step of a state. States of earlier releases have no `identity`.
 
         Raises:
-            CheckpointError: it is of other data, or of another seed.
+            CheckpointError: the state belongs to other data or another seed.
         """
         for name, value in self.identity.items():
             if state.get(name, value) != value:
@@ -95,5 +96,5 @@ class BatchLoader:
         self.step = int(state["step"])
 
     def close(self) -> None:
-        """Prepare nothing more. Called at the end of a training, and after an error."""
+        """Stop preparing batches; called at the end of training and after an error."""
         self._pool.shutdown(wait=False, cancel_futures=True)

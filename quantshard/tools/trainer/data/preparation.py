@@ -1,8 +1,8 @@
-"""What a run's data settings come to: its corpus, with tokens made of texts where a run cannot read them as they are.
+"""Prepares a run's data: builds the corpus, and tokenizes texts that cannot be read at random positions.
 
-Order is a function of seed and step, so a run reads windows at any place: from text files whose bytes are the tokens,
-or from token shards. What is neither is made into shards here, before a run begins, in a folder whose name ends in the
-digest of what they follow from; the settings that the run records name that folder instead.
+The order of the data is a function of seed and step, so a run reads windows at any position: from text files (bytes are
+tokens) or from token shards. Other sources are tokenized into shards before the run starts. The name of the shards'
+folder ends in a digest of all inputs, and the run records that folder as its data.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from quantshard.tools.trainer.settings.schema import shown_value
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
-"""Of the tokens of a model that is built here. cuBLAS multiplies by a head of 50257 rows in kernels that read one
-element at a time: at 125 TFLOP/s on an H200, whose large BF16 products run at 790 (benchmarks/RESULTS.md)."""
+"""Multiple for the vocabulary of built-in models. cuBLAS multiplies by a head of 50257 rows in kernels that read one
+element at a time: 125 TFLOP/s on an H200, where large BF16 products reach 790 (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What is known of the tokens of a run's data.
+    """Properties of the tokens of a run's data.
 
-    `tokenizer`: what makes them; None where nobody said. `path`: where its files are; "" of bytes. `digest`: of it, as
-    the corpus says it.
+    `tokenizer`: tokenizer; None if unknown. `path`: path of its files; "" for bytes. `digest`: its digest in the
+    corpus. `vocabulary`: number of tokens. `end_of_document`: token that ends documents.
     """
 
     tokenizer: Tokenizer | None
@@ -48,10 +48,10 @@ class TokenFacts:
 class Preparation:
     """The data of a new run.
 
-    `settings`: with what follows from the tokenizer, before tokens are made. `described`: a corpus without documents.
+    `settings`: settings with values from the tokenizer, before tokenization. `described`: corpus without documents.
 
     Raises:
-        ConfigurationError: data are missing, or do not go with the tokenizer or each other.
+        ConfigurationError: data are missing, or do not match the tokenizer or each other.
     """
 
     def __init__(self, settings: TrainSettings) -> None:
@@ -69,27 +69,28 @@ class Preparation:
         self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
 
     def unused(self) -> list[str]:
-        """Lines on settings of reading that nothing of these data asks for. No errors: a run's config.toml names the
-        tokens that were made of its texts, beside the settings by which they were read."""
+        """Return warnings about data settings without effect. They are not errors, because the config.toml of a run
+        names tokenized data next to the settings for its original texts."""
         settings, kinds = self.settings, {source.kind for source in [*self._sources, *self._heldout]}
-        made = kinds - {RAW, SHARDS} - (set() if self._facts.path else {TEXT})
-        needed = {
+        tokenized = kinds - {RAW, SHARDS} - (set() if self._facts.path else {TEXT})
+        requirements = {
             "text_field": ("JSON lines, parquet or a dataset", kinds & {JSONL, PARQUET, DATASET}),
             "data_split": ("a dataset", kinds & {DATASET}),
-            "token_cache": ("data that are made into tokens", made),
+            "token_cache": ("data that are made into tokens", tokenized),
         }
         return [
             f"WARNING: {name} = {shown_value(getattr(settings, name))} does nothing: it is about {what}, and the data "
             f"are {' and '.join(sorted(kinds))}"
-            for name, (what, found) in needed.items()
-            if not found and getattr(settings, name) != getattr(TrainSettings, name)
+            for name, (what, matches) in requirements.items()
+            if not matches and getattr(settings, name) != getattr(TrainSettings, name)
         ]
 
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
-        """The settings that the run records, and its corpus. `folder`: for tokens, if the settings name none.
+        """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of
+        tokens if the settings name none.
 
         Raises:
-            ConfigurationError: data cannot be read, or hold what is no token.
+            ConfigurationError: the data cannot be read, or contain tokens out of range.
         """
         settings, facts = self.settings, self._facts
         cache = Path(settings.token_cache) if settings.token_cache else folder
@@ -97,21 +98,22 @@ class Preparation:
         is_same = readable == [source.path for source in self._sources]
         data = settings.data if is_same else tuple(map(str, readable))
         heldout = tuple(str(_readable(source, facts, settings, cache)) for source in self._heldout)
-        data_format = settings.data_format if is_same else "auto"  # for what became shards is no text any more
+        # shards are not text
+        data_format = settings.data_format if is_same else "auto"
         corpus = collect(data, heldout, like=self.described, data_format=data_format)
         return replace(settings, data=data, heldout_data=heldout, data_format=data_format), corpus
 
 
 def _padded(facts: TokenFacts, settings: TrainSettings) -> int:
-    """The tokens of a model that is built for a tokenizer. Bytes stay 257, as few as they are; weights that are there
-    already have the rows that they have."""
+    """Return the vocabulary of a model for a tokenizer, padded if that is faster. Byte vocabularies (257) and existing
+    weights are not padded."""
     is_of_tokens = facts.tokenizer is None or bool(facts.digest)
     pads = is_of_tokens and settings.is_by_sizes and not settings.init_from
     return rounded_up(facts.vocabulary) if pads else facts.vocabulary
 
 
 def rounded_up(vocabulary: int) -> int:
-    """The rows of a table of tokens that GPUs multiply by fast."""
+    """Round a vocabulary up to a multiple that is fast on GPUs."""
     return -(-vocabulary // _MULTIPLE) * _MULTIPLE
 
 
@@ -141,9 +143,10 @@ def _facts(settings: TrainSettings, sources: Sequence[DataSource]) -> TokenFacts
 def _named(
     settings: TrainSettings, sources: Sequence[DataSource], indices: Sequence[tuple[Path, ShardIndex]]
 ) -> TokenFacts:
-    """The tokenizer that the settings name, or that shards were made with, or none where nobody said, or bytes."""
+    """Return the properties of the tokenizer from the settings, else from the shards, else unknown or bytes."""
     if settings.end_of_document and not settings.tokenizer:
-        load_tokenizer("", settings.end_of_document)  # says what is wrong with that
+        # raises with an explanation
+        load_tokenizer("", settings.end_of_document)
     if settings.tokenizer:
         return _of(load_tokenizer(settings.tokenizer, settings.end_of_document), settings.tokenizer)
     if indices and indices[0][1].tokenizer != BYTES_DIGEST:
@@ -175,7 +178,7 @@ def _of(tokenizer: Tokenizer, path: str) -> TokenFacts:
 
 
 def _readable(source: DataSource, facts: TokenFacts, settings: TrainSettings, cache: Path) -> Path:
-    """Where a run reads a source: where it is, or the shards that are made of it."""
+    """Return the path that a run reads for a source: the source itself, or shards made from it."""
     if source.kind in (RAW, SHARDS) or (source.kind == TEXT and not facts.path):
         return source.path
     assert facts.tokenizer is not None, source

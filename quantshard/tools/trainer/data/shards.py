@@ -1,11 +1,11 @@
-"""Token shards: `.bin` files of whole numbers, and the index that makes a folder of them a data set.
+"""Token shards: `.bin` files of integers, and the index that makes a folder of them a data set.
 
-    quantshard_tokens.json    how many tokens and documents, of which vocabulary, in which files, with their SHA-256
-    00000.bin, 00001.bin      tokens one after the other, uint16 or uint32, little endian, as nanoGPT reads them
-    tokenizer/                a copy of the tokenizer's files, so that the folder is whole
+    quantshard_tokens.json    number of tokens and documents, vocabulary, files and their SHA-256
+    00000.bin, 00001.bin      tokens, uint16 or uint32, little endian, as nanoGPT reads them
+    tokenizer/                a copy of the tokenizer's files, so that the folder is complete
 
-A folder may come from anybody. Of the index each field has a range, files have names of their own in it, and their
-lengths are compared; what it says of contents is compared by whoever reads these.
+A folder is untrusted. Each field of the index has a range, files must be in the folder, and their lengths are checked.
+The reader of the contents checks their SHA-256.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _HEADER_BYTES = 1024
 _HEADERS = {20240520: "uint16", 20240801: "uint32"}
-"""First numbers of the token files of llm.c and modded-nanogpt, which have a header, and the dtype each stands for."""
+"""Magic numbers of token files with a header, as in llm.c and modded-nanogpt, and the dtype of each."""
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """One file of tokens: its name, how many tokens and documents it holds, and its SHA-256."""
+    """One file of tokens: name, number of tokens, number of documents, SHA-256."""
 
     file: str
     tokens: int
@@ -51,10 +51,10 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What the index of a folder says.
+    """The index of a folder of shards.
 
-    `key`: digest of what the shards follow from: the sources, the tokenizer and the options. `tokenizer`: its digest.
-    `end_text`: the token that ends documents, as text; "" of bytes.
+    `key`: digest of all inputs: sources, tokenizer and options. `tokenizer`: digest of the tokenizer. `end_text`: text
+    of the token that ends documents; "" for bytes.
     """
 
     key: str
@@ -67,26 +67,26 @@ class ShardIndex:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def documents(self) -> int:
-        """Documents of all shards."""
+        """Number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
     def content(self) -> dict[str, Any]:
-        """What is written."""
+        """Return the index as a JSON object."""
         total = {"tokens": self.tokens, "documents": self.documents}
         return {"format": FORMAT, "version": VERSION, **total, **asdict(self)}
 
     def sizes(self, folder: Path) -> tuple[tuple[Path, int], ...]:
-        """The shards that hold anything, and their lengths as they are on disk.
+        """Return the non-empty shards with their lengths on disk.
 
         Raises:
-            ConfigurationError: one is missing, or is not as long as the index says.
+            ConfigurationError: a shard is missing, or its length differs from the index.
         """
-        found = []
+        result = []
         for shard in self.shards:
             path, expected = folder / shard.file, shard.tokens * TOKEN_DTYPES[self.dtype].itemsize
             try:
@@ -99,15 +99,15 @@ class ShardIndex:
                     f"{expected}; make the shards anew by quantshard tokenize"
                 )
             if size:
-                found.append((path, size))
-        return tuple(found)
+                result.append((path, size))
+        return tuple(result)
 
 
 def read_index(folder: Path) -> ShardIndex:
-    """The index of a folder of token shards.
+    """Read the index of a folder of token shards.
 
     Raises:
-        ConfigurationError: it is none; the field is named.
+        ConfigurationError: the index is invalid; the message names the field.
     """
     where = folder / INDEX
     content = foreign.read_json(where, FILE_BYTES["index"])
@@ -141,10 +141,10 @@ def read_index(folder: Path) -> ShardIndex:
 
 
 def shard_entry(entry: object, where: str) -> ShardEntry:
-    """A shard as an index or a journal says it.
+    """Parse a shard's entry in an index or a journal.
 
     Raises:
-        ConfigurationError: it says none.
+        ConfigurationError: the entry is invalid.
     """
     if not isinstance(entry, dict):
         raise ConfigurationError(f"{where} is not an object")
@@ -158,26 +158,27 @@ def shard_entry(entry: object, where: str) -> ShardEntry:
 
 
 def _number(fields: FieldReader, name: str, least: int, most: int) -> int:
-    found = fields.integer(name, least, most)
-    if found is None:
+    value = fields.integer(name, least, most)
+    if value is None:
         raise fields.wrong(name, "given")
-    return found
+    return value
 
 
 def _digest(fields: FieldReader, name: str) -> str:
-    found = fields.text(name) or ""
-    if not _SHA256.fullmatch(found):
+    digest = fields.text(name) or ""
+    if not _SHA256.fullmatch(digest):
         raise fields.wrong(name, "a SHA-256")
-    return found
+    return digest
 
 
 def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
-    """The dtype and the bytes of the header of a token file without an index: that of llm.c has one, nanoGPT's none.
+    """Return the dtype and the header length of a token file without an index. Files of llm.c have a header, those of
+    nanoGPT do not.
 
-    `dtype`: what the vocabulary says.
+    `dtype`: dtype that follows from the vocabulary, for files without a header.
 
     Raises:
-        ConfigurationError: its length is no whole number of tokens, or not the one in its header.
+        ConfigurationError: the length is not a whole number of tokens, or contradicts the header.
     """
     header = 0
     try:
@@ -201,6 +202,6 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
 
 
 def tokenizer_copy(folder: Path) -> str:
-    """Where the copy of the tokenizer is; "" if there is none."""
+    """Return the path of the tokenizer's copy; "" if there is no copy."""
     copy = folder / TOKENIZER
     return str(copy) if os.path.isdir(copy) and not os.path.islink(copy) else ""

@@ -1,8 +1,8 @@
-"""The texts of a source, divided into parts of about one size, each of which becomes a shard of tokens.
+"""The texts of a source, divided into parts of similar size; each part becomes a token shard.
 
-How a source is divided follows from its files and the size alone, not from the number of processes. A part is a list of
-pieces: whole files of text, ranges of bytes of JSON lines, row groups of parquet, rows of a saved dataset. A text comes
-in chunks, so that memory is bounded however long a document is.
+The division depends only on the source's files and the part size, not on the number of processes. A part is a list of
+pieces: whole text files, byte ranges of JSON lines, row groups of parquet, or rows of a saved dataset. Long texts are
+read in chunks, which bounds memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantshard.tools.trainer.data.finding import DATASET, JSONL, PARQUET, TEXT,
 from quantshard.tools.trainer.data.tokenizer import library
 
 CHUNK_CHARACTERS = 1 << 20
-"""The most characters of a text file that are one chunk."""
+"""The most characters of a text file in one chunk."""
 
 OVERLAP = 1 << 12
 """Characters of its neighbours that a chunk repeats on each side."""
@@ -36,8 +36,11 @@ _ROWS = 1024
 
 
 class Piece(NamedTuple):
-    """A part of one file: `first` to `last` are bytes of JSON lines, row groups of parquet, rows of a dataset, parts of
-    a streamed one; all of a text. `size`: its bytes, more or less."""
+    """A part of one file.
+
+    `first`, `last`: range of bytes (JSON lines), row groups (parquet), rows (dataset) or shards (streamed dataset); the
+    whole file for texts. `size`: approximate number of bytes.
+    """
 
     file: str
     first: int
@@ -48,10 +51,8 @@ class Piece(NamedTuple):
 class Chunk(NamedTuple):
     """A document's text, or a part of it.
 
-    text: the characters, those of the overlaps included.
-    ends: whether the document ends here.
-    before: characters at the start that belong to the previous chunks.
-    after: characters at the end that belong to the next chunks.
+    text: characters, including the overlaps. ends: whether the document ends here. before: number of characters at the
+    start that belong to the previous chunks. after: number of characters at the end that belong to the next chunks.
     """
 
     text: str
@@ -61,17 +62,17 @@ class Chunk(NamedTuple):
 
 
 class TextOptions(NamedTuple):
-    """Where texts are found: the key or column of JSON lines, parquet and datasets, and a dataset's split."""
+    """Location of texts: the key or column in JSON lines, parquet and datasets, and the split of a dataset."""
 
     field: str = "text"
     split: str = "train"
 
 
 def divide(source: DataSource, size: int, options: TextOptions) -> list[list[Piece]]:
-    """The parts of a source, of about `size` bytes each, in order.
+    """Divide a source into parts of about `size` bytes each, in order.
 
     Raises:
-        ConfigurationError: it cannot be read, or has no such column or split.
+        ConfigurationError: the source cannot be read, or lacks the column or split.
     """
     parts: list[list[Piece]] = []
     room = 0
@@ -93,7 +94,8 @@ def _pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Pie
             yield Piece(str(path), 0, length, length)
         elif source.kind == JSONL:
             yield from (
-                Piece(str(path), at, min(at + size, length), min(size, length - at)) for at in range(0, length, size)
+                Piece(str(path), offset, min(offset + size, length), min(size, length - offset))
+                for offset in range(0, length, size)
             )
         else:
             assert source.kind == PARQUET, source.kind
@@ -103,10 +105,10 @@ def _pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Pie
 
 
 def chunks(kind: str, piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    """The texts of a piece. A document without any is left out.
+    """Yield the texts of a piece; empty documents are skipped.
 
     Raises:
-        ConfigurationError: it cannot be read, or a document has no text; it is named.
+        ConfigurationError: the piece cannot be read, or a document has no text; the message names it.
     """
     reader = {TEXT: _text_chunks, JSONL: _line_chunks, PARQUET: _parquet_chunks, DATASET: _dataset_chunks}[kind]
     return reader(piece, options)
@@ -116,22 +118,22 @@ def chunks(kind: str, piece: Piece, options: TextOptions) -> Iterator[Chunk]:
 
 
 def _text_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    """Cut a file, which is one document, into overlapping chunks, if possible between lines."""
+    """Split a file, which is one document, into overlapping chunks, between lines if possible."""
     path, text, begin = Path(piece.file), "", 0
     try:
         with open_regular(path, follow=True) as file:
             characters = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             while True:
-                wanted = begin + CHUNK_CHARACTERS + OVERLAP
-                while len(text) < wanted and (more := characters.read(wanted - len(text))):
-                    text += more
+                target = begin + CHUNK_CHARACTERS + OVERLAP
+                while len(text) < target and (addition := characters.read(target - len(text))):
+                    text += addition
                 if len(text) <= begin + CHUNK_CHARACTERS:
                     break
                 line_start = text.rfind("\n", begin, begin + CHUNK_CHARACTERS) + 1
                 end = line_start or begin + CHUNK_CHARACTERS
                 yield Chunk(text[: end + OVERLAP], False, begin, len(text[end : end + OVERLAP]))
-                kept = max(0, end - OVERLAP)
-                text, begin = text[kept:], end - kept
+                next_start = max(0, end - OVERLAP)
+                text, begin = text[next_start:], end - next_start
     except UnicodeDecodeError:
         raise ConfigurationError(
             f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes, "
@@ -151,7 +153,7 @@ def _is_packed(path: Path) -> bool:
 
 @contextmanager
 def _opened_lines(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked if it is packed."""
+    """Open a file for reading bytes, decompressed if necessary."""
     with ExitStack() as stack:
         file: Any = stack.enter_context(open_regular(path, follow=True))
         if path.name.lower().endswith(".gz"):
@@ -163,23 +165,24 @@ def _opened_lines(path: Path) -> Iterator[BinaryIO]:
 
 
 def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
-    """Of each line that begins in the piece the text under the key `options.field`."""
+    """Yield the text under the key `options.field` from each line that starts in the piece."""
     path, is_packed = Path(piece.file), _is_packed(Path(piece.file))
     try:
         with _opened_lines(path) as file:
-            at, most = piece.first, _most_bytes(path, is_packed)
-            if at:  # the line that the piece before has begun is its own
-                file.seek(at - 1)
-                at += len(_line(file, path, at)) - 1
-            while (is_packed or at < piece.last) and (line := _line(file, path, at)):
+            offset, limit = piece.first, _most_bytes(path, is_packed)
+            # a line that started in the previous piece belongs there
+            if offset:
+                file.seek(offset - 1)
+                offset += len(_line(file, path, offset)) - 1
+            while (is_packed or offset < piece.last) and (line := _line(file, path, offset)):
                 if line.strip():
-                    text = _field_of(line, f"{path}, byte {at}", options.field)
+                    text = _field_of(line, f"{path}, byte {offset}", options.field)
                     if text:
                         yield Chunk(text, ends=True)
-                at += len(line)
-                if at > most:
+                offset += len(line)
+                if offset > limit:
                     raise ConfigurationError(
-                        f"{path} unpacks to more than {most} bytes, {UNPACKED_RATIO} times its own; unpack it first"
+                        f"{path} unpacks to more than {limit} bytes, {UNPACKED_RATIO} times its own; unpack it first"
                     )
     except (OSError, EOFError, ValueError, zlib.error) as error:
         if isinstance(error, ConfigurationError):
@@ -188,7 +191,7 @@ def _line_chunks(piece: Piece, options: TextOptions) -> Iterator[Chunk]:
 
 
 def _most_bytes(path: Path, is_packed: bool) -> float:
-    """How many bytes of lines are read of a file."""
+    """Return the limit on bytes to read from a file."""
     return max(UNPACKED_BYTES, UNPACKED_RATIO * foreign.regular_size(path, follow=True)) if is_packed else math.inf
 
 
@@ -202,15 +205,15 @@ def _line(file: BinaryIO, path: Path, at: int) -> bytes:
 def _field_of(line: bytes, where: str, field: str) -> str:
     try:
         foreign.check_json_values(line)
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ConfigurationError(f"{where}: the line is not a JSON object")
-    if field not in found:
-        keys = ", ".join(map(shown, list(found)[:8]))
+    if field not in record:
+        keys = ", ".join(map(shown, list(record)[:8]))
         raise ConfigurationError(f"{where}: the object has no {field!r}, only {keys}; name the text with --text-field")
-    return _checked_text(found[field], where, field)
+    return _checked_text(record[field], where, field)
 
 
 def _checked_text(value: object, where: str, field: str) -> str:
@@ -228,10 +231,11 @@ def _checked_text(value: object, where: str, field: str) -> str:
 def _parquet(path: Path, options: TextOptions) -> Iterator[Any]:
     parquet = library("pyarrow.parquet", f"the data file {path}")
     try:
-        with open_regular(path, follow=True) as opened, parquet.ParquetFile(opened) as file:
+        with open_regular(path, follow=True) as stream, parquet.ParquetFile(stream) as file:
             check_column(file.schema_arrow.names, options.field, str(path))
             yield file
-    except (OSError, ValueError, NotImplementedError, KeyError) as error:  # pyarrow's are of these
+    # the types that pyarrow's errors derive from
+    except (OSError, ValueError, NotImplementedError, KeyError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"cannot read the data file {path}: {' '.join(str(error).split())[:200]}") from None
@@ -257,11 +261,11 @@ def _column_chunks(column: Iterable[Any], where: str, first_row: int, field: str
 def _dataset_pieces(source: DataSource, size: int, options: TextOptions) -> Iterator[Piece]:
     data = open_dataset(source.path, options.split, options.field)
     if hasattr(data, "num_rows"):
-        rows, held = data.num_rows, max(1, data.data.nbytes)
-        step = max(1, rows * size // held)
+        rows, num_bytes = data.num_rows, max(1, data.data.nbytes)
+        step = max(1, rows * size // num_bytes)
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            yield Piece(str(source.path), first, last, held * (last - first) // rows)
+            yield Piece(str(source.path), first, last, num_bytes * (last - first) // rows)
     else:
         for number in range(data.num_shards):
             yield Piece(str(source.path), number, number + 1, size)

@@ -1,9 +1,8 @@
-"""A source made into token shards: in parallel, each shard in one move, and gone on with after a stop.
+"""Tokenizes a source into shards: in parallel, with atomic writes, and resumable.
 
-Which texts a shard holds follows from the source and the options alone (`texts.divide`), so any number of processes
-makes the same files. The process that was called writes a journal, one line for each shard that is finished; the next
-call with the same source, tokenizer and options makes those that are missing. The index takes the journal's place at
-the end.
+The texts of a shard depend only on the source and the options (`texts.divide`), so any number of processes writes the
+same files. The calling process keeps a journal with one line per finished shard. A later call with the same source,
+tokenizer and options writes the missing shards. At the end the index replaces the journal.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from quantshard.tools.trainer.data.texts import Chunk, Piece, TextOptions, chunk
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, load_tokenizer, tokenizer_contents
 
 SHARD_BYTES = 100_000_000
-"""Bytes of the texts of one shard."""
+"""Bytes of text per shard."""
 
 _AT_ONCE = 1 << 20
-"""Characters that a tokenizer is given at once."""
+"""Characters per call of the tokenizer."""
 
 _MOST_SHARDS = 100_000
 _JOURNAL_BYTES = 256 << 20
@@ -51,8 +50,7 @@ _JOURNAL_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What makes a shard of each part of a source: `tokenizer`, `end_of_document`, `digest` are those of
-    `load_tokenizer`."""
+    """The inputs of all shards of a source. `tokenizer`, `end_of_document`, `digest`: arguments of `load_tokenizer`."""
 
     folder: str
     kind: str
@@ -68,12 +66,12 @@ class ShardedSource:
 
     Args:
         source: texts of any kind.
-        tokenizer: what makes tokens of them.
-        path: where its files are; "" of bytes.
-        options: where texts are found.
-        shard_bytes: bytes of texts that become one shard.
+        tokenizer: tokenizer of the texts.
+        path: path of the tokenizer's files; "" for bytes.
+        options: location of the texts.
+        shard_bytes: bytes of text per shard.
 
-    `key`: the digest of all that the shards follow from. Reads the source, for its digest.
+    `key`: digest of all inputs of the shards. The constructor reads the source to compute it.
     """
 
     def __init__(
@@ -86,12 +84,12 @@ class ShardedSource:
         self.key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def write(self, folder: Path, processes: int = 0) -> ShardIndex:
-        """Make the shards that are missing, and then the index, in a folder that is new or was begun with these.
+        """Write the missing shards, then the index, to a new folder or one with unfinished shards of the same inputs.
 
-        `processes`: 0 is one for each CPU.
+        `processes`: number of processes; 0: one per CPU.
 
         Raises:
-            ConfigurationError: the folder holds anything else, a text cannot be read, or there is none.
+            ConfigurationError: the folder holds other files, a text cannot be read, or there is no text.
         """
         _check_folder(folder)
         parts = self._parts()
@@ -118,10 +116,10 @@ class ShardedSource:
 
     def _written(self, folder: Path, parts: tuple[tuple[Piece, ...], ...], processes: int) -> ShardIndex:
         if os.path.lexists(folder / INDEX):
-            found = read_index(folder)
-            self._check_key(folder, found.key)
-            found.sizes(folder)
-            return found
+            index_on_disk = read_index(folder)
+            self._check_key(folder, index_on_disk.key)
+            index_on_disk.sizes(folder)
+            return index_on_disk
         done = self._resumed(folder, len(parts))
         tokenizer = self.tokenizer
         job = TokenizeJob(
@@ -151,36 +149,37 @@ class ShardedSource:
             )
 
     def _resumed(self, folder: Path, parts: int) -> dict[int, ShardEntry]:
-        """The shards that an earlier call has finished, by number; begins a journal if there is none."""
-        found: dict[int, ShardEntry] = {}
+        """Return the shards that an earlier call has finished, by number; start a journal if there is none."""
+        done: dict[int, ShardEntry] = {}
         if not os.path.lexists(folder / JOURNAL):
             outputs.write_file(folder / JOURNAL, json.dumps({"key": self.key}) + "\n", within=folder)
-            return found
+            return done
         first, *lines = read_regular(folder / JOURNAL, _JOURNAL_BYTES).split(b"\n")
         self._check_key(folder, str(_record(first).get("key")))
         width = TOKEN_DTYPES[token_dtype(self.tokenizer.vocabulary)].itemsize
         for record in map(_record, lines):
             number = record.pop("part", None)
             if type(number) is not int or not 0 <= number < parts:
-                continue  # the line that was being written
+                # a line that was cut off
+                continue
             entry = shard_entry(record, str(folder / JOURNAL))
             with suppress(OSError):
                 if entry.file == _name(number) and (folder / entry.file).stat().st_size == entry.tokens * width:
-                    found[number] = entry
-        if found:
-            screen.say(f"{folder} has {len(found)} shards already; going on with the others")
+                    done[number] = entry
+        if done:
+            screen.say(f"{folder} has {len(done)} shards already; going on with the others")
         if lines[-1:] != [b""]:
             outputs.append_text(folder / JOURNAL, "\n", within=folder)
-        return found
+        return done
 
 
 def _cpus() -> int:
-    """Those that this process may use."""
+    """Return the number of CPUs that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_folder(folder: Path) -> None:
-    """See that nothing but tokens is in a folder."""
+    """Refuse a folder that contains anything except tokens."""
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
@@ -205,17 +204,17 @@ def _name(number: int) -> str:
 
 
 def _made(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple[int, ShardEntry]]:
-    """The shards as they are finished, with a bar in a terminal."""
+    """Yield shards as they are finished, with a progress bar in a terminal."""
     sizes = {number: sum(piece.size for piece in job.parts[number]) for number in missing}
     console = screen.Screen()
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(sizes.values()))
-        at_once = min(processes, len(missing))
+        num_processes = min(processes, len(missing))
         finished = 0
         for number, entry in (
-            _in_processes(job, missing, at_once)
-            if at_once > 1
+            _in_processes(job, missing, num_processes)
+            if num_processes > 1
             else _here(job, missing, lambda count: bar.advance(task, count))
         ):
             finished += sizes[number]
@@ -224,14 +223,15 @@ def _made(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple
 
 
 def _here(job: TokenizeJob, missing: set[int], told: Callable[[int], object]) -> Iterator[tuple[int, ShardEntry]]:
-    """In this process; the tokenizers library has threads of its own."""
+    """Write shards in this process; the tokenizers library has its own threads."""
     for number in sorted(missing):
         yield number, make_shard(job, number, told)
 
 
 def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterator[tuple[int, ShardEntry]]:
-    context = multiprocessing.get_context("spawn")  # this process has threads, of which a fork has none
-    others = set(multiprocessing.active_children())
+    # fork would lose this process's threads
+    context = multiprocessing.get_context("spawn")
+    other_children = set(multiprocessing.active_children())
     with _importing_nothing_here():
         pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
     try:
@@ -244,8 +244,9 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
             "a process that made tokens was killed, perhaps for want of memory; give the same command again, with "
             "fewer --processes"
         ) from None
-    except BaseException:  # an error, or Ctrl-C: what they are at is not waited for
-        for process in set(multiprocessing.active_children()) - others:
+    # after an error or Ctrl-C, do not wait for running work
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - other_children:
             process.terminate()
         raise
     finally:
@@ -254,9 +255,10 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
 
 @contextmanager
 def _importing_nothing_here() -> Iterator[None]:
-    """Start processes in the root folder: Python 3.10 puts the working directory first in the path of their imports."""
+    """Start processes in the root folder: Python 3.10 puts the working directory first in the path of imports."""
     folder = os.getcwd()
-    os.chdir(os.sep)  # multiprocessing has each process return to the working directory later
+    # multiprocessing restores the working directory in each process later
+    os.chdir(os.sep)
     try:
         yield
     finally:
@@ -264,8 +266,9 @@ def _importing_nothing_here() -> Iterator[None]:
 
 
 def _begin(parent: int) -> None:
-    """In each process: one thread, no part in Ctrl-C, and no life without the one that asks."""
-    if os.getppid() != parent:  # it was killed while this one started
+    """Set up a worker process: one thread, ignore Ctrl-C, exit with the parent."""
+    # the parent was killed while this process started
+    if os.getppid() != parent:
         end_at_once(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -273,7 +276,7 @@ def _begin(parent: int) -> None:
 
 
 def make_shard(job: TokenizeJob, number: int, told: Callable[[int], object] = lambda count: None) -> ShardEntry:
-    """Make one shard. `told`: how many characters were done.
+    """Write one shard. `told`: called with the number of characters done.
 
     Raises:
         ConfigurationError: a text cannot be read, or the shard cannot be written.
@@ -297,12 +300,12 @@ def make_shard(job: TokenizeJob, number: int, told: Callable[[int], object] = la
 
 @lru_cache(1)
 def _tokenizer(path: str, end_of_document: str, digest: str) -> Tokenizer:
-    """Once in each process."""
+    """Load the tokenizer, once per process."""
     return load_tokenizer(path, end_of_document, digest if path else "")
 
 
 def _whole_chunks(job: TokenizeJob, number: int) -> Iterator[Chunk]:
-    """The chunks of a part; halves of surrogate pairs, which no encoding has, are replaced."""
+    """Yield the chunks of a part; lone surrogates, which no encoding can represent, are replaced."""
     replaced = 0
     for piece in job.parts[number]:
         for chunk in chunks(job.kind, piece, job.options):
@@ -320,7 +323,7 @@ def _whole_chunks(job: TokenizeJob, number: int) -> Iterator[Chunk]:
 def _encoded(
     tokenizer: Tokenizer, pieces: Iterable[Chunk], told: Callable[[int], object]
 ) -> Iterator[tuple[Sequence[int], bool]]:
-    """The tokens of chunks, and whether a document ends after them. Whole documents are encoded several at once."""
+    """Yield the tokens of chunks, and whether a document ends after them. Whole documents are encoded in batches."""
     for is_whole, group in groupby(pieces, lambda chunk: chunk.ends and not chunk.before):
         if not is_whole:
             yield from _joined(tokenizer, group, told)
@@ -346,10 +349,10 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
 def _joined(
     tokenizer: Tokenizer, pieces: Iterable[Chunk], told: Callable[[int], object]
 ) -> Iterator[tuple[Sequence[int], bool]]:
-    """The tokens of documents in overlapping chunks, which are those of each document encoded at once.
+    """Yield the tokens of documents in overlapping chunks; equal to encoding each document in one call.
 
-    A chunk's first and last tokens depend on where it was cut. So two chunks are joined inside their overlap: where a
-    token of both begins, at the boundary or after it.
+    The first and last tokens of a chunk depend on where it was cut. Two chunks are therefore joined inside their
+    overlap, at a position where tokens of both start, at the boundary or after it.
     """
     ids, starts, seam = np.empty(0, np.int64), np.empty(0, np.int64), 0
     for chunk in pieces:
@@ -366,7 +369,8 @@ def _joined(
             yield ids[starts >= seam].tolist(), True
         length = len(chunk.text) - chunk.before - chunk.after
         told(length)
-        starts -= length  # relative to the next boundary
+        # relative to the next boundary
+        starts -= length
         seam -= length
 
 

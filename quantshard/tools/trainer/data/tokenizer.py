@@ -1,8 +1,8 @@
-"""What turns texts into tokens and back: bytes by default, or a tokenizer of `tokenizers` or `transformers`.
+"""Converts texts to tokens and back: bytes by default, or a tokenizer of `tokenizers` or `transformers`.
 
-A tokenizer is files, and files come from anybody: they are read with a limit, and of a run that is resumed nothing is
-parsed before its digest is the recorded one. No code of a folder is run (`trust_remote_code` stays off) and nothing is
-fetched. What looks like a special token in a text is text: ends of documents come from us alone.
+Tokenizer files are untrusted: they are read with a size limit, and a resumed run parses nothing before the digest is
+checked. No code from a folder runs (`trust_remote_code` stays off) and nothing is downloaded. Special tokens in a text
+are encoded as plain text; only quantshard inserts ends of documents.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END_OF_DOCUMENT = 256
 VOCABULARY = 257
 
 BYTES_DIGEST = hashlib.sha256(b"bytes").hexdigest()
-"""What stands for the tokenizer of bytes in the index of token shards."""
+"""Digest of the byte tokenizer in the index of token shards."""
 
 FAST = "tokenizer.json"
 _MOST_TOKENS = 1 << 24
@@ -38,9 +38,10 @@ _TOLD = 8
 
 
 class Tokenizer(Protocol):
-    """Texts to tokens and back.
+    """A tokenizer.
 
-    `vocabulary`: tokens are below it. `end_of_document`: the token that follows a document. `digest`: of its files.
+    `vocabulary`: number of tokens. `end_of_document`: token that follows a document. `digest`: digest of the
+    tokenizer's files.
     """
 
     vocabulary: int
@@ -48,37 +49,38 @@ class Tokenizer(Protocol):
     digest: str
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of each text, without any at its begin or end that are not of the text."""
+        """Encode each text, without special tokens at its start or end."""
 
     def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """The tokens of a text, and the character that each begins with."""
+        """Encode a text; return the tokens and the index of the character where each token starts."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Tokens as text to be shown: what is not printable is replaced; an end of a document is a line."""
+        """Decode tokens for display: unprintable characters are replaced, and an end of a document becomes a line."""
 
 
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and END_OF_DOCUMENT."""
+    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT."""
 
     vocabulary, end_of_document, digest = VOCABULARY, END_OF_DOCUMENT, BYTES_DIGEST
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [text.encode("utf-8") for text in texts]
 
     def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """The bytes of a text, and the character that each is of."""
+        """Return the UTF-8 bytes of a text, and the index of each byte's character."""
         encoded = text.encode("utf-8")
         is_first = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
         return encoded, (np.cumsum(is_first) - 1).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """As `text`."""
+        """Decode tokens for display; see `text`."""
         return text(tokens)
 
 
 def text(tokens: Iterable[int]) -> str:
-    """Tokens as text to be shown: what is not printable, or not UTF-8, is replaced; an END_OF_DOCUMENT is a line."""
+    """Decode byte tokens for display: invalid or unprintable characters are replaced, and END_OF_DOCUMENT becomes a
+    line."""
     out = bytearray()
     for token in tokens:
         out += b"\n<end of document>\n" if token == END_OF_DOCUMENT else bytes([token]) if token < 256 else b"\xff"
@@ -94,8 +96,8 @@ class LibraryTokenizer:
 
     Args:
         backend: a `tokenizers.Tokenizer`.
-        end_of_document: the token, by its text.
-        digest: of its files.
+        end_of_document: text of the token that ends a document.
+        digest: digest of the tokenizer's files.
     """
 
     def __init__(self, backend: Any, end_of_document: str, digest: str) -> None:
@@ -110,16 +112,16 @@ class LibraryTokenizer:
         self.end_of_document = _token_of(entries, end_of_document)
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of each text; the library takes as many threads as there are CPUs."""
-        return [each.ids for each in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Encode each text; the library uses one thread per CPU."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """The tokens of a text, and the character that each begins with."""
+        """Encode a text; return the tokens and the index of the character where each token starts."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, [start for start, _ in encoding.offsets]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Tokens as text to be shown; one that the tokenizer has not is left out."""
+        """Decode tokens for display; unknown tokens are skipped."""
         parts: list[list[int]] = [[]]
         for token in tokens:
             if token == self.end_of_document:
@@ -142,55 +144,55 @@ def _token_of(entries: Mapping[str, int], text: str) -> int:
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """The files that make up a tokenizer: a tokenizer.json, or what a folder has.
+    """List the files of a tokenizer: the tokenizer.json itself, or the tokenizer files of a folder.
 
     Raises:
         ConfigurationError: there is none.
     """
-    place = Path(inputs.existing(path, f"a folder with {FAST}"))
-    if not place.is_dir():
-        return [place]
-    found = [file for file in companions(place, "*.model") if file.name != "generation_config.json"]
-    if not found:
+    location = Path(inputs.existing(path, f"a folder with {FAST}"))
+    if not location.is_dir():
+        return [location]
+    files = [file for file in companions(location, "*.model") if file.name != "generation_config.json"]
+    if not files:
         raise ConfigurationError(f"--tokenizer {path} is a folder without {FAST} or the files of another tokenizer")
-    return found
+    return files
 
 
 def has_tokenizer(folder: str) -> bool:
-    """Whether a folder, as one of a model, holds a tokenizer too."""
+    """Return True if a folder, e.g. of a model, also contains a tokenizer."""
     return any((Path(folder) / name).is_file() for name in (FAST, _SPECIAL[0]))
 
 
 def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
-    """The digest of a tokenizer: of names and contents of its files."""
+    """Return the digest of a tokenizer: of the names and contents of its files."""
     lines = "".join(f"{hashlib.sha256(content).hexdigest()} {name}\n" for name, content in sorted(contents.items()))
     return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def tokenizer_contents(path: str) -> dict[str, bytes]:
-    """The files that make up a tokenizer, by name.
+    """Read the files of a tokenizer, by name.
 
     Raises:
-        ConfigurationError: one is missing, or has more bytes than such a file may have.
+        ConfigurationError: a file is missing or too large.
     """
-    found = {}
+    contents = {}
     for file in tokenizer_files(path):
         try:
             name = FAST if file == Path(path) else file.name
-            found[name] = regular_content(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
+            contents[name] = regular_content(file, FILE_BYTES["tokenizer"], follow=file == Path(path))
         except OSError as error:
             raise ConfigurationError(f"cannot read the tokenizer's {file}: {error.strerror or error}") from None
-    return found
+    return contents
 
 
 def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> Tokenizer:
-    """The tokenizer of a folder, or of a tokenizer.json; "" is that of bytes.
+    """Load the tokenizer of a folder or a tokenizer.json; "" is the byte tokenizer.
 
-    `end_of_document`: the token that follows a document, if it is not the one that the folder calls eos_token.
-    `digest`: what the tokenizer's must be, if it is known; nothing is parsed if it is another.
+    `end_of_document`: text of the token that follows a document, if it is not the folder's eos_token. `digest`:
+    expected digest, if known; nothing is parsed if it differs.
 
     Raises:
-        ConfigurationError: it is none, is another, needs a library that is missing, or has no such token.
+        ConfigurationError: no valid tokenizer, another digest, a missing library, or no such token.
     """
     if not path:
         if end_of_document:
@@ -199,21 +201,21 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
             )
         return ByteTokenizer()
     contents = tokenizer_contents(path)
-    found = tokenizer_digest(contents)
-    if digest not in ("", found):
+    actual = tokenizer_digest(contents)
+    if digest not in ("", actual):
         raise ConfigurationError(
             f"{path} is not the tokenizer that the data were made with (its SHA-256 is {digest[:12]}...); name that "
             "one with --tokenizer"
         )
     backend = _backend(path, contents)
-    return LibraryTokenizer(backend, end_of_document or end_token(path, contents, backend), found)
+    return LibraryTokenizer(backend, end_of_document or end_token(path, contents, backend), actual)
 
 
 def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
-    """The token that a tokenizer's files call eos_token.
+    """Return the eos_token in a tokenizer's files.
 
     Raises:
-        ConfigurationError: they name none; which special tokens there are is said.
+        ConfigurationError: there is no eos_token; the message lists the special tokens.
     """
     for name in _SPECIAL:
         content = foreign.json_object(contents[name], f"{path}: {name}", wide=True) if name in contents else {}
@@ -221,16 +223,16 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
             return token
-    special = [each.content for each in backend.get_added_tokens_decoder().values() if each.special]
-    known = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
+    special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
+    hint = f"; its special tokens are {', '.join(map(repr, special[:_TOLD]))}" if special else ""
     raise ConfigurationError(
         f"--tokenizer {path} does not say which token ends a document (eos_token in {_SPECIAL[0]}); name it with "
-        f"--end-of-document TOKEN{known}"
+        f"--end-of-document TOKEN{hint}"
     )
 
 
 def end_text(tokenizer: Tokenizer) -> str:
-    """The text of the token that ends a document; "" of bytes."""
+    """Return the text of the token that ends a document; "" for bytes."""
     return (
         str(tokenizer.backend.id_to_token(tokenizer.end_of_document)) if isinstance(tokenizer, LibraryTokenizer) else ""
     )
@@ -240,20 +242,22 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
     if FAST in contents:
         return _parsed(path, contents[FAST])
     transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
-    with tempfile.TemporaryDirectory() as folder:  # what was digested is what is read
+    # read a copy of the digested contents, not the files
+    with tempfile.TemporaryDirectory() as folder:
         for name, content in contents.items():
             outputs.write_file(Path(folder, name), content)
         try:
             with foreign.hub_offline():
-                made = transformers.AutoTokenizer.from_pretrained(
+                loaded = transformers.AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-            backend = getattr(made, "backend_tokenizer", None)
-        except Exception as error:  # of whatever file it was
+            backend = getattr(loaded, "backend_tokenizer", None)
+        # any file can be invalid in any way
+        except Exception as error:
             raise _no_tokenizer(path, error) from None
     if backend is None:
         raise ConfigurationError(
-            f"--tokenizer {path}: transformers reads it as {type(made).__name__}, which is not one of the tokenizers "
+            f"--tokenizer {path}: transformers reads it as {type(loaded).__name__}, which is not one of the tokenizers "
             f"library; convert it to a {FAST}"
         )
     return backend
@@ -262,11 +266,13 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
 def _parsed(path: str, content: bytes) -> Any:
     tokenizers = library("tokenizers", f"the tokenizer {path}")
     try:
-        json.loads(content)  # before the library is given it: one that is deep, or none
+        # reject malformed or deeply nested JSON before the library parses it
+        json.loads(content)
         return tokenizers.Tokenizer.from_str(content.decode("utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of Rust is no Exception
+    # a Rust panic is not an Exception
+    except BaseException as error:
         raise _no_tokenizer(path, error) from None
 
 
@@ -276,10 +282,10 @@ def _no_tokenizer(path: str, error: BaseException) -> ConfigurationError:
 
 
 def library(name: str, what: str) -> Any:
-    """A library that reads some data and is not needed for others.
+    """Import an optional library.
 
     Raises:
-        ConfigurationError: it is not installed; what to install is said.
+        ConfigurationError: it is not installed; the message says what to install.
     """
     try:
         return importlib.import_module(name)

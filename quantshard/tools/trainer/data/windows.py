@@ -1,13 +1,13 @@
-"""Windows of the data, in an order that no process count changes.
+"""Windows of the data, in an order that is independent of the number of ranks.
 
-The windows of a step are a pure function of (seed, step, index in the global batch): each starts where the counter
-generator says. A process computes the indices that are its share, so 1 and 4 processes see the same global batch, and
-a resumed run goes on where it would have been. Of several sources with weights each window's is drawn first, by the
-same generator.
+The windows of a step are a pure function of (seed, step, index in the global batch): the counter-based generator gives
+the start of each. A rank computes its share of the indices, so any number of ranks sees the same global batch, and a
+resumed run continues the same sequence. With several weighted sources, the same generator first draws the source of
+each window.
 
-The last part of each source is held out, or documents of their own are: training windows lie wholly before the
-boundary, evaluated ones wholly after it. Files are read, and not mapped: one that became shorter is an error then,
-where a map would end the process.
+The end of each source is held out, or separate documents are. Training windows lie entirely before the boundary,
+evaluation windows entirely after it. Files are read instead of memory-mapped, because a file that became shorter then
+raises an error instead of crashing the process.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
 from quantshard.tools.trainer.data.documents import TOKEN_DTYPES, Corpus, Document, unreadable
 
-_ORDER_STREAM, _SOURCE_STREAM = 0, 2  # 1 is that of generated texts
+_ORDER_STREAM, _SOURCE_STREAM = 0, 2  # stream 1 is used by generated texts
 _WORDS = 1 << 32
 _MOST_OPEN = 64
 
 
 class FileReader:
-    """The files that were read last, which stay open: a window is one system call. Threads may share it."""
+    """Keeps recently read files open, so that a window is one system call. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
@@ -46,10 +46,10 @@ class FileReader:
         weakref.finalize(self, _close, self._files)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Bytes of a regular file from a place on; fewer if it ends before.
+        """Read bytes of a regular file from `offset`; fewer at the end of the file.
 
         Raises:
-            ConfigurationError: it cannot be read.
+            ConfigurationError: the file cannot be read.
         """
         with self._lock:
             try:
@@ -70,7 +70,7 @@ def _close(files: dict[Path, BinaryIO]) -> None:
 
 
 class TokenStream:
-    """The documents of a source, one after the other. `corpus`: what is known of its tokens."""
+    """The concatenated documents of a source. `corpus`: properties of the tokens."""
 
     def __init__(self, documents: Sequence[Document], corpus: Corpus) -> None:
         self.documents, self.corpus, self._files = documents, corpus, FileReader()
@@ -78,20 +78,20 @@ class TokenStream:
         self.tokens = self._ends[-1]
 
     def window(self, start: int, width: int) -> Tensor:
-        """Tokens [start, start + width) of the stream, int64."""
+        """Return tokens [start, start + width) of the stream, int64."""
         pieces: list[Tensor] = []
-        at, left = bisect_right(self._ends, start), width
-        while left:
-            document = self.documents[at]
-            offset = start - (self._ends[at] - document.tokens)
-            length = min(left, document.stored - offset)
+        index, remaining = bisect_right(self._ends, start), width
+        while remaining:
+            document = self.documents[index]
+            offset = start - (self._ends[index] - document.tokens)
+            length = min(remaining, document.stored - offset)
             if length:
                 pieces.append(self._read(document, offset, length))
-                left -= length
-            if left and not document.dtype:
+                remaining -= length
+            if remaining and not document.dtype:
                 pieces.append(torch.tensor([self.corpus.end_of_document], dtype=torch.int64, device="cpu"))
-                left -= 1
-            at, start = at + 1, self._ends[at]
+                remaining -= 1
+            index, start = index + 1, self._ends[index]
         return torch.cat(pieces)
 
     def _read(self, document: Document, offset: int, length: int) -> Tensor:
@@ -102,28 +102,28 @@ class TokenStream:
                 f"the data file {document.path} became shorter than the {document.size} bytes that the run was started "
                 "with"
             )
-        found = torch.from_numpy(np.frombuffer(content, kind).astype(np.int64))
-        if document.dtype and int(found.max()) >= self.corpus.vocabulary:
+        ids = torch.from_numpy(np.frombuffer(content, kind).astype(np.int64))
+        if document.dtype and int(ids.max()) >= self.corpus.vocabulary:
             raise ConfigurationError(
-                f"the data file {document.path} has changed: from token {offset} on it holds {int(found.max())}, which "
+                f"the data file {document.path} has changed: from token {offset} on it holds {int(ids.max())}, which "
                 f"is none of the {self.corpus.vocabulary} tokens"
             )
-        return found
+        return ids
 
 
 class SourceWindows:
-    """The windows of one source: where they may start. `kept`: tokens at its end that are held out."""
+    """The windows of one source. `kept`: number of held-out tokens at its end."""
 
     def __init__(self, stream: TokenStream, width: int, kept: int) -> None:
         self.stream, self.width = stream, width
         self.boundary = stream.tokens - kept
 
     def training(self, word: int) -> Tensor:
-        """The window that a random word of 64 bits means."""
+        """Return the window that a random 64-bit integer selects."""
         return self.stream.window(word % (self.boundary - self.width + 1), self.width)
 
     def heldout(self, most: int) -> list[Tensor]:
-        """At most `most` windows, evenly spaced over the held-out part."""
+        """Return at most `most` windows, evenly spaced over the held-out part."""
         room = self.stream.tokens - self.boundary - self.width
         if room < 0:
             return []
@@ -133,13 +133,12 @@ class SourceWindows:
 
 
 class Windows:
-    """Windows of seq_length + 1 tokens of a corpus: inputs, and the same moved by one as targets.
+    """Windows of seq_length + 1 tokens: inputs, and the targets shifted by one.
 
     Args:
         corpus: the documents.
-        seq_length: tokens that the model reads at once.
-        heldout: share of each source, at its end, that is kept for evaluation; 0 keeps none, and so do documents of
-            the corpus that are held out themselves.
+        seq_length: tokens per sequence of the model.
+        heldout: share of each source, at its end, for evaluation; ignored if the corpus has held-out documents.
 
     Raises:
         ConfigurationError: a source is too short.
@@ -161,10 +160,10 @@ class Windows:
         self._limits = [round(_WORDS * sum_ / total) for sum_ in accumulate(self.weights)][:-1]
 
     def _source(self, stream: TokenStream, share: float) -> SourceWindows:
-        kept = max(self.width, round(stream.tokens * share)) if share else 0
-        source = SourceWindows(stream, self.width, kept)
+        num_heldout = max(self.width, round(stream.tokens * share)) if share else 0
+        source = SourceWindows(stream, self.width, num_heldout)
         if source.boundary < self.width:
-            raise self._too_short("text", stream, f" and {kept} held-out tokens")
+            raise self._too_short("text", stream, f" and {num_heldout} held-out tokens")
         return source
 
     def _too_short(self, what: str, stream: TokenStream, more: str) -> ConfigurationError:
@@ -174,37 +173,37 @@ class Windows:
         )
 
     def batch(self, seed: int, step: int, first: int, count: int) -> Tensor:
-        """Windows `first` to `first + count` of the global batch of a step: int64 [count, seq_length + 1]."""
-        words = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
-        chosen = self.chosen(seed, step, first, count)
-        drawn = zip(chosen, words.tolist(), strict=True)
-        return torch.stack([self.sources[source].training(high << 32 | low) for source, (low, high) in drawn])
+        """Return windows `first` to `first + count` of a step's global batch: int64 [count, seq_length + 1]."""
+        random_bits = numerics.random_words(seed, step, _ORDER_STREAM, (first + count, 2), (first, 0), (count, 2))
+        source_indices = self.chosen(seed, step, first, count)
+        draws = zip(source_indices, random_bits.tolist(), strict=True)
+        return torch.stack([self.sources[source].training(high << 32 | low) for source, (low, high) in draws])
 
     def chosen(self, seed: int, step: int, first: int, count: int) -> list[int]:
-        """The source of each of these windows."""
+        """Return the source index of each of these windows."""
         if len(self.sources) == 1:
             return [0] * count
-        words = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
-        return [bisect_right(self._limits, word) for [word] in words.tolist()]
+        random_bits = numerics.random_words(seed, step, _SOURCE_STREAM, (first + count, 1), (first, 0), (count, 1))
+        return [bisect_right(self._limits, word) for [word] in random_bits.tolist()]
 
     def counts(self, seed: int, step: int, count: int) -> list[int]:
-        """How many windows of a step's global batch are of each source."""
-        found = Counter(self.chosen(seed, step, 0, count))
-        return [found[source] for source in range(len(self.sources))]
+        """Return the number of windows per source in a step's global batch."""
+        counter = Counter(self.chosen(seed, step, 0, count))
+        return [counter[source] for source in range(len(self.sources))]
 
     def heldout(self, most: int) -> Tensor:
-        """At most `most` windows, evenly spaced over what is held out, of each source by its weight:
-        int64 [n, seq_length + 1]."""
+        """Return at most `most` evenly spaced held-out windows, divided over sources by weight: int64 [n, seq_length +
+        1]."""
         if self.apart is not None:
-            found = self.apart.heldout(most)
+            windows = self.apart.heldout(most)
         else:
             shares = _apportioned(most, self.weights)
-            found = [w for source, share in zip(self.sources, shares, strict=True) for w in source.heldout(share)]
-        return torch.stack(found) if found else torch.empty(0, self.width, dtype=torch.int64, device="cpu")
+            windows = [w for source, share in zip(self.sources, shares, strict=True) for w in source.heldout(share)]
+        return torch.stack(windows) if windows else torch.empty(0, self.width, dtype=torch.int64, device="cpu")
 
 
 def _apportioned(count: int, weights: Sequence[float]) -> list[int]:
-    """A number divided by weights: whole parts, then one more for the largest remainders."""
+    """Divide a number by weights: integer parts first, then one more for the largest remainders."""
     exact = [count * weight / math.fsum(weights) for weight in weights]
     parts = [int(part) for part in exact]
     order = sorted(range(len(parts)), key=lambda i: (parts[i] - exact[i], i))
