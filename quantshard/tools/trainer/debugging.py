@@ -59,11 +59,11 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     """Resolve a run to its last complete checkpoint, or a checkpoint to its run.
 
     Args:
-        checkpoints: place of the run's checkpoints, if the user named it.
+        checkpoints: location of the run's checkpoints, if the user named it.
 
     Raises:
         ConfigurationError: `source` is neither a run nor a checkpoint of one, or its recipes quantize nothing.
-        CheckpointError: the place of the checkpoints cannot be listed.
+        CheckpointError: the checkpoints cannot be listed.
     """
     location = Path(inputs.existing(source, "a run, or a checkpoint of one"))
     is_run = "://" not in source and (location / "config.toml").is_file()
@@ -102,8 +102,12 @@ def _corpus_here(run: RunDir, recorded: Mapping[str, Any]) -> Corpus:
 class DebugReport:
     """The cost of quantization on one batch.
 
-    `loss`, `exact_loss`: loss under the recipe and in float32. `gradient`: relative error of the full gradient.
-    `gemms`: errors of GEMMs. `layers`: errors of layers, empty unless requested.
+    Args:
+        loss: loss under the recipe.
+        exact_loss: loss in float32.
+        gradient: relative error of the gradient of all parameters.
+        gemms: errors of GEMMs.
+        layers: errors of layers; empty unless requested.
     """
 
     loss: float

@@ -164,7 +164,7 @@ class Trainer:
         return sums
 
     def _clip(self, norm: Tensor) -> None:
-        """Clip the gradient, whose norm over all ranks is `norm`."""
+        """Clip the gradient, given its norm over all ranks."""
         # expert-parallel weights are on another mesh than the rest
         by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
         for param in self.model.parameters():
@@ -339,8 +339,8 @@ class Trainer:
             return
         if done < settings.steps:
             self.sample(last_saved)
-        more = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
-        self.progress.note(f"done: {last_saved} steps{more}, saved in {self.run.checkpoint(last_saved)}")
+        suffix = f", and no more were asked for (steps = {settings.steps})" if done >= settings.steps else ""
+        self.progress.note(f"done: {last_saved} steps{suffix}, saved in {self.run.checkpoint(last_saved)}")
 
     def record(
         self, step: int, loss: float, norm: float, seconds: float, heldout: float | None, heldout_ema: float | None

@@ -99,10 +99,10 @@ class RunDir:
         """
         if not self.path.exists() or (self.path.is_dir() and self._is_free()):
             return
-        instead = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
+        advice = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
         if not self.path.is_dir() or not self._has_checkpoint():
-            instead = "it holds no checkpoint to go on from, so remove it if you want its place"
-        raise ConfigurationError(f"{self.path} exists: {instead}, or name another --run")
+            advice = "it holds no checkpoint to go on from, so remove it if you want its place"
+        raise ConfigurationError(f"{self.path} exists: {advice}, or name another --run")
 
     def _is_free(self) -> bool:
         checkpoints = self.path / _CHECKPOINTS
@@ -165,7 +165,7 @@ class RunDir:
         return None if settings.is_by_sizes else read_layout_json(self.model / CONFIGURATION)
 
     def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
-        """Write or replace `config.toml`, and mark the place of the checkpoints as this run's."""
+        """Write or replace `config.toml`, and mark the location of the checkpoints as this run's."""
         self.follow(settings)
         self._mark_place()
         self.write(self.config, _config(settings, launch, corpus))
@@ -221,7 +221,7 @@ class RunDir:
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def follow(self, settings: TrainSettings) -> None:
-        """Use the place of checkpoints in the settings from now on."""
+        """Use the location of checkpoints in the settings from now on."""
         self.checkpoints = settings.checkpoints or self.path / _CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path | str:
@@ -233,21 +233,21 @@ class RunDir:
         """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending.
 
         Raises:
-            CheckpointError: the place cannot be listed.
+            CheckpointError: the checkpoints cannot be listed.
         """
         store, path = locate(self.checkpoints)
         try:
             names = store.names(path)
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
-            steps_ = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
-            complete = [step for step in steps_ if self._is_complete(step)]
+            numbers = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
+            complete = [step for step in numbers if self._is_complete(step)]
         except NotADirectoryError:
             raise CheckpointError(
                 f"{self.checkpoints} is no folder, in which checkpoints are kept; name another"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
-        return complete, [step for step in steps_ if step not in complete]
+        return complete, [step for step in numbers if step not in complete]
 
     def _is_complete(self, step: int) -> bool:
         """Check completeness as the Manager does. Where the store cannot rename, the manifest is written last."""
@@ -255,12 +255,14 @@ class RunDir:
         return checkpoints.is_complete(path) if store.renames else store.is_file(store.join(path, MANIFEST))
 
     def check_place(self, named: bool) -> None:
-        """Check that checkpoints outside of the run's folder belong to the run. `named`: the user named the place now.
+        """Check that checkpoints outside of the run's folder belong to the run. `named`: the user just named their
+        location.
 
-        A malicious `config.toml` could otherwise name a place of other checkpoints, whose oldest would then be removed.
+        A malicious `config.toml` could otherwise name another run's checkpoints, and the oldest of these would be
+        removed.
 
         Raises:
-            ConfigurationError: the place was not named and is not marked as this run's.
+            ConfigurationError: the location was not named and is not marked as this run's.
         """
         if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
             return
@@ -271,12 +273,12 @@ class RunDir:
         )
 
     def look_in(self, named: str | None) -> None:
-        """Choose where to look for checkpoints: the place that the user named now, or the place in the settings if it
+        """Choose where to look for checkpoints: the location that the user just named, or the one in the settings if it
         is local and marked as the run's. A URL from `config.toml` alone is never contacted, because the file is
         untrusted.
 
         Raises:
-            ConfigurationError: the settings name a URL, or the place is not marked as this run's.
+            ConfigurationError: the settings name a URL, or the location is not marked as this run's.
         """
         if named is not None:
             self.checkpoints = named or self.path / _CHECKPOINTS
@@ -295,7 +297,7 @@ class RunDir:
             )
 
     def _marked(self) -> str:
-        """Return the run that the mark of an outside place names; "" if there is no mark."""
+        """Return the run in the mark next to outside checkpoints; "" if there is no mark."""
         store, path = locate(self.checkpoints)
         try:
             return str(json_object(store.read(store.join(path, _OF_RUN), _OF_RUN_BYTES), _OF_RUN)["run"])
@@ -419,8 +421,8 @@ class RunDir:
 
 
 def run_of_checkpoint(checkpoint: str) -> RunDir | None:
-    """Return the run that owns a checkpoint: the run whose folder contains it, or the run that a local mark names. A
-    mark is untrusted, so it counts only if that run's settings name the place. None if there is no such run.
+    """Return the run that owns a checkpoint: the run around it, or the run that a local mark names. A mark is
+    untrusted, so it counts only if that run's settings name the location. None if there is no such run.
 
     Raises:
         ConfigurationError: the mark, or the configuration of the run that it names, is damaged or a link.

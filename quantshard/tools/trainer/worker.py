@@ -48,20 +48,25 @@ _CHANGES = 20
 """The most changes of the environment that a resume lists."""
 _DATA = ("data", "heldout_data")
 _PREPARED = frozenset((*_DATA, "tokenizer", "end_of_document", "vocabulary"))
-"""Settings whose detected values a run records."""
+"""Settings that a run records with their detected values."""
 _PATHS = 5
 """The most data paths that a message names."""
 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """A worker's task.
+    """The task of a worker.
 
-    `resume`: continue from the last complete checkpoint. `launched`: started by `launch`, so exit when the launcher is
-    gone. `new`: settings of a run that rank 0 creates first. `overrides`: settings that `resume` changes: "data" looks
-    for the data at the new path, "recipe" requantizes the weights, "preset" rounds masters and moments. `lossy`: also
-    requantize weights without masters. `copy_to`: where to save the loaded state again; "" for nowhere. `restart`:
-    `--auto-resume`: create the run, or resume it with those settings of `new` that are in `given`.
+    Args:
+        resume: continue from the last complete checkpoint.
+        launched: `launch` started this worker, so exit when the launcher is gone.
+        new: settings of a run that rank 0 creates first.
+        overrides: settings that `resume` changes. "data": look for the data there; "recipe": requantize the weights;
+            "preset": round masters and moments.
+        lossy: also requantize weights without masters.
+        copy_to: where to save the loaded state again; "" for nowhere.
+        restart: create the run or, if it exists, resume it with those settings of `new` that are in `given`.
+        given: names of the settings that the user gave.
     """
 
     resume: bool
@@ -76,12 +81,17 @@ class WorkerJob:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The setup that rank 0 broadcasts: settings, [launch] and [corpus] tables, configuration of a transformers model.
+    """The setup that rank 0 reads and broadcasts to all ranks.
 
-    `incomplete`: steps whose checkpoint is incomplete. `left`: the run's previous mesh, if its number of ranks differs.
-    `again`: the run existed before. `restores`: a checkpoint is loaded. `requantize`, `lossy`: whether to requantize
-    weights of another recipe, and whether also those without masters. `edited`: one message per edited setting of
-    `config.toml`.
+    Args:
+        settings: settings of the run.
+        launched, corpus: tables [launch] and [corpus] of `config.toml`.
+        incomplete: steps that have only an incomplete checkpoint.
+        left: previous mesh of the run, if the number of ranks changed.
+        again, restores: whether the run existed before, and whether a checkpoint is loaded.
+        requantize, lossy: whether to requantize weights of another recipe, and whether also those without masters.
+        configuration: configuration of a transformers model, or None.
+        edited: one message per edited setting of `config.toml`.
     """
 
     settings: TrainSettings
@@ -192,7 +202,7 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
         if any(run.holds_tokens(path) or (cache and Path(path).is_relative_to(cache)) for path in getattr(before, name))
     ]
     if derived:
-        derived.append("data_format")  # the flag names the format of the texts, the run that of the tokens
+        derived.append("data_format")  # the flag describes the texts, not the tokens made from them
     if not new.vocabulary:
         derived.append("vocabulary")  # derived from the tokenizer, or by another release's rule
     compared = [name for name in given if name not in derived]
@@ -223,8 +233,8 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
 
     def announce() -> None:
         if settings.data:
-            more = len(settings.data) - _PATHS
-            paths = ", ".join(settings.data[:_PATHS]) + (f" and {more} more" if more > 0 else "")
+            num_more = len(settings.data) - _PATHS
+            paths = ", ".join(settings.data[:_PATHS]) + (f" and {num_more} more" if num_more > 0 else "")
             screen.say(f"reading the data of the run: {paths}")
 
     corpus = data.from_table(recorded)
@@ -286,7 +296,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
     with trainer.manager:
         restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if task.restores else None
         done = 0 if restored is None else restored.step
-        if place.rank == 0 and task.again:  # only now, when nothing can fail any more
+        if place.rank == 0 and task.again:  # only now, because nothing before this point changes the run
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
         if place.rank == 0 and task.again:  # after the record, so that a kill in between loses nothing
@@ -326,10 +336,10 @@ def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trai
     now = environment.current_environment(task.settings, place.device)
     previous = run.last_start() if done else {}
     if previous and (changes := environment.differences(previous.get("environment"), now)):
-        more = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
+        suffix = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
-            f"{'; '.join(changes[:_CHANGES])}{more} (starts.jsonl has both)",
+            f"{'; '.join(changes[:_CHANGES])}{suffix} (starts.jsonl has both)",
             logging.WARNING,
         )
     start = {"step": done, "processes": place.ranks, "mesh": str(trainer.axes), "recipe": task.settings.recipe}

@@ -87,10 +87,14 @@ def _more(found: Sequence[object]) -> str:
 class Corpus:
     """All documents, in order: the documents of each source, then the held-out ones.
 
-    `counts`, `weights`: per source, the number of documents and the share of windows; both empty if all documents form
-    one stream. `heldout_files`: number of documents at the end that are only evaluated on. `tokenizer`: digest; "" if
-    tokens are bytes or the tokenizer is unknown. `vocabulary`: number of tokens. `end_of_document`: token that ends
-    documents.
+    Args:
+        documents: the documents.
+        counts: number of documents per source; empty if all documents form one stream.
+        weights: share of the windows per source; empty like `counts`.
+        heldout_files: number of documents at the end that are only evaluated on.
+        tokenizer: digest of the tokenizer; "" if tokens are bytes or the tokenizer is unknown.
+        vocabulary: number of tokens.
+        end_of_document: token that ends documents.
     """
 
     documents: tuple[Document, ...]
@@ -128,15 +132,17 @@ class Corpus:
         leaked = [
             (held_out.path, by_content[held_out.line]) for held_out in self.heldout if held_out.line in by_content
         ]
-        twice = [path for path, count in Counter(document.path for document in trained).items() if count > 1]
+        duplicates = [path for path, count in Counter(document.path for document in trained).items() if count > 1]
         messages = []
         if leaked:
             messages.append(
                 f"WARNING: {leaked[0][0]} is evaluated on and trained on{_more(leaked)}: it has the contents of "
                 f"{leaked[0][1]}, so held-out losses do not tell how well the model does on other texts"
             )
-        if twice:
-            messages.append(f"WARNING: {twice[0]} is named twice by --data{_more(twice)}, so it is trained on twice")
+        if duplicates:
+            messages.append(
+                f"WARNING: {duplicates[0]} is named twice by --data{_more(duplicates)}, so it is trained on twice"
+            )
         return messages
 
     @property
@@ -205,8 +211,8 @@ def check_vocabulary(corpus: Corpus) -> None:
     Raises:
         ConfigurationError: the vocabulary is too small, or the end of a document differs from the one of bytes.
     """
-    of_bytes = any(not document.dtype for document in corpus.documents)
-    if of_bytes and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
+    has_texts = any(not document.dtype for document in corpus.documents)
+    if has_texts and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
         raise ConfigurationError(
             f"vocabulary = {corpus.vocabulary}, but there are {VOCABULARY} tokens of bytes, the last of them the end "
             "of a document; leave it out, or make it larger"

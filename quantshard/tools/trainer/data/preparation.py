@@ -34,8 +34,12 @@ element at a time: 125 TFLOP/s on an H200, where large BF16 products reach 790 (
 class TokenFacts:
     """Properties of the tokens of a run's data.
 
-    `tokenizer`: tokenizer; None if unknown. `path`: path of its files; "" for bytes. `digest`: its digest in the
-    corpus. `vocabulary`: number of tokens. `end_of_document`: token that ends documents.
+    Args:
+        tokenizer: tokenizer; None if unknown.
+        path: path of the tokenizer's files; "" for bytes.
+        digest: digest of the tokenizer in the corpus.
+        vocabulary: number of tokens.
+        end_of_document: token that ends documents.
     """
 
     tokenizer: Tokenizer | None

@@ -193,10 +193,10 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
             f"{path} has {size} bytes, which is no whole number of tokens of {dtype}; say how many tokens there are "
             "with --vocabulary (more than 65536: uint32), or --data-format text if it is no file of tokens"
         )
-    stored = (size - header) // TOKEN_DTYPES[dtype].itemsize
-    if header and count != stored:
+    actual = (size - header) // TOKEN_DTYPES[dtype].itemsize
+    if header and count != actual:
         raise ConfigurationError(
-            f"{path}: the header counts {count} tokens, the file has {stored}; is it cut off? make it again"
+            f"{path}: the header counts {count} tokens, the file has {actual}; is it cut off? make it again"
         )
     return dtype, header
 

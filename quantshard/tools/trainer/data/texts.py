@@ -51,8 +51,11 @@ class Piece(NamedTuple):
 class Chunk(NamedTuple):
     """A document's text, or a part of it.
 
-    text: characters, including the overlaps. ends: whether the document ends here. before: number of characters at the
-    start that belong to the previous chunks. after: number of characters at the end that belong to the next chunks.
+    Args:
+        text: characters, including the overlaps.
+        ends: whether the document ends here.
+        before: number of characters at the start that belong to the previous chunks.
+        after: number of characters at the end that belong to the next chunks.
     """
 
     text: str
@@ -75,13 +78,13 @@ def divide(source: DataSource, size: int, options: TextOptions) -> list[list[Pie
         ConfigurationError: the source cannot be read, or lacks the column or split.
     """
     parts: list[list[Piece]] = []
-    room = 0
+    remaining = 0
     for piece in _pieces(source, size, options):
-        if not parts or piece.size > room:
+        if not parts or piece.size > remaining:
             parts.append([])
-            room = size
+            remaining = size
         parts[-1].append(piece)
-        room -= piece.size
+        remaining -= piece.size
     return parts
 
 

@@ -255,7 +255,7 @@ def _in_processes(job: TokenizeJob, missing: set[int], processes: int) -> Iterat
 
 @contextmanager
 def _importing_nothing_here() -> Iterator[None]:
-    """Start processes in the root folder: Python 3.10 puts the working directory first in the path of imports."""
+    """Start processes in the root folder, because Python 3.10 puts the working directory first in their import path."""
     folder = os.getcwd()
     # multiprocessing restores the working directory in each process later
     os.chdir(os.sep)

@@ -124,11 +124,11 @@ class SourceWindows:
 
     def heldout(self, most: int) -> list[Tensor]:
         """Return at most `most` windows, evenly spaced over the held-out part."""
-        room = self.stream.tokens - self.boundary - self.width
-        if room < 0:
+        span = self.stream.tokens - self.boundary - self.width
+        if span < 0:
             return []
-        count = min(most, room // self.width + 1)
-        starts = [self.boundary + (room * i // (count - 1) if count > 1 else 0) for i in range(count)]
+        count = min(most, span // self.width + 1)
+        starts = [self.boundary + (span * i // (count - 1) if count > 1 else 0) for i in range(count)]
         return [self.stream.window(start, self.width) for start in starts]
 
 

@@ -59,20 +59,20 @@ def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
     """
     fields = FieldReader(config, f"{where}: config.json")
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
-    instead = "build your model and load into it by quantshard.layouts.load"
+    advice = "build your model and load into it by quantshard.layouts.load"
     biased = fields.flag("attention_bias") or fields.flag("mlp_bias")
     if kind not in _WITH_QK_NORM or biased or fields.flag("use_sliding_window"):
         raise ConfigurationError(
             f"{where}: config.json is of model_type {shown(kind)}; the command builds Llamas and Qwen3 without biases "
-            f"and windows: train the model itself by --model, or {instead}"
+            f"and windows: train the model itself by --model, or {advice}"
         )
     sizes: dict[str, Any] = {}
-    for ours, theirs in {**_LIKE, "vocabulary": "vocab_size"}.items():
-        most = MOST_HEADS if ours in ("heads", "layers") else MOST
-        count = fields.integer(theirs, 2 if ours == "seq_length" else 1, most)
+    for setting, hf_key in {**_LIKE, "vocabulary": "vocab_size"}.items():
+        most = MOST_HEADS if setting in ("heads", "layers") else MOST
+        count = fields.integer(hf_key, 2 if setting == "seq_length" else 1, most)
         if count is None:
-            raise fields.wrong(theirs, "given")
-        sizes[ours] = count
+            raise fields.wrong(hf_key, "given")
+        sizes[setting] = count
     width, eps = fields.integer("head_dim", 1, MOST), fields.number("rms_norm_eps", 1e-30, 1)
     settings = TrainSettings(
         **sizes,

@@ -99,7 +99,7 @@ def _of_its_own(settings: TrainSettings) -> str:
 
 
 def _ways_out(settings: TrainSettings) -> str:
-    """Return advice for weights whose names or sizes belong to another model."""
+    """Return advice for weights with the names or sizes of another model."""
     if settings.is_by_sizes:
         return (
             "--init-from takes the sizes of the model here (--hidden, --layers, --vocabulary, ...); for another model, "

@@ -23,15 +23,18 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(logits: Tensor, targets: Tensor, overwrites: bool = False) -> TokenLosses:
-    """Return the mean cross-entropy -log p and the mean z-loss log(Z)^2, where Z is the denominator of the softmax
-    (Chowdhery et al., 2022, arXiv:2204.02311). The z-loss keeps logits from drifting away.
+    """Return the mean cross-entropy and the mean z-loss of a batch of tokens.
 
-    `logits`: floating [..., vocabulary]. `targets`: int64 [...]; no target is ignored. `overwrites`: backward writes
-    the gradient over the logits if they are contiguous, to save memory. No other code may use the logits then: another
-    backward through them, or a second backward, raises PyTorch's error for tensors modified in place.
+    The z-loss is log(Z)^2, where Z is the denominator of the softmax; it keeps logits from drifting away (Chowdhery et
+    al., 2022, arXiv:2204.02311). Sums are float32, and the gradient is rounded to the logits' dtype once. If a target's
+    logit is -inf, the loss is infinite and the gradient finite, as in `torch.nn.functional.cross_entropy`.
 
-    Sums are float32, and the gradient is rounded to the logits' dtype once. For a target whose logit is -inf the loss
-    is infinite and the gradient finite, as in `torch.nn.functional.cross_entropy`.
+    Args:
+        logits: floating [..., vocabulary].
+        targets: int64 [...]; every target counts.
+        overwrites: let backward write the gradient over the logits, if they are contiguous, to save memory. Other
+            operations must not need the logits' values then: if one saved them for backward, or on a second backward,
+            PyTorch raises its error for tensors modified in place.
     """
     return TokenLosses(*_TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), overwrites))
 

@@ -1,4 +1,4 @@
-"""A decoder layer whose MLP is a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538); a router in high
+"""A decoder layer with a mixture of experts as its MLP (Shazeer et al., 2017, arXiv:1701.06538); a router in high
 precision chooses the experts of each token."""
 
 from __future__ import annotations

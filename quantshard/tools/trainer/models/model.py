@@ -229,7 +229,7 @@ def _of_part(recipes: LayerRecipes, number: int, module: nn.Module, name: str) -
 
 
 def _around(layer: nn.Module) -> Recipe:
-    """Return the recipe for the autocast around a layer whose parts have recipes: the first one that quantizes."""
+    """Return the recipe for the autocast around a layer with recipes per part: the first one that quantizes."""
     recipes = (module.recipe_in(None) for module in layer.modules() if isinstance(module, QuantizedModule))
     return next((recipe for recipe in recipes if recipe is not None and recipe.table), HighPrecision())
 
@@ -400,14 +400,14 @@ def _prefetch(layers: Iterable[nn.Module]) -> None:
 
     FSDP2 prefetches by default in backward only.
     """
-    for layer, following in pairwise(layers):
-        assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
-        layer.set_modules_to_forward_prefetch([following])
+    for layer, next_layer in pairwise(layers):
+        assert isinstance(layer, FSDPModule) and isinstance(next_layer, FSDPModule)
+        layer.set_modules_to_forward_prefetch([next_layer])
 
 
 def losses(model: nn.Module, tokens: Tensor, targets: Tensor) -> TokenLosses:
-    """Compute the losses of a training pass. In the built-in decoder, whose logits have no other user, backward
-    overwrites the logits with their gradient to save memory."""
+    """Compute the losses of a training pass. Nothing else uses the logits of the built-in decoder, so backward
+    overwrites them with their gradient to save memory."""
     return token_losses(logits(model, tokens), targets, overwrites=isinstance(model, LanguageModel))
 
 

@@ -24,11 +24,11 @@ WARM_UP: Final = 3
 
 
 class StepProfile:
-    """Traces `steps` steps of this rank, after the first `WARM_UP` steps; 0: none.
+    """Traces `steps` steps of this rank after the first `WARM_UP` steps; 0 disables tracing.
 
-    The trace RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the snapshot
-    memory-rank-N.pickle in pytorch.org/memory_viz. A CPU has no snapshot; `note` reports this. If training ends early,
-    the steps traced so far are written; `note` reports if there are none.
+    The trace RUN/profile/rank-N.json opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the GPU memory snapshot
+    memory-rank-N.pickle in pytorch.org/memory_viz. `note` reports a missing snapshot (on a CPU) and a training that
+    ended before the first traced step; a shorter trace is written as it is.
 
     If a file cannot be written (e.g. on a host without the run's folder), a warning is shown and training continues,
     because other ranks wait for this one.

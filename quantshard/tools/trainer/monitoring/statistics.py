@@ -17,15 +17,15 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 
 
 class RunStatistics:
-    """Passes a run's statistics, from the step after `done` on, to `record`, and its alarms to `note` as warnings.
+    """Passes statistics of a run to `record`, and alarms to `note` as warnings, from the step after `done` on.
     Collective.
 
-    An alarm is shown as soon as it is known and recorded with its step. Alarms of the loss and of skipped steps are
+    An alarm is shown as soon as it is known and recorded with its step. Alarms about the loss and skipped steps are
     known at once, others one step later, with the sample.
 
-    Of several skipped steps in a row, the first is diagnosed. For finite but too large gradients the optimizer knows
-    the parameter. Otherwise the passes of the step run again to locate the first non-finite value (`first_nonfinite`),
-    if it recurs. The diagnosis changes no state, so losses are the same as without alarms.
+    Only the first of several skipped steps in a row is diagnosed. If its gradients were finite but too large, the
+    optimizer knows the parameter. Otherwise the step's passes run again to locate the first non-finite value
+    (`first_nonfinite`), if it recurs. The diagnosis changes no state, so losses are the same as without alarms.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases trackers, which rank 0 feeds if the settings enable them.
 
-A resumed run continues in the same Weights & Biases run, whose id is in `wandb.json` in the run's folder, and in the
-same TensorBoard folder, where the records of repeated steps are purged.
+A resumed run continues in the same Weights & Biases run (the id is in `wandb.json` in the run's folder) and in the same
+TensorBoard folder, where the records of repeated steps are purged.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ def of_preset(preset: str) -> dict[str, Any]:
         ConfigurationError: the preset is unknown.
     """
     _check_name(f"--preset {preset!r}", preset)
-    decided = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
-    return {"preset": named_preset(preset), "master_weights": True, **decided}
+    automatic = {name: AUTO for name in STATE_SETTINGS if name != "master_weights"}
+    return {"preset": named_preset(preset), "master_weights": True, **automatic}
 
 
 def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def below_flags(file: Mapping[str, Any], flags: Mapping[str, Any], where: str) -
 def above_file(flags: Mapping[str, Any], file: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags to apply above the result of `below_flags`. A flag `AUTO` stands for the value of the preset,
     also if the preset was expanded."""
-    spelled = _is_spelled_out(file, below, flags)
-    return {name: flag for name, flag in flags.items() if not (spelled and name in STATE_SETTINGS and flag == AUTO)}
+    is_expanded = _is_spelled_out(file, below, flags)
+    return {name: flag for name, flag in flags.items() if not (is_expanded and name in STATE_SETTINGS and flag == AUTO)}
 
 
 def _is_spelled_out(file: Mapping[str, Any], below: Mapping[str, Any], flags: Mapping[str, Any]) -> bool:

@@ -24,9 +24,11 @@ _TYPES: dict[type, str] = {
 class SettingType:
     """The type and range of a value.
 
-    `type`: a tuple or list consists of strings. `least`, `most`: bounds of a number, of the length of a string, or of
-    the length of each string of a list. `more`, `less`: exclude the lower or upper bound. `choices`: valid strings;
-    empty for any.
+    Args:
+        type: type; a tuple or list consists of strings.
+        least, most: bounds of a number, of the length of a string, or of the length of each string in a list.
+        more, less: exclude the lower or the upper bound.
+        choices: valid strings; empty for any.
     """
 
     type: type

@@ -2,8 +2,8 @@
 
 Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
 more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2. moe-small
-is our own mixture of experts for one GPU: 157 million parameters without the embedding, of which 25 million are active
-per token.
+is not a published model: a mixture of experts for one GPU, with 157 million parameters outside of the embedding and 25
+million of them active per token.
 """
 
 from __future__ import annotations
