@@ -1,4 +1,7 @@
-"""The command `quantshard`, also as `python -m quantshard` and, for processes that `launch` starts, as a script."""
+"""Entry point of the command line: `quantshard` and `python -m quantshard`.
+
+`launch` also runs this file as a script, for the processes that it starts.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ import sys
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 if __name__ == "__main__":
-    # -m puts the working directory first, a script its own folder; neither may shadow a library.
+    # Python puts the working directory (-m) or this folder (script) first; neither may shadow a library.
     if sys.path[0] in (os.getcwd(), _FOLDER):
         del sys.path[0]
     if os.path.dirname(_FOLDER) not in sys.path:
         sys.path.append(os.path.dirname(_FOLDER))
 
-# multiprocessing starts children with -c, which puts the working directory first; Python 3.10 does not read this.
+# Keeps the working directory off the path of multiprocessing's children, which run by -c. Ignored by Python 3.10.
 os.environ["PYTHONSAFEPATH"] = "1"
 
 from importlib.util import find_spec  # noqa: E402
 
 EXTRA = ("matplotlib", "tomli_w", "typer")
-"""What the extra `cli` of pyproject.toml installs."""
+"""Packages of the extra `cli` in pyproject.toml."""
 
 if missing := [name for name in EXTRA if find_spec(name) is None]:
     sys.exit(f"quantshard: missing packages; run: pip install {' '.join(missing)}")

@@ -1,1 +1,1 @@
-"""What commands show and write: the one place that prints, and the one that writes files."""
+"""Output of commands: the only modules that print or write files."""

@@ -1,4 +1,4 @@
-"""What commands are given: places that must be there."""
+"""Checks of input paths on the command line."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from quantshard.errors import ConfigurationError
 P = TypeVar("P", str, Path)
 
 _URL = re.compile(r"[A-Za-z][\w+.-]+:/")
-"""How a URL begins, also after `Path` took one of its slashes: what is to be said of it is not said here."""
+"""The beginning of a URL, also after `Path` removed a slash. URLs are not checked here."""
 
 _NAMES = 1 << 12
-"""The most names of a folder that are looked at for one that was meant."""
+"""Maximum number of folder entries searched for a similar name."""
 
 
 def existing(path: P, what: str) -> P:
-    """A path that is there, and is no empty folder; a URL as it is.
+    """Return `path` if it exists and is not an empty folder. URLs are returned unchecked.
+
+    Args:
+        what: the expected kind of file, for the error message.
 
     Raises:
-        ConfigurationError: it is missing, with a name that was perhaps meant, or an empty folder; `what` it should be.
+        ConfigurationError: the path is missing (the message suggests a similar name) or is an empty folder.
     """
     text = os.fspath(path)
-    place = Path(text)
+    local_path = Path(text)
     if _URL.match(text):
         return path
     if not text.strip():
         raise ConfigurationError(f"a path is empty; name {what}")
-    if not os.path.lexists(place):
-        raise ConfigurationError(f"there is nothing at {text}{meant_path(place)}; name {what}")
-    if place.is_dir() and not any(place.iterdir()):
+    if not os.path.lexists(local_path):
+        raise ConfigurationError(f"there is nothing at {text}{meant_path(local_path)}; name {what}")
+    if local_path.is_dir() and not any(local_path.iterdir()):
         raise ConfigurationError(f"{text} is an empty folder; name {what}")
     return path
 
 
 def meant_path(path: Path) -> str:
-    """The name beside a missing path that was perhaps meant, or where the path breaks off."""
-    above = path.parent
-    while not above.is_dir() and above != above.parent:
-        path, above = above, above.parent
+    """Suggest an existing path similar to a missing one, searching its deepest existing parent folder."""
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        path, parent = parent, parent.parent
     try:
-        names = sorted(entry.name for _, entry in zip(range(_NAMES), os.scandir(above), strict=False))
+        names = sorted(entry.name for _, entry in zip(range(_NAMES), os.scandir(parent), strict=False))
     except OSError:
         return ""
-    near = get_close_matches(path.name, names, 1, 0.6)
-    return f" (did you mean {above / near[0]}?)" if near else ""
+    matches = get_close_matches(path.name, names, 1, 0.6)
+    return f" (did you mean {parent / matches[0]}?)" if matches else ""

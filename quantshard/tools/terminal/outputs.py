@@ -1,15 +1,15 @@
-"""What commands write: the one place that makes, replaces and continues their files.
+"""Safe file output: the only module that creates, replaces or extends the files of commands.
 
-Somebody else may have prepared the folder that is written into: a run that was sent, an archive, a checkout. A link in
-it with the name of a file of ours could lead to any file of the user's. So
+An attacker can prepare the output folder (a received run, an archive, a checkout) with a link in place of an output
+file, so that a plain write would overwrite another file of the user. Therefore:
 
-- a new file is made under a name that nobody can guess, and moved to its own (`write_file`), or must not be there yet
-  (`create_file`); only a regular file is replaced;
-- only a regular file that has no second name is continued (`append_text`), or cut (`cut_after`);
-- a folder is opened once, and its files are opened relative to what was opened;
-- below a run's folder no link is followed, and the folder must be this user's (`within`).
+- `write_file` creates a file under a random name and renames it; it replaces only regular files. `create_file` requires
+  that the name is free.
+- `append_text` and `cut_after` modify only regular files without a second hard link.
+- A folder is opened once, and its files are opened relative to that descriptor.
+- With `within`, no link below a run's folder is followed, and every folder must belong to this user.
 
-The path of a run, or of a file that the user has named, may lead through links: they are the user's.
+Links in the path of the run itself, or in a path that the user typed, are followed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ _KINDS = {
 
 
 def null_stream() -> TextIO:
-    """Open a stream that drops what is written."""
+    """Open a stream that discards its input."""
     return open(os.devnull, "w", encoding="utf-8")
 
 
 def write_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
-    """Write a file, or replace a regular one, in one move.
+    """Atomically write a file, replacing a regular one.
 
-    `within`: the folder of a run that the file is in; folders below it are made where they are missing.
+    Args:
+        within: folder of the run that contains the file; missing folders below it are created.
 
     Raises:
-        ConfigurationError: something else has the name, the folder is not to be written into, or cannot be.
+        ConfigurationError: `path` is not a regular file, its folder is unsafe, or writing fails.
     """
     with written_file(path, within=within) as file, _told(path):
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
@@ -62,8 +63,9 @@ def write_file(path: Path, content: str | bytes, *, within: Path | None = None) 
 
 @contextmanager
 def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to be written piece by piece, which gets its name at the end, in one move, as `write_file` does it; after
-    an error nothing is left of it.
+    """Open a file for incremental writing, and rename it to `path` at the end of the block.
+
+    After an error the temporary file is removed.
 
     Raises:
         ConfigurationError: as `write_file`.
@@ -74,7 +76,8 @@ def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO
             mode = _replaceable(path, folder)
             new = f".{secrets.token_hex(8)}.new"
             handle = os.open(new, _NEW, 0o666, dir_fd=folder)
-        file = open(handle, "wb")  # closed below: a full disk makes closing raise once more
+        # Closed explicitly below: on a full disk, close() raises again.
+        file = open(handle, "wb")
         try:
             yield file
             with _told(path):
@@ -94,11 +97,12 @@ def written_file(path: Path, *, within: Path | None = None) -> Iterator[BinaryIO
 
 
 def remove_unfinished(folder: Path, *names: str) -> None:
-    """Remove what a process that was killed left of `written_file` in a folder of this user's, and files of these
-    names. Whoever calls it holds the folder's lock.
+    """Remove temporary files that a killed process left in `folder`, and the files `names`.
+
+    The caller must hold the folder's lock.
 
     Raises:
-        ConfigurationError: it is another user's, or one cannot be removed.
+        ConfigurationError: the folder belongs to another user, or a file cannot be removed.
     """
     with _told(folder), _opened(folder, folder) as handle:
         for name in os.listdir(handle):
@@ -107,31 +111,35 @@ def remove_unfinished(folder: Path, *names: str) -> None:
 
 
 def create_file(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a file for writing that is not there yet.
+    """Create a new file and open it for writing.
 
     Raises:
-        ConfigurationError: it is there, or cannot be written.
+        ConfigurationError: the file exists or cannot be created.
     """
     with _told(path), _opened(path.parent, within) as folder:
         return open(os.open(path.name, _NEW, 0o666, dir_fd=folder), "wb")
 
 
 def check_writable(path: Path) -> None:
-    """See that `write_file` would make a file or replace one, before what is to be written there is computed.
+    """Check that `write_file` can write `path`, before its content is computed.
 
     Raises:
-        ConfigurationError: something else has the name, or its folder cannot be opened.
+        ConfigurationError: `path` is not a regular file, or its folder cannot be opened.
     """
     with _told(path), _opened(path.parent, None) as folder:
         _replaceable(path, folder)
 
 
 def check_replaceable(path: Path, is_ours: Callable[[bytes], bool], what: str, advice: str) -> None:
-    """As `check_writable`, of a file that replaces none but one of its kind. `is_ours`: tells it by how it begins;
-    `what`: in words; `advice`: which argument names another place.
+    """Check that `path` is writable and, if it exists, has the expected kind of content.
+
+    Args:
+        is_ours: predicate on the first 4096 bytes of the existing file.
+        what: name of the kind of file, for the error message.
+        advice: option that selects another path, for the error message.
 
     Raises:
-        ConfigurationError: as `check_writable`, or the file is of another kind.
+        ConfigurationError: as `check_writable`, or the existing file is of another kind.
     """
     check_writable(path)
     try:
@@ -146,25 +154,27 @@ def check_replaceable(path: Path, is_ours: Callable[[bytes], bool], what: str, a
 
 
 def append_text(path: Path, text: str, *, within: Path | None = None) -> None:
-    """Write a text after what a file has, or into a new one.
+    """Append a text to a file, creating the file if it is missing.
 
     Raises:
-        ConfigurationError: it is no regular file or has a second name, the folder is not to be written into, or it
-            cannot be written.
+        ConfigurationError: `path` is not a regular file or has several hard links, its folder is unsafe, or writing
+            fails.
     """
     with _told(path), _opened(path.parent, within) as folder:
         _continuable(path, folder)
         with open(os.open(path.name, _MORE, 0o666, dir_fd=folder), "ab") as file:
-            _check_single(path, os.fstat(file.fileno()))  # it may be another one by now
+            # Checked again, because another process could have replaced the file since.
+            _check_single(path, os.fstat(file.fileno()))
             file.write(text.encode("utf-8"))
 
 
 def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | None = None) -> None:
-    """Cut a file behind the last line that is said to be the last, which is looked for from the end; if none is, to
-    nothing.
+    """Truncate a file after its last line for which `is_last` is true, searching from the end.
+
+    If there is no such line, the file becomes empty.
 
     Raises:
-        ConfigurationError: as of `append_text`.
+        ConfigurationError: as `append_text`.
     """
     with _told(path), _opened(path.parent, within) as folder:
         with open(os.open(path.name, _CHANGED, dir_fd=folder), "r+b") as file:
@@ -173,28 +183,28 @@ def cut_after(path: Path, is_last: Callable[[bytes], bool], *, within: Path | No
 
 
 def _end_of_last(file: BinaryIO, is_last: Callable[[bytes], bool]) -> int:
-    """Where the last such line ends; `held` is what of the file is looked at, from `start` on."""
-    start, held = file.seek(0, os.SEEK_END), b""
+    """Byte offset after the last line for which `is_last` is true, or 0. `tail` holds the bytes from `start` on."""
+    start, tail = file.seek(0, os.SEEK_END), b""
     while True:
-        end = held.rfind(b"\n")
-        before = held.rfind(b"\n", 0, max(end, 0))
-        if end >= 0 and (before >= 0 or start == 0):
-            if is_last(held[before + 1 : end]):
+        end = tail.rfind(b"\n")
+        previous_end = tail.rfind(b"\n", 0, max(end, 0))
+        if end >= 0 and (previous_end >= 0 or start == 0):
+            if is_last(tail[previous_end + 1 : end]):
                 return start + end + 1
-            held = held[: before + 1]
+            tail = tail[: previous_end + 1]
         elif start == 0:
             return 0
         else:
             size = min(_TAIL_BYTES, start)
             start = file.seek(start - size)
-            held = file.read(size) + held
+            tail = file.read(size) + tail
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, that files are to be written `within`.
+    """Create a folder and its parents, for files written `within` it.
 
     Raises:
-        ConfigurationError: it cannot be made, or is another user's.
+        ConfigurationError: the folder cannot be created, or belongs to another user.
     """
     with _told(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -203,22 +213,23 @@ def make_folder(path: Path) -> None:
 
 
 def check_folder(path: Path, names: tuple[str, ...]) -> None:
-    """See that a folder is this user's, and of the names (paths in it) those that are there, too: those that end in a
-    slash are folders, the others regular files of no second name.
+    """Check that a folder belongs to this user, and that existing entries `names` in it are safe to write.
+
+    Their owner must be this user, root or the owner of the folder. A name that ends in a slash must be a folder; any other name, a regular file with one hard link.
 
     Raises:
-        ConfigurationError: naming the first that is not.
+        ConfigurationError: names the first path that fails the check.
     """
     with _told(path), _opened(path, path) as folder:
-        ours = {os.geteuid(), _ROOT, os.fstat(folder).st_uid}
+        allowed_owners = {os.geteuid(), _ROOT, os.fstat(folder).st_uid}
         for name in names:
             try:
-                found = os.stat(name.removesuffix("/"), dir_fd=folder, follow_symlinks=False)
+                status = os.stat(name.removesuffix("/"), dir_fd=folder, follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            (_check_is_folder if name.endswith("/") else _check_single)(path / name, found)
-            if found.st_uid not in ours:
-                raise _of_another(path / name, found.st_uid)
+            (_check_is_folder if name.endswith("/") else _check_single)(path / name, status)
+            if status.st_uid not in allowed_owners:
+                raise _of_another(path / name, status.st_uid)
 
 
 @contextmanager
@@ -233,20 +244,23 @@ def _told(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path, within: Path | None) -> Iterator[int]:
-    """A folder, as a number for `dir_fd`; with `within`, each from there on is this user's and no link."""
+    """Open a folder and yield its file descriptor, for `dir_fd`.
+
+    With `within`, every folder from there on must belong to this user and must not be a link.
+    """
     handle = os.open(path if within is None else within, _FOLDER)
     try:
         if within is not None:
             _check_ours(within, handle)
-            at = within
+            current = within
             for name in path.relative_to(within).parts:
-                at = at / name
+                current = current / name
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=handle)
-                below = _folder_below(at, handle)
+                child = _folder_below(current, handle)
                 os.close(handle)
-                handle = below
-                _check_ours(at, handle)
+                handle = child
+                _check_ours(current, handle)
         yield handle
     finally:
         os.close(handle)
@@ -258,7 +272,10 @@ def _folder_below(path: Path, folder: int) -> int:
 
 
 def _check_ours(path: Path, folder: int) -> None:
-    """On a file system that gives all files one owner, such as some network shares, that one counts as this user."""
+    """Raise if another user owns the folder.
+
+    Some network shares give all files one owner; that owner counts as this user.
+    """
     owner = os.fstat(folder).st_uid
     if owner not in (os.geteuid(), _ROOT) and owner != _owner_of_new_files(folder):
         raise _of_another(path, owner)
@@ -285,14 +302,14 @@ def _owner_of_new_files(folder: int) -> int | None:
 
 
 def _replaceable(path: Path, folder: int) -> int | None:
-    """The permissions of the regular file that has the name; None if there is none."""
+    """Permission bits of the regular file at `path`, or None if it does not exist."""
     try:
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if not stat.S_ISREG(found.st_mode):
-        raise ConfigurationError(f"{path} is {_kind(found)}, and only a file is replaced; {_elsewhere(found)}")
-    return stat.S_IMODE(found.st_mode) & 0o777
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigurationError(f"{path} is {_kind(status)}, and only a file is replaced; {_elsewhere(status)}")
+    return stat.S_IMODE(status.st_mode) & 0o777
 
 
 def _continuable(path: Path, folder: int) -> None:

@@ -1,4 +1,4 @@
-"""A bar of the work that is done, on standard error, where that is a terminal; elsewhere nothing is shown."""
+"""Progress bars on standard error, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from quantshard.tools.terminal.screen import Screen
 
 
 class WorkBar:
-    """How much is done of how much, in bytes; the whole is what was expected so far."""
+    """Progress in bytes, relative to the total expected so far."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self.bar, self.task = bar, task
         self.total = 0
 
     def expect(self, count: int) -> None:
-        """So many more bytes are to be done."""
+        """Add `count` bytes to the expected total."""
         self.total += count
         self.bar.update(self.task, total=self.total)
 
     def moved(self, count: int) -> None:
-        """So many more were done."""
+        """Add `count` bytes to the completed bytes."""
         self.bar.update(self.task, advance=count)
 
 
 @contextmanager
 def work_bar(what: str) -> Iterator[WorkBar]:
-    """While it lasts, show a bar of `what` is done; it moves by the methods of what is yielded, and is gone then."""
+    """Show a progress bar during the block, advanced by the methods of the yielded `WorkBar`.
+
+    `what`: description of the work.
+    """
     screen = Screen(stderr=True, soft_wrap=True)
     columns = (
         TextColumn("{task.description}"),
@@ -53,6 +56,6 @@ def work_bar(what: str) -> Iterator[WorkBar]:
 
 @contextmanager
 def transfer_bar(what: str) -> Iterator[None]:
-    """While it lasts, show the bytes that saves, loads and checks move."""
+    """Show the bytes transferred by saves, loads and checks during the block."""
     with work_bar(what) as bar, transfer.watched(bar):
         yield

@@ -1,8 +1,8 @@
-"""What commands show: the one place that prints, whose texts may come from anybody.
+"""Terminal output of commands, with untrusted text escaped.
 
-A terminal obeys what it is shown: sequences that begin with an escape, and characters that reorder or hide text. Names
-tensors, files and settings can hold them. So all that is no printable character is escaped here, whatever the command
-has done with it before; colors and the progress bar are rich's own, and rich reads no markup in texts.
+A terminal executes escape sequences and obeys characters that reorder or hide text, and names of tensors, files and
+settings can contain both. This module therefore escapes every character that is not printable. Colors and progress
+bars come from rich, which does not interpret markup in texts here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quantshard.errors import QuantshardError, printable
 from quantshard.tools.terminal.outputs import null_stream
 
 _WIDTH = 80
-"""The width of output that does not go to a terminal, unless COLUMNS is set."""
+"""Width of output that does not go to a terminal, unless COLUMNS is set."""
 
 _SIZES = ("COLUMNS", "LINES", "TERMINAL_WIDTH")
-"""Variables from which rich and typer read the size of a terminal."""
+"""Environment variables from which rich and typer read the size of a terminal."""
 
 _LONGEST_SIZE = 5
-"""The most digits of such a size: rich pads lines to any width."""
+"""Maximum number of digits in a terminal size, because rich pads lines to any width."""
 
 _UNBOUNDED = 10000
 
@@ -36,11 +36,11 @@ _KEPT = "\n\t"
 
 
 class OutputError(QuantshardError):
-    """Standard output cannot be written: it is full, or its reader has closed it."""
+    """Raised if standard output cannot be written, because the disk is full or the reader closed the pipe."""
 
 
 class StandardOutput:
-    """Standard output whose failed writes raise an `OutputError`; what follows such a failure is dropped."""
+    """Wrapper of standard output: a failed write raises an `OutputError`, and later writes are discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -56,21 +56,21 @@ class StandardOutput:
             raise self._failure(error) from None
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Flush the buffer."""
         try:
             self._stream.flush()
         except OSError as error:
             raise self._failure(error) from None
 
     def _failure(self, error: OSError) -> OutputError:
-        # Otherwise Python would fail once more when it flushes the stream at exit.
+        # Otherwise Python would fail again when it flushes the stream at exit.
         with null_stream() as null:
             os.dup2(null.fileno(), self._stream.fileno())
         return OutputError(f"cannot write to standard output: {error.strerror}")
 
 
 class Screen(Console):
-    """A rich console that escapes what a terminal would obey. `wide`: as wide as what is shown, everywhere."""
+    """A rich console that escapes control characters. `wide`: do not limit the width of output."""
 
     def __init__(self, *, wide: bool = False, stderr: bool = False, soft_wrap: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -79,44 +79,47 @@ class Screen(Console):
         super().__init__(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False, markup=False, emoji=False)
 
     def lines(self, *lines: str) -> None:
-        """Show lines, wrapped between words; a path or a name is never broken."""
+        """Print lines, wrapped between words; paths and names are never broken."""
         for text in printable("\n".join(lines), but=_KEPT).split("\n"):
-            inside = " " * (len(text) - len(text.lstrip()) + 2)
-            found = textwrap.wrap(
-                text, self.width, subsequent_indent=inside, expand_tabs=False, replace_whitespace=False,
+            indent = " " * (len(text) - len(text.lstrip()) + 2)
+            wrapped = textwrap.wrap(
+                text, self.width, subsequent_indent=indent, expand_tabs=False, replace_whitespace=False,
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
-            for line in found or [""]:
+            for line in wrapped or [""]:
                 self.print(line, soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape a text before rich measures it: a table then knows how wide it is."""
+        """Escape a text before rich measures it, so that tables know its width."""
         return super().render_str(printable(text, but=_KEPT), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape what rich renders: texts that were made for it elsewhere did not pass `render_str`."""
+        """Escape rendered segments, because `Text` objects do not pass through `render_str`."""
         for segment in super().render(renderable, options):
             text = segment.text
             yield segment if segment.control else Segment(printable(text, but=_KEPT), segment.style)
 
 
 def say(*lines: str) -> None:
-    """Show lines on standard output, as `Screen.lines` does."""
+    """Print lines on standard output, wrapped as by `Screen.lines`."""
     Screen().lines(*lines)
 
 
 def say_whole(text: str) -> None:
-    """Show a text on standard output whose lines are to stay as they are, as JSON."""
+    """Print a text such as JSON on standard output, without wrapping its lines."""
     print(printable(text, but=_KEPT))
 
 
 def complain(message: str) -> None:
-    """Show one line on standard error."""
+    """Print one line on standard error."""
     print(f"quantshard: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def prepare_output() -> None:
-    """Prepare for any encoding, closed or full streams and impossible terminal sizes; format warnings as lines."""
+    """Make output robust to any encoding, closed or full streams and invalid terminal sizes.
+
+    Also formats Python warnings as single lines.
+    """
     sys.stdout = sys.stdout or null_stream()
     sys.stderr = sys.stderr or null_stream()
     for stream in (sys.stdout, sys.stderr):
