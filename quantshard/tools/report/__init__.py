@@ -1,1 +1,1 @@
-"""What a run has written, read while it is trained or afterwards: the page of `report`, the view of `watch`."""
+"""Readers of a run's files, during or after training, for the page of `report` and the live view of `watch`."""

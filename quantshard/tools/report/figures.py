@@ -1,4 +1,4 @@
-"""The figures of a run at this moment, taken step by step: what the live view shows."""
+"""Current figures of a run, updated step by step, for the live view."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantshard.tools.report.metrics import number, step_of
 from quantshard.tools.report.source import CheckpointRow
 
 _RECENT = 50
-"""Steps whose mean time tells when the last one will be done."""
+"""Number of recent steps averaged for the ETA."""
 
 _MARKS, _PLAIN_MARKS = "▁▂▃▄▅▆▇█", "_.,-=+*#"
 _MOST_POINTS = 256
@@ -23,7 +23,7 @@ _MOST_POINTS = 256
 
 @dataclass
 class Sparkline:
-    """A curve in a line of text, of all that was added: means of more and more steps, so that memory stays as it is."""
+    """A one-line text chart of all added values, averaged over growing windows so that memory stays bounded."""
 
     points: list[float] = field(default_factory=list)
     each: int = 1
@@ -31,7 +31,7 @@ class Sparkline:
     _count: int = 0
 
     def add(self, value: float) -> None:
-        """Take the next value; one that is not finite leaves no mark."""
+        """Add the next value; values that are not finite are skipped."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -44,10 +44,10 @@ class Sparkline:
             self.each *= 2
 
     def text(self, width: int, ascii_only: bool = False) -> str:
-        """The curve in at most `width` characters."""
+        """Render the curve in at most `width` characters."""
         points, marks = self.points, _PLAIN_MARKS if ascii_only else _MARKS
         if len(points) > width > 0:
-            ends = [round(at * len(points) / width) for at in range(width + 1)]
+            ends = [round(index * len(points) / width) for index in range(width + 1)]
             points = [sum(points[a:b]) / (b - a) for a, b in pairwise(ends)]
         low, high = min(points, default=0.0), max(points, default=0.0)
         span = (high - low) or 1.0
@@ -56,28 +56,34 @@ class Sparkline:
 
 @dataclass
 class TransferFigures:
-    """What is being saved or loaded: `what` is done, bytes done, and bytes in all, as far as they are known."""
+    """Progress of a save or load: a description, the known total and the completed bytes."""
 
     what: str
     total: int = 0
     done: int = 0
 
     def expect(self, count: int) -> None:
-        """So many more bytes are to be moved."""
+        """Add `count` bytes to the known total."""
         self.total += count
 
     def moved(self, count: int) -> None:
-        """So many more were moved."""
+        """Add `count` bytes to the completed bytes."""
         self.done += count
 
 
 @dataclass
 class RunFigures:
-    """What is known of a run that is watched.
+    """Current figures of a watched run.
 
-    `planned`: its steps; `tokens_per_step`: None where the settings do not say. `entry`: the last record of
-    `metrics.jsonl`; `best`: the smallest held-out loss and its step. `state`: why nothing new comes, if that is known.
-    `transfer`: what is being saved just now. `elsewhere`: the place of checkpoints that are not looked at.
+    Attributes:
+        planned: number of steps, or None if the settings do not contain it.
+        tokens_per_step: number of tokens per step, or None if the settings do not contain it.
+        entry: last record of `metrics.jsonl`.
+        best: smallest held-out loss and its step.
+        checkpoint: last complete checkpoint.
+        elsewhere: location of checkpoints outside the run's folder, which is not read.
+        state: reason why no new records come, or "".
+        transfer: save in progress.
     """
 
     name: str
@@ -100,7 +106,7 @@ class RunFigures:
         return step_of(self.entry) or 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Take a record of `metrics.jsonl`."""
+        """Add a record of `metrics.jsonl`."""
         self.entry = dict(entry)
         self.losses.add(number(entry.get(LOSS)))
         heldout = number(entry.get(HELDOUT))
@@ -116,26 +122,26 @@ class RunFigures:
             self.recent.append(seconds)
 
     def add_statistics(self, record: Mapping[str, Any]) -> None:
-        """Take a record of `statistics.jsonl`: its alarms."""
+        """Add the alarms of a record of `statistics.jsonl`."""
         reader = StatisticsReader()
         reader.add([{"step": record.get("step"), "alarms": record.get("alarms")}])
         self.alarms.extend(reader.alarms())
 
     def clear(self) -> None:
-        """Forget the steps, which are read again."""
+        """Drop the figures of all steps before the files are read again."""
         self.entry, self.losses, self.heldout, self.best = {}, Sparkline(), None, None
         self.recent.clear()
         self.alarms.clear()
 
     def eta(self) -> float | None:
-        """Seconds until the last step is done, as fast as the last ones; None where nobody knows."""
+        """Estimated seconds until the last step at the recent speed, or None if unknown."""
         if self.planned is None or not self.recent or self.step > self.planned:
             return None
         return (self.planned - self.step) * sum(self.recent) / len(self.recent)
 
 
 def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
-    """A step in a line, as logs have it."""
+    """Format a step as one line of a log."""
     line = f"loss {_said(entry.get(LOSS), '.4f')}  lr {_said(entry.get('lr'), '.2e')}"
     line += f"  {_said(entry.get(SPEED), ',.0f')} tokens/s"
     if number(entry.get("skipped_steps")) > 0:
@@ -148,5 +154,5 @@ def step_line(entry: Mapping[str, Any], planned: int | None) -> str:
 
 
 def _said(value: object, form: str) -> str:
-    """A figure as a line shows it; what is no number, or not finite, as it stands there."""
+    """Format a figure; a value that is not a finite number is returned as text."""
     return format(number(value), form) if math.isfinite(number(value)) else str(value)[:20]

@@ -1,8 +1,8 @@
-"""The statistics of `statistics.jsonl` as maps of tensor x step, and the alarms of a run.
+"""Heat maps (tensor x step) and alarms from `statistics.jsonl`.
 
-Where there are more steps than a map has columns, each column stands for equally many of them, and the worst of its
-values stays: the largest share that saturates, the smallest signal-to-noise ratio, or that one was not finite. So
-memory does not grow with the run, and nothing bad of what is read vanishes (`record_sample.py`).
+If a run has more sampled steps than a map has columns, each column covers equally many steps and keeps the worst value:
+the largest saturated share, the smallest signal-to-noise ratio, or infinity if a value was not finite. Memory therefore
+does not grow with the run, and no bad value among the parsed records (see `record_sample.py`) is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MapValues = dict[tuple[str, str], dict[str, float]]
 
 @dataclass(frozen=True)
 class AlarmEntry:
-    """What a run warned of: at which step, of which kind, and in words."""
+    """One alarm of a run: its step, kind and text."""
 
     step: int
     kind: str
@@ -35,27 +35,29 @@ class AlarmEntry:
 
 @dataclass
 class MapColumn:
-    """What the sampled steps from `first` to `last` had: the worst of their values."""
+    """The worst values of the sampled steps from `first` to `last`."""
 
     first: int
     last: int
     values: MapValues
 
     def take(self, later: MapColumn) -> None:
-        """Stand for the steps of a later one too."""
+        """Merge the values of a later column into this one."""
         self.last = later.last
         for key, values in later.values.items():
-            kept = self.values.setdefault(key, {})
+            merged = self.values.setdefault(key, {})
             for name, value in values.items():
-                kept[name] = _worse(key[1], kept[name], value) if name in kept else value
+                merged[name] = _worse(key[1], merged[name], value) if name in merged else value
 
 
 @dataclass
 class StatisticsReader:
-    """Takes the records of `statistics.jsonl`, batch by batch.
+    """Accumulates the records of `statistics.jsonl`, batch by batch.
 
-    `each`: the sampled steps of a column; only the last of `columns` may have fewer. `counts`: alarms by kind.
-    `left_out`: whether there were too many names or statistics.
+    Attributes:
+        each: number of sampled steps per column; only the last of `columns` can have fewer.
+        counts: number of alarms by kind.
+        left_out: whether names or statistics were dropped because there were too many.
     """
 
     columns: list[MapColumn] = field(default_factory=list)
@@ -67,13 +69,13 @@ class StatisticsReader:
     last_alarms: deque[AlarmEntry] = field(default_factory=lambda: deque(maxlen=_MOST_ALARMS))
     left_out: bool = False
     _count: int = 0
-    """The sampled steps of the last column."""
+    """Number of sampled steps in the last column."""
 
     def add(self, batch: Iterable[Record]) -> None:
-        """Take some records, in the order of the file.
+        """Add records, in the order of the file.
 
-        A step that comes again replaces the columns that reach it; of the last of these, that goes for its earlier
-        steps too, which nothing tells apart any more.
+        A repeated step (of a resumed run) drops every column that contains this step or later ones. Earlier steps in a
+        dropped column are lost, because merged steps cannot be separated.
         """
         for record in batch:
             step = step_of(record)
@@ -81,24 +83,24 @@ class StatisticsReader:
                 continue
             self._forget(step)
             self._alarm(step, record.get("alarms"))
-            if found := self._values(record.get("rows")):
-                self._sampled(MapColumn(step, step, found))
+            if values := self._values(record.get("rows")):
+                self._sampled(MapColumn(step, step, values))
 
     def merged(self, most: int) -> list[MapColumn]:
-        """The columns, merged by pairs until there are `most` of them at most."""
-        found = self.columns
-        while len(found) > most:
-            found = _pairs(found)
-        return found
+        """The columns, merged in pairs until at most `most` remain."""
+        columns = self.columns
+        while len(columns) > most:
+            columns = _pairs(columns)
+        return columns
 
     def alarms(self) -> list[AlarmEntry]:
-        """The first and the last of them, in the order of the file."""
+        """The first and the last alarms, in the order of the file."""
         return [*self.first_alarms, *self.last_alarms]
 
     def _forget(self, step: int) -> None:
         while self.columns and self.columns[-1].last >= step:
             self.columns.pop()
-            self._count = self.each  # of the one before
+            self._count = self.each  # the previous column is full
         if not self.columns:
             self.each = 1
 
@@ -114,7 +116,7 @@ class StatisticsReader:
             self._count, self.each = self.each + 1, 2 * self.each
 
     def _values(self, rows: Any) -> MapValues:
-        found: MapValues = {}
+        result: MapValues = {}
         for row in rows if type(rows) is list else ():
             if type(row) is not dict or type(row.get("name")) is not str:
                 continue
@@ -124,13 +126,13 @@ class StatisticsReader:
                 self.left_out = True
                 continue
             for statistic, value in row.items():
-                if statistic in _NO_STATISTICS or math.isnan(read := number(value)):
+                if statistic in _NO_STATISTICS or math.isnan(figure := number(value)):
                     continue
                 if _room(self.maps, (role, statistic[:_LONGEST]), _MOST_MAPS):
-                    found.setdefault((role, statistic[:_LONGEST]), {})[name] = read
+                    result.setdefault((role, statistic[:_LONGEST]), {})[name] = figure
                 else:
                     self.left_out = True
-        return found
+        return result
 
     def _alarm(self, step: int, alarms: Any) -> None:
         for alarm in alarms if type(alarms) is list else ():
@@ -142,11 +144,11 @@ class StatisticsReader:
             )
             if kind in self.counts or len(self.counts) < _MOST_MAPS:
                 self.counts[kind] = self.counts.get(kind, 0) + 1
-            found = AlarmEntry(step, kind, str(text)[:_LONGEST])
+            entry = AlarmEntry(step, kind, str(text)[:_LONGEST])
             if len(self.first_alarms) < _MOST_ALARMS:
-                self.first_alarms.append(found)
+                self.first_alarms.append(entry)
             else:
-                self.last_alarms.append(found)
+                self.last_alarms.append(entry)
 
 
 def _room(known: dict[Any, None], key: Any, most: int) -> bool:
@@ -159,17 +161,17 @@ def _room(known: dict[Any, None], key: Any, most: int) -> bool:
 
 
 def _pairs(columns: list[MapColumn]) -> list[MapColumn]:
-    """Half as many columns; those that were given stay as they are."""
-    found = []
-    for at in range(0, len(columns), 2):
-        first = columns[at]
-        found.append(MapColumn(first.first, first.last, {key: dict(kept) for key, kept in first.values.items()}))
-        for later in columns[at + 1 : at + 2]:
-            found[-1].take(later)
-    return found
+    """Merge adjacent columns in pairs, out of place."""
+    pairs = []
+    for index in range(0, len(columns), 2):
+        first = columns[index]
+        pairs.append(MapColumn(first.first, first.last, {key: dict(values) for key, values in first.values.items()}))
+        for later in columns[index + 1 : index + 2]:
+            pairs[-1].take(later)
+    return pairs
 
 
 def _worse(statistic: str, first: float, second: float) -> float:
-    """What was not finite is infinite here, and the worst of any statistic."""
+    """The worse of two values of a statistic. Infinity (a value that was not finite) is the worst."""
     smaller = statistic in _SMALLER_IS_WORSE and math.inf not in (first, second)
     return min(first, second) if smaller else max(first, second)

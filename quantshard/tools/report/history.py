@@ -1,4 +1,4 @@
-"""A whole run as it was read from its files: what a report of it is made from."""
+"""Reads all files of a run into a `RunHistory`, the source of a report."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from quantshard.tools.report.source import METRICS, STARTS, STATISTICS, Checkpoi
 LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
     "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes", "seconds", "tokens",
 )  # fmt: skip
-"""Figures of `metrics.jsonl` that a report knows the meaning of; others are drawn as they are."""
+"""Names in `metrics.jsonl` that get special treatment in a report; other figures are plotted unchanged."""
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run has written so far.
+    """All data that a run has written so far.
 
-    `config`: settings by name. `parameters`: what `explain` found, as its JSON. `is_trained`: whether a process trains
-    it now, None where nobody can tell. `notes`: what was torn, broken or left out, a sentence each.
+    Attributes:
+        where: path or URL of the run, as the user wrote it.
+        config: settings by name.
+        parameters: the JSON report of `explain`.
+        is_trained: whether a process is training the run now, or None if unknown.
+        notes: sentences about data that was torn, broken or left out.
     """
 
     name: str
@@ -45,56 +49,56 @@ class RunHistory:
 
     @property
     def steps_planned(self) -> int | None:
-        """The steps that were asked for, if the settings say it."""
+        """Number of steps in the settings, or None if missing or invalid."""
         return planned_steps(self.config)
 
     @property
     def elsewhere(self) -> str:
-        """The place of its checkpoints, if that is not in its folder."""
+        """Location of the checkpoints outside the run's folder, or ""."""
         return checkpoints_elsewhere(self.config)
 
     def tokens(self) -> Column | None:
-        """Tokens that were trained on up to each step; None where nothing says how many a step has."""
+        """Cumulative training tokens at each step, or None if unknown."""
         counted = self.metrics.columns.get(TOKENS)
         if counted is not None and len(counted) and np.isfinite(counted).all() and (np.diff(counted) >= 0).all():
             return counted
-        each = tokens_per_step(self.config)
-        return None if each is None else self.metrics.steps.astype(np.float64) * each
+        per_step = tokens_per_step(self.config)
+        return None if per_step is None else self.metrics.steps.astype(np.float64) * per_step
 
     def seconds(self) -> Column | None:
-        """Seconds that were trained up to each step; None where nothing tells."""
-        each = self.metrics.columns.get(SECONDS)
-        if each is None:
+        """Cumulative training seconds at each step, or None if unknown."""
+        durations = self.metrics.columns.get(SECONDS)
+        if durations is None:
             speed, tokens = self.metrics.columns.get(SPEED), tokens_per_step(self.config)
             if speed is None or tokens is None:
                 return None
-            each = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > tokens / LARGEST)
-        return np.cumsum(np.where(np.isfinite(each) & (each >= 0), each, 0.0))
+            durations = np.divide(tokens, speed, out=np.full(len(speed), np.nan), where=speed > tokens / LARGEST)
+        return np.cumsum(np.where(np.isfinite(durations) & (durations >= 0), durations, 0.0))
 
 
 def tokens_per_step(config: dict[str, Any]) -> float | None:
-    """The tokens of one step, from the settings."""
+    """Number of tokens per step according to the settings, or None."""
     sizes = [config.get(name) for name in ("global_batch", "seq_length")]
     return float(math.prod(sizes)) if all(type(size) is int and 0 < size < 1 << 40 for size in sizes) else None  # type: ignore[arg-type, operator]
 
 
 def planned_steps(config: dict[str, Any]) -> int | None:
-    """The steps that were asked for, if the settings say it."""
+    """Number of steps in the settings, or None if missing or invalid."""
     steps = config.get("steps")
     return steps if type(steps) is int and 0 < steps < LARGEST_STEP else None
 
 
 def checkpoints_elsewhere(config: dict[str, Any]) -> str:
-    """The place that the settings have checkpoints in, which is told and not looked at: anybody may have named it."""
-    place = config.get("checkpoints")
-    return place if isinstance(place, str) else ""
+    """Location of checkpoints in the settings, or "". Untrusted: for display only, never accessed."""
+    location = config.get("checkpoints")
+    return location if isinstance(location, str) else ""
 
 
 def read_history(run: str | os.PathLike[str]) -> RunHistory:
-    """Read a run, which may still be trained.
+    """Read all files of a run, also while the run is being trained.
 
     Raises:
-        ConfigurationError: there is none, or one of its files cannot be read or is damaged.
+        ConfigurationError: the run does not exist, or one of its files is unreadable or damaged.
         CheckpointError: its URL cannot be reached.
     """
     source = RunSource(run)
@@ -128,11 +132,11 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
 
 
 def _damage(file: RecordFile) -> list[str]:
-    """What is wrong with a file of records, in sentences."""
-    found = []
+    """Sentences that describe the damage of a record file."""
+    problems = []
     if file.broken:
         lines = "1 line is" if file.broken == 1 else f"{file.broken} lines are"
-        found.append(f"{file.path}: {lines} no record, and left out")
+        problems.append(f"{file.path}: {lines} no record, and left out")
     if file.torn:
-        found.append(f"{file.path}: its last line was cut off, or is still being written, and is left out")
-    return found
+        problems.append(f"{file.path}: its last line was cut off, or is still being written, and is left out")
+    return problems

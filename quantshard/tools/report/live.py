@@ -1,4 +1,4 @@
-"""The live view of a run in a terminal: of `train` on the first process, and of `watch`."""
+"""Live terminal view of a run, for `watch` and for the first process of `train`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quantshard.tools.report.summary import said, said_age, said_seconds
 
 _NARROWEST = 40
 _LABEL = 9
-"""Columns of the labels on the left."""
+"""Width of the label column, in characters."""
 
 
 class LiveView:
-    """What rich draws of the figures, anew each time it is asked."""
+    """Renderable view of the current figures, redrawn by rich at every refresh."""
 
     def __init__(self, figures: RunFigures) -> None:
         self.figures = figures
@@ -34,8 +34,8 @@ class LiveView:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", min_width=_LABEL, no_wrap=True)
         grid.add_column(overflow="ellipsis", no_wrap=True)
-        for label, shown in self._rows(width - _LABEL - 2, options.ascii_only):
-            grid.add_row(label, Text(shown) if isinstance(shown, str) else shown)
+        for label, content in self._rows(width - _LABEL - 2, options.ascii_only):
+            grid.add_row(label, Text(content) if isinstance(content, str) else content)
         yield Panel(
             Group(self._progress(width), grid), title=Text(self.figures.name), title_align="left", width=width + 4
         )
@@ -51,9 +51,9 @@ class LiveView:
             end = figures.state
         else:
             end = "" if eta is None else f"eta {said_seconds(eta)}"
-        of = "" if planned is None else f"/{planned:,}"
+        total = "" if planned is None else f"/{planned:,}"
         bar: RenderableType = ProgressBar(planned, figures.step) if planned else Text("")
-        row.add_row(Text(f"step {figures.step:,}{of}", style="bold"), bar, Text(end))
+        row.add_row(Text(f"step {figures.step:,}{total}", style="bold"), bar, Text(end))
         return row
 
     def _rows(self, width: int, ascii_only: bool) -> Iterator[tuple[str, str | Text]]:
@@ -62,10 +62,12 @@ class LiveView:
             yield "", "waiting for the first step"
         else:
             loss = number(entry.get(LOSS))
-            shown = f"{loss:.4f}" if math.isfinite(loss) else str(entry.get(LOSS, "-"))[:20]
+            loss_text = f"{loss:.4f}" if math.isfinite(loss) else str(entry.get(LOSS, "-"))[:20]
             yield (
                 LOSS,
-                Text(f"{shown}  ").append(figures.losses.text(max(8, width - len(shown) - 2), ascii_only), "cyan"),
+                Text(f"{loss_text}  ").append(
+                    figures.losses.text(max(8, width - len(loss_text) - 2), ascii_only), "cyan"
+                ),
             )
             if figures.heldout is not None and figures.best is not None:
                 best = f"best {figures.best[0]:.4f} at step {figures.best[1]:,}"
@@ -73,13 +75,13 @@ class LiveView:
             yield "speed", "   ".join(self._speed())
             yield "step", "   ".join(self._step())
         if figures.transfer is not None:
-            of = f" of {human_bytes(figures.transfer.total)}" if figures.transfer.total else ""
-            yield figures.transfer.what, f"{human_bytes(figures.transfer.done)}{of}"
+            total = f" of {human_bytes(figures.transfer.total)}" if figures.transfer.total else ""
+            yield figures.transfer.what, f"{human_bytes(figures.transfer.done)}{total}"
         if figures.elsewhere:
             yield "saved", f"elsewhere: {said(figures.elsewhere)}"
         elif figures.checkpoint is not None:
-            saved = figures.checkpoint.saved_at
-            age = "" if saved is None else f", {said_age(saved, datetime.now(timezone.utc))}"
+            saved_at = figures.checkpoint.saved_at
+            age = "" if saved_at is None else f", {said_age(saved_at, datetime.now(timezone.utc))}"
             yield "saved", f"step {figures.checkpoint.step:,}{age}"
         for alarm in figures.alarms:
             yield "alarm", Text(f"step {alarm.step:,}, {alarm.kind}: {alarm.text}", "red", overflow="ellipsis")

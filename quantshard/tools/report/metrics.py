@@ -1,8 +1,8 @@
-"""The figures of `metrics.jsonl` as columns, of a million steps as of ten.
+"""Reads the figures of `metrics.jsonl` into columns, for runs of up to millions of steps.
 
-Whatever is a number has a column, those that no version of quantshard has written too. A missing value is NaN. A value
-that is not finite in float32 is infinity, so that sums and squares of the others cannot overflow. Steps that were
-trained twice, since a run was killed and resumed, count once: as they were trained last.
+Every numeric entry becomes a column, including names unknown to quantshard. A missing value is NaN. A value that is not
+finite in float32 becomes infinity, so that sums and squares of the finite values cannot overflow. If a resumed run
+repeated a step, only the last record of this step counts.
 """
 
 from __future__ import annotations
@@ -25,31 +25,37 @@ MOST_COLUMNS, _MOST_VALUES = 64, 1 << 26
 _LONGEST_NAME, LARGEST_STEP = 80, 1 << 53
 _NUMBERS = frozenset((int, float))
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest magnitude of a figure; a larger one counts as infinite."""
+"""Largest finite magnitude of a figure (the float32 maximum)."""
 
 
 def number(value: object) -> float:
-    """A figure of a record: NaN if it is no number, infinity if it is not finite in float32, also in words ("nan")."""
+    """Convert an entry of a record to float.
+
+    Returns NaN if `value` is not a number, and infinity if it is not finite in float32, including the text "nan".
+    """
     if type(value) in _NUMBERS or (type(value) is str and len(value) < 10):
         try:
-            found = float(value)  # type: ignore[arg-type]
+            result = float(value)  # type: ignore[arg-type]
         except (ValueError, OverflowError):
             return math.inf if type(value) is int else math.nan
-        return found if abs(found) <= LARGEST else math.inf
+        return result if abs(result) <= LARGEST else math.inf
     return math.nan
 
 
 def step_of(record: Mapping[str, Any]) -> int | None:
-    """The step of a record; None if it says none."""
+    """The step of a record, or None if missing or invalid."""
     step = record.get("step")
     return step if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 
 @dataclass(frozen=True)
 class MetricTable:
-    """Figures of a run by step: `steps` [N] int64, ascending; `columns`: name -> float64 [N].
+    """Figures of a run by step.
 
-    `others`: names beyond `MOST_COLUMNS`, which were left out.
+    Attributes:
+        steps: int64 [N], ascending.
+        columns: name -> float64 [N].
+        others: number of columns dropped beyond `MOST_COLUMNS`.
     """
 
     steps: NDArray[np.int64]
@@ -57,19 +63,19 @@ class MetricTable:
     others: int = 0
 
     def there(self, name: str) -> tuple[NDArray[np.int64], Column]:
-        """Steps and values of a column where it has a finite one; empty for a name that it lacks."""
+        """Steps and values of a column where the value is finite; empty arrays for an unknown name."""
         values = self.columns.get(name, np.full(len(self.steps), np.nan))
-        kept = np.isfinite(values)
-        return self.steps[kept], values[kept]
+        finite = np.isfinite(values)
+        return self.steps[finite], values[finite]
 
     def not_finite(self, name: str) -> NDArray[np.int64]:
-        """The steps at which a figure is infinite or NaN."""
+        """Steps at which a figure was recorded but is not finite."""
         return self.steps[np.isinf(self.columns[name])]
 
 
 @dataclass
 class MetricReader:
-    """Makes a `MetricTable` of the records of `path`, batch by batch."""
+    """Accumulates the records of `path` into a `MetricTable`, batch by batch."""
 
     path: str
     steps: list[NDArray[np.int64]] = field(default_factory=list)
@@ -78,28 +84,28 @@ class MetricReader:
     rows: int = 0
 
     def add(self, batch: Iterable[Record]) -> None:
-        """Take some records, in the order of the file.
+        """Add records, in the order of the file.
 
         Raises:
-            ConfigurationError: there are more figures than a report holds.
+            ConfigurationError: the table would exceed the maximum number of values.
         """
-        kept = [(step, record) for record in batch if (step := step_of(record)) is not None]
-        if not kept:
+        step_records = [(step, record) for record in batch if (step := step_of(record)) is not None]
+        if not step_records:
             return
-        records = [record for _, record in kept]
+        records = [record for _, record in step_records]
         if dict in set(map(type, chain.from_iterable(map(dict.values, records)))):
             records = list(map(_flat, records))
         for name in sorted(set().union(*records) - self.columns.keys() - {"step"}, key=_order(records)):
             self._begin(name, records)
-        if (self.rows + len(kept)) * (len(self.columns) + 1) > _MOST_VALUES:
+        if (self.rows + len(step_records)) * (len(self.columns) + 1) > _MOST_VALUES:
             raise ConfigurationError(
                 f"{self.path} has more than {self.rows} steps of {len(self.columns)} figures, and at most "
                 f"{_MOST_VALUES} values are held; keep a part of it in a folder of its own"
             )
         for name, parts in self.columns.items():
             parts.append(_column([record.get(name) for record in records]))
-        self.steps.append(np.array([step for step, _ in kept], dtype=np.int64))
-        self.rows += len(kept)
+        self.steps.append(np.array([step for step, _ in step_records], dtype=np.int64))
+        self.rows += len(step_records)
 
     def _begin(self, name: str, records: list[Record]) -> None:
         if all(math.isnan(number(record.get(name))) for record in records):
@@ -111,36 +117,36 @@ class MetricReader:
         self.columns[name] = [np.full(self.rows, np.nan)] if self.rows else []
 
     def table(self) -> MetricTable:
-        """What was read, each step once."""
+        """The accumulated table, with one row per step."""
         if not self.rows:
             return MetricTable(np.zeros(0, dtype=np.int64), {}, len(self.others))
         steps = np.concatenate(self.steps)
-        kept = np.ones(len(steps), dtype=bool)
-        kept[:-1] = steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:]
-        columns = {name: np.concatenate(parts)[kept] for name, parts in self.columns.items()}
-        return MetricTable(steps[kept], columns, len(self.others))
+        is_last = np.ones(len(steps), dtype=bool)
+        is_last[:-1] = steps[:-1] < np.minimum.accumulate(steps[::-1])[::-1][1:]
+        columns = {name: np.concatenate(parts)[is_last] for name, parts in self.columns.items()}
+        return MetricTable(steps[is_last], columns, len(self.others))
 
 
 def _order(records: list[Record]) -> Callable[[str], int]:
-    """Names in the order in which records have them."""
-    known = list(dict.fromkeys(chain(records[0], records[-1])))
-    return lambda name: known.index(name) if name in known else len(known)
+    """Sort key that orders names as in the first and last record; unknown names come last."""
+    names = list(dict.fromkeys(chain(records[0], records[-1])))
+    return lambda name: names.index(name) if name in names else len(names)
 
 
 def _flat(record: Record) -> Record:
-    """A record whose tables are entries of names with a dot: {"memory": {"weights": 1}} is {"memory.weights": 1}."""
-    found: Record = {}
+    """Flatten nested tables: {"memory": {"weights": 1}} becomes {"memory.weights": 1}."""
+    flat: Record = {}
     for name, value in record.items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if type(value) is dict else {name: value}
-    return found
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if type(value) is dict else {name: value}
+    return flat
 
 
 def _column(values: list[Any]) -> Column:
     kinds = set(map(type, values))
     if kinds <= _NUMBERS:
         try:
-            found = np.array(values, dtype=np.float64)
-            return np.where(np.abs(found) <= LARGEST, found, np.inf)
+            array = np.array(values, dtype=np.float64)
+            return np.where(np.abs(array) <= LARGEST, array, np.inf)
         except OverflowError:
             pass
     if kinds == {type(None)}:

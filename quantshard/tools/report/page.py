@@ -1,13 +1,11 @@
-"""The page of `quantshard report`: one HTML file that asks nobody for anything.
+"""The page of `quantshard report`: one self-contained HTML file.
 
-Its script, the files of `page/` one after the other, draws the charts as SVG and the maps on canvases, from the numbers
-in the page. It is our own, of 500 lines: Plotly's and Bokeh's take most of the 5 MB that a report may have, and seconds
-of a phone, and a smaller one would be a minified copy here that nobody updates. Two kinds of pictures are all that is
-needed.
+The script, a concatenation of the files in `page/`, draws charts as SVG and heat maps on canvases, from numbers in the
+page. Plotly and Bokeh are not used, because their scripts take most of the 5 MB of a report and seconds to load on a
+phone. A smaller library would be a vendored copy that needs updates.
 
-A run may be anybody's, and its texts are in the page: the template escapes all of them, the numbers are JSON that can
-end no element, and the page's own policy lets no other script run than the one whose digest it names, nor any request
-be made.
+The texts of an untrusted run are in the page. The template therefore escapes them, the numbers are JSON that cannot
+close an HTML element, and the Content-Security-Policy allows only the script with the given digest and no requests.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ from quantshard.tools.report.history import RunHistory
 from quantshard.version import __version__
 
 MARK = '<meta name="generator" content="quantshard report">'
-"""By which a file is known as a report, which another may replace."""
+"""Marker that identifies a file as a report, which a newer report can replace."""
 
 _FOLDER = Path(__file__).parent / "page"
 _SCRIPTS = ("base.js", "charts.js", "maps.js")
 
 
 def is_report(head: bytes) -> bool:
-    """Whether a file that begins so is a report."""
+    """Whether `head`, the beginning of a file, belongs to a report."""
     return MARK.encode() in head
 
 
 def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
-    """The page that compares some runs. `now`: the time in its head."""
+    """Render the HTML page that compares `runs`. `now`: creation time shown in the page header."""
     names = labels(runs)
     script = "\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -75,13 +73,13 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
 
 
 def labels(runs: Sequence[RunHistory]) -> list[str]:
-    """The runs' names; of those that have one name, what they were named as."""
+    """Labels of the runs: their names, or the paths given by the user where names are equal."""
     counts = Counter(run.name for run in runs)
     return [printable(run.name if counts[run.name] == 1 else run.where)[:200] for run in runs]
 
 
 def _by_name(tables: Sequence[Mapping[str, object]]) -> list[tuple[str, list[object]]]:
-    """Rows of a table that has a column for each run; those that say something of any."""
+    """Rows of a table with a column for each run, without rows that are empty for all runs."""
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [(name, [table.get(name, summary.NONE) for table in tables]) for name in names]
     return [(name, cells) for name, cells in rows if set(map(str, cells)) != {summary.NONE}]

@@ -1,9 +1,8 @@
-"""Of a `statistics.jsonl` of any length some samples, evenly over the run, and all alarms.
+"""Reads evenly spaced samples and all alarms from a `statistics.jsonl` of any length.
 
-A sample of a large model is a line of some ten kilobytes, and a map of a page has some hundred columns: so of a long
-file only as many lines are parsed as `_PARSED` bytes have. The others are looked through for their ends alone, which
-say, as `train` writes them, that there was no alarm. That goes at the speed of memory, up to `LOG_BYTES` bytes; of a
-longer file parts are read, evenly over it.
+A line of a large model takes some ten kilobytes, and a map has only some hundred columns. At most about `_PARSED` bytes
+of lines are therefore parsed. In other lines only the end is checked, where `train` writes an empty list of alarms;
+this check runs at memory speed. In a file longer than `LOG_BYTES`, only evenly spaced parts are read.
 """
 
 from __future__ import annotations
@@ -23,31 +22,38 @@ _BEGINNING = re.compile(rb'\{"step": \d+, (?="rows": \[\{)')
 
 
 class RecordSample:
-    """What a report reads of a file of statistics. `samples`: the lines with rows that were passed; `read`: how many of
-    them were parsed."""
+    """Reader of samples from a statistics file.
+
+    Attributes:
+        samples: number of lines with rows so far.
+        read: number of these lines that were parsed.
+    """
 
     def __init__(self, file: RecordFile) -> None:
         self.file, self.samples, self.read = file, 0, 0
         self._passed = self._parsed = 0
         self._last = b""
-        """The last line with rows, if it was not parsed."""
+        """The last line with rows if it was not parsed, otherwise empty."""
 
     def batches(self) -> Iterator[list[Record]]:
-        """The records that are parsed, in the order of the file: the first and the last one with rows, and those
-        between evenly apart by their bytes; of every other one with an alarm the step and the alarms.
+        """Yield parsed records, in the order of the file.
+
+        Complete records are the first and the last one with rows, and records between them, evenly spaced by bytes.
+        Other records come only if they have alarms, without rows.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         share = _PARSED / max(_PARSED, min(self.file.size(), LOG_BYTES))
         for piece, start, end in self.file.pieces(_most_pieces()):
             yield self._records(list(self._chosen(piece, start, end, share)))
         if self._last:
             self.samples -= 1
-            yield [record | {"alarms": []} for record in self._records([self._last])]  # those were taken before
+            # The alarms of this line were yielded before.
+            yield [record | {"alarms": []} for record in self._records([self._last])]
 
     def notes(self) -> Iterator[str]:
-        """What was left out, in sentences."""
+        """Yield sentences about the data that was left out."""
         if self.read < self.samples:
             yield (
                 f"{self.file.path} has {self.samples:,} samples of statistics: the maps show {self.read:,} of them, "
@@ -60,13 +66,13 @@ class RecordSample:
             )
 
     def _chosen(self, piece: bytes, start: int, end: int, share: float) -> Iterator[bytes]:
-        """The lines of a piece that are parsed, or what is parsed of them."""
-        left = None
+        """Lines of a piece to parse; lines outside the sample come without rows, and only if they have alarms."""
+        unparsed = None
         while start < end:
             stop = piece.find(b"\n", start, end)
             if self._parsed <= share * self._passed:
                 self._parsed += stop - start
-                self._last, left = b"", None
+                self._last, unparsed = b"", None
                 yield piece[start:stop]
             else:
                 has_rows = True
@@ -74,33 +80,33 @@ class RecordSample:
                     line, has_rows = _without_rows(piece[start:stop])
                     yield line
                 if has_rows:
-                    self.samples, left = self.samples + 1, (start, stop)
+                    self.samples, unparsed = self.samples + 1, (start, stop)
             self._passed += stop - start
             start = stop + 1
-        if left is not None:
-            self._last = piece[slice(*left)]
+        if unparsed is not None:
+            self._last = piece[slice(*unparsed)]
 
     def _records(self, lines: list[bytes]) -> list[Record]:
-        found = [record for batch in self.file.parsed(lines) for record in batch]
-        count = sum(bool(record.get("rows")) for record in found)
+        parsed = [record for batch in self.file.parsed(lines) for record in batch]
+        count = sum(bool(record.get("rows")) for record in parsed)
         self.samples, self.read = self.samples + count, self.read + count
-        return found
+        return parsed
 
 
 def alarms_added(file: RecordFile) -> Iterator[list[Record]]:
-    """Of the records that were added since the last call those with alarms, without rows.
+    """Yield the records with alarms that were added since the last call, without rows.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     for piece, start, end in file.pieces(_most_pieces()):
-        found = []
+        lines = []
         while start < end:
             stop = piece.find(b"\n", start, end)
             if not piece.endswith(_NO_ALARM, start, stop):
-                found.append(_without_rows(piece[start:stop])[0])
+                lines.append(_without_rows(piece[start:stop])[0])
             start = stop + 1
-        yield from file.parsed(found)
+        yield from file.parsed(lines)
 
 
 def _most_pieces() -> int:
@@ -108,7 +114,9 @@ def _most_pieces() -> int:
 
 
 def _without_rows(line: bytes) -> tuple[bytes, bool]:
-    """A line without its rows, and whether it had some that are left out; as it is if anybody else than `train` wrote
-    it."""
-    begins, at = _BEGINNING.match(line), line.rfind(_ALARMS)
-    return (line, False) if begins is None or at < 0 else (begins[0] + line[at + 3 :], True)
+    """Strip the rows from a line, and return whether rows were stripped.
+
+    A line in a format that `train` does not write is returned unchanged.
+    """
+    prefix, alarms_start = _BEGINNING.match(line), line.rfind(_ALARMS)
+    return (line, False) if prefix is None or alarms_start < 0 else (prefix[0] + line[alarms_start + 3 :], True)

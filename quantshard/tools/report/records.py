@@ -1,8 +1,8 @@
-"""Files of one JSON object a line, read from where the last reading ended, also while they are written.
+"""Incremental reader of JSON Lines files (one object per line), also while they are being written.
 
-They may come from anybody and lie behind a URL: memory is bounded, a line that is no object is counted and left out,
-and so is the last one while it has no end. What stood before is looked at again: a resume writes such a file anew,
-without the steps that are forgotten.
+Files are untrusted and can be remote. Memory is therefore bounded, and invalid lines are counted and skipped, as is an
+incomplete last line. Each poll verifies the bytes before the current offset, because a resume rewrites the file without
+the steps after its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,34 +19,39 @@ from quantshard.read_limits import BROKEN_LINES, LOG_BYTES
 Record = dict[str, Any]
 
 AT_ONCE = 1 << 22
-"""Bytes that are read at a time, and the most that a line may have."""
+"""Bytes per read, which is also the maximum length of a line."""
 
 _BLANK_LINES = re.compile(rb"\n\n+")
 _BATCH = 512
 
 _OVERLAP = 64
-"""Bytes before the place where reading goes on, by which a file that was written anew is recognized."""
+"""Number of bytes before the offset that are compared to detect a rewritten file."""
 
 
 class RecordFile:
-    """A file of records in a store. `broken`: how many lines were no records so far; `torn`: the last has no end;
-    `skipped`: bytes that were not read."""
+    """A file of records in a store.
+
+    Attributes:
+        broken: number of invalid lines so far.
+        torn: whether the last line is incomplete.
+        skipped: number of bytes that were not read.
+    """
 
     def __init__(self, store: Store, path: str) -> None:
         self.store, self.path = store, path
         self.clear()
 
     def clear(self) -> None:
-        """Read from the beginning again."""
+        """Restart from the beginning of the file."""
         self.offset, self.broken, self.torn, self.skipped = 0, 0, False, 0
         self._before = b""
         self._in_long_line = False
 
     def was_rewritten(self) -> bool:
-        """Whether what was read is no longer what the file begins with: then it is read from its beginning again.
+        """Whether the file was rewritten since the last call; if so, the reader restarts from its beginning.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the file cannot be read.
         """
         if not self.offset:
             return False
@@ -58,59 +63,59 @@ class RecordFile:
         return True
 
     def batches(self) -> Iterator[list[Record]]:
-        """The records that were added since the last call, some hundred at a time, which stay in a processor's cache.
+        """Yield the records added since the last call, in batches small enough for the CPU cache.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         for piece, first, end in self.pieces(max(2, LOG_BYTES // AT_ONCE)):
             yield from self.parsed(piece[first:end].split(b"\n")[:-1])
 
     def parsed(self, lines: list[bytes]) -> Iterator[list[Record]]:
-        """The records of some lines; lines that are no records are counted in `broken`."""
+        """Parse lines into batches of records; invalid lines are counted in `broken`."""
         for start in range(0, len(lines), _BATCH):
-            some = lines[start : start + _BATCH]
-            batch = records_of(some, all_or_none=self.broken > BROKEN_LINES)
-            self.broken += len(some) - len(batch)
+            chunk = lines[start : start + _BATCH]
+            batch = records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
+            self.broken += len(chunk) - len(batch)
             yield batch
 
     def pieces(self, most: int = sys.maxsize) -> Iterator[tuple[bytes, int, int]]:
-        """Parts of what was added since the last call, each with the first and the last place of its whole lines.
+        """Yield the bytes added since the last call, as (piece, start, end of its complete lines).
 
-        Where there are more than `most` parts (2 at least), so many are read, evenly apart, the first and the last
-        among them; bytes between them are counted in `skipped`, and a line that is partly there is lost.
+        If the new bytes need more than `most` pieces (>= 2), only `most` evenly spaced pieces are read, including the
+        first and the last. Bytes between them are counted in `skipped`, and lines cut by a gap are lost.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         size, self.torn = self.size(), False
-        began, apart = self.offset, 0.0
-        if size - began > most * AT_ONCE:
-            apart = (size - began - AT_ONCE) / (most - 1)
-        done = 0
+        start, spacing = self.offset, 0.0
+        if size - start > most * AT_ONCE:
+            spacing = (size - start - AT_ONCE) / (most - 1)
+        num_pieces = 0
         while self.offset < size:
             piece = self.store.read_range(self.path, self.offset, min(size, self.offset + AT_ONCE))
-            used = piece.rfind(b"\n") + 1
-            if not used and len(piece) < AT_ONCE:
+            end = piece.rfind(b"\n") + 1
+            if not end and len(piece) < AT_ONCE:
                 self.torn = True
                 return
-            done += 1
-            first = piece.find(b"\n") + 1 if self._in_long_line and used else 0
-            if not used:
+            num_pieces += 1
+            first = piece.find(b"\n") + 1 if self._in_long_line and end else 0
+            if not end:
                 self.broken += not self._in_long_line
-            self._in_long_line = not used
-            self._advance(piece, used or len(piece))
-            if apart and done < most:
-                self._go_to(began + int(done * apart))
-            if used and b"\n\n" in piece:
-                lines = _BLANK_LINES.sub(b"\n", piece[first:used]).lstrip(b"\n")
-                self.broken += piece.count(b"\n", first, used) - lines.count(b"\n")
-                piece, first, used = lines, 0, len(lines)
-            if used:
-                yield piece, first, used
+            self._in_long_line = not end
+            self._advance(piece, end or len(piece))
+            if spacing and num_pieces < most:
+                self._go_to(start + int(num_pieces * spacing))
+            if end and b"\n\n" in piece:
+                lines = _BLANK_LINES.sub(b"\n", piece[first:end]).lstrip(b"\n")
+                self.broken += piece.count(b"\n", first, end) - lines.count(b"\n")
+                piece, first, end = lines, 0, len(lines)
+            if end:
+                yield piece, first, end
 
     def _go_to(self, offset: int) -> None:
-        """Go on from there, with the line that begins next."""
+        """Skip forward to `offset` and continue with the next complete line."""
         if offset > self.offset:
             self.skipped += offset - self.offset
             self.offset, self._in_long_line = offset, True
@@ -120,7 +125,7 @@ class RecordFile:
         self._before = piece[max(0, used - _OVERLAP) : used]
 
     def size(self) -> int:
-        """Its length; 0 where there is none."""
+        """Size in bytes; 0 if the file does not exist."""
         try:
             return self.store.size(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -128,12 +133,14 @@ class RecordFile:
 
 
 def records_of(lines: list[bytes], all_or_none: bool = False) -> list[Record]:
-    """The lines that are JSON objects. Nearly always all of them are, which one call of the parser finds out.
-    `all_or_none`: return none of them if one is no object."""
+    """Parse the lines that are JSON objects, in one call of the parser if all are valid.
+
+    `all_or_none`: return an empty list if any line is invalid.
+    """
     try:
-        found = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(found) == len(lines) and all(type(each) is dict for each in found):
-            return list(found)
+        entries = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(entries) == len(lines) and all(type(entry) is dict for entry in entries):
+            return list(entries)
     except (ValueError, RecursionError):
         pass
     return [] if all_or_none else [record for line in lines if (record := _record(line)) is not None]
@@ -141,7 +148,7 @@ def records_of(lines: list[bytes], all_or_none: bool = False) -> list[Record]:
 
 def _record(line: bytes) -> Record | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if type(found) is dict else None
+    return value if type(value) is dict else None

@@ -1,4 +1,4 @@
-"""Where a run lies, a folder or a URL, and what its small files say: nothing of it is trusted, and no link followed."""
+"""Access to the files of a run in a folder or at a URL. Contents are untrusted, and links are not followed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _STEP = re.compile(r"step-(\d{1,12})")
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """One checkpoint of a run: after which step, whether it is whole, its bytes, and when it was saved (None: its
-    manifest does not say)."""
+    """One checkpoint of a run; `bytes` and `saved_at` are None if unknown."""
 
     step: int
     complete: bool
@@ -39,10 +38,10 @@ class CheckpointRow:
 
 
 class RunSource:
-    """A run's files, by the path or the URL of its folder.
+    """The files of a run, given the path or URL of its folder.
 
     Raises:
-        ConfigurationError: there is no run.
+        ConfigurationError: the folder does not contain a run.
         CheckpointError: the URL cannot be reached.
     """
 
@@ -63,32 +62,32 @@ class RunSource:
         return isinstance(self.store, LocalStore)
 
     def file(self, name: str) -> str:
-        """The path of one of its files."""
+        """Path or URL of a file of the run."""
         return self.store.join(self.place, name)
 
     def records(self, name: str) -> RecordFile:
-        """One of its files of records."""
+        """Open a record file of the run."""
         return RecordFile(self.store, self.file(name))
 
     def config(self) -> dict[str, Any]:
-        """Its settings by name, those of tables with a dot: `launch.processes`; the list of its data left out.
+        """Settings by name, with nested tables flattened (`launch.processes`) and without `corpus.files`.
 
         Raises:
-            ConfigurationError: it is not TOML, or cannot be read.
+            ConfigurationError: the file is not TOML or cannot be read.
         """
         where = self.file(CONFIG)
         try:
             content = self.store.read(where, _CONFIG_BYTES)
         except OSError as error:
             raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
-        found = flattened(foreign.toml_table(content, where))
-        return {name: value for name, value in found.items() if name != "corpus.files"}
+        settings = flattened(foreign.toml_table(content, where))
+        return {name: value for name, value in settings.items() if name != "corpus.files"}
 
     def parameters(self) -> dict[str, Any]:
-        """What `explain` found when it was started last; empty for a run that did not note it.
+        """JSON report of `explain` from the last start; empty if the run did not write one.
 
         Raises:
-            ConfigurationError: it is not JSON, or cannot be read.
+            ConfigurationError: the file is not JSON or cannot be read.
         """
         where = self.file(PARAMETERS)
         try:
@@ -99,16 +98,19 @@ class RunSource:
             raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
 
     def starts(self) -> list[Record]:
-        """The records of its starts, the first ones where they are many."""
-        found: list[Record] = []
+        """Records of the first starts of the run, at most `_MOST_STARTS`."""
+        records: list[Record] = []
         for batch in self.records(STARTS).batches():
-            found += batch[: _MOST_STARTS - len(found)]
-            if len(found) == _MOST_STARTS:
+            records += batch[: _MOST_STARTS - len(records)]
+            if len(records) == _MOST_STARTS:
                 break
-        return found
+        return records
 
     def checkpoints(self) -> list[CheckpointRow]:
-        """Its checkpoints, the newest ones where they are many, ascending; empty where a server does not list them."""
+        """The newest checkpoints, at most `_MOST_CHECKPOINTS`, in ascending order.
+
+        Empty if a server does not list folders.
+        """
         folder = self.file(CHECKPOINTS)
         try:
             if self.store.leads_out(self.store.join(folder, "x"), self.place):
@@ -116,8 +118,8 @@ class RunSource:
             names = self.store.names(folder)
         except OSError:
             return []
-        found = [(int(step[1]), name) for name in names if (step := _STEP.fullmatch(name.rstrip("/")))]
-        newest = sorted(found)[-_MOST_CHECKPOINTS:]
+        steps = [(int(step[1]), name) for name in names if (step := _STEP.fullmatch(name.rstrip("/")))]
+        newest = sorted(steps)[-_MOST_CHECKPOINTS:]
         return [self._checkpoint(step, self.store.join(folder, name)) for step, name in newest]
 
     def _checkpoint(self, step: int, path: str) -> CheckpointRow:
@@ -133,16 +135,16 @@ class RunSource:
         return CheckpointRow(step, whole, described.bytes, _moment(described.saved_at))
 
     def is_trained(self) -> bool | None:
-        """Whether a process trains it now; None where nobody can tell, as behind a URL."""
+        """Whether a process is training the run now, or None if unknown, as for a URL."""
         return ownership.is_locked(self.place) if self._is_local else None
 
 
 def flattened(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A table whose inner tables are entries of names with a dot."""
-    found: dict[str, Any] = {}
+    """Flatten nested tables into entries with dotted names."""
+    flat: dict[str, Any] = {}
     for name, value in table.items():
-        found |= flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
-    return found
+        flat |= flattened(value, f"{before}{name}.") if isinstance(value, Mapping) else {before + name: value}
+    return flat
 
 
 def _moment(text: str) -> datetime | None:

@@ -1,4 +1,4 @@
-"""The tables of a report: final figures, what differs between runs, and how weights are stored."""
+"""Tables of a report: final figures, differing settings, environments, weights and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NONE = "–"
 
 
 class WeightRow(NamedTuple):
-    """How one parameter, or some that are alike, are stored; all in words."""
+    """Storage of one parameter, or of several identical ones, as text."""
 
     name: str
     shape: str
@@ -29,7 +29,7 @@ class WeightRow(NamedTuple):
 
 
 class MemoryPart(NamedTuple):
-    """Bytes of one kind that the first process holds, and its share of the peak, 0 to 1."""
+    """Memory of the first process used for one purpose, and its share of the peak, 0 to 1."""
 
     kind: str
     bytes: str
@@ -37,7 +37,7 @@ class MemoryPart(NamedTuple):
 
 
 def final_figures(run: RunHistory) -> dict[str, str]:
-    """The figures by which runs are compared, by what they are called; `NONE` where a run has none."""
+    """Figures for the comparison of runs, by title. A missing figure is `NONE`."""
     losses, heldout = run.metrics.there(LOSS)[1], run.metrics.there(HELDOUT)
     best = int(heldout[1].argmin()) if len(heldout[1]) else 0
     speed, memory, mfu = (run.metrics.there(name)[1] for name in (SPEED, MEMORY, "mfu"))
@@ -65,7 +65,7 @@ def _progress(run: RunHistory) -> str:
 
 
 def said_seconds(seconds: float) -> str:
-    """A time in the two largest units: "3 h 05 min"."""
+    """Format a duration in its two largest units: "3 h 05 min"."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes = int(seconds // 60)
@@ -76,8 +76,10 @@ def said_seconds(seconds: float) -> str:
 
 
 def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The settings that differ between runs, with the values of each run. Paths of data with equal digests are left
-    out: each run has a folder of tokens of its own."""
+    """Settings that differ between runs, with the value of every run.
+
+    Paths of data are left out if the digests are equal, because every run has its own folder of tokens.
+    """
     names = dict.fromkeys(name for table in tables for name in table)
     digests = {table.get("corpus.sha256") for table in tables}
     if len(digests) == 1 and None not in digests:
@@ -87,30 +89,30 @@ def differences(tables: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str
 
 
 def said(value: object) -> str:
-    """A value of a file as a cell of a table."""
+    """Format a value as a table cell."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list | tuple):
-        value = ", ".join(str(each)[:_LONGEST] for each in value[:_LONGEST])
+        value = ", ".join(str(item)[:_LONGEST] for item in value[:_LONGEST])
     text = str(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def environment_of(run: RunHistory) -> dict[str, Any]:
-    """What was in force when the run was started last: versions, device, variables."""
+    """Environment of the last start: processes, mesh, versions, device, environment variables."""
     start = run.starts[-1] if run.starts else {}
-    found: dict[str, Any] = {name: start[name] for name in ("processes", "mesh") if name in start}
+    result: dict[str, Any] = {name: start[name] for name in ("processes", "mesh") if name in start}
     environment = start.get("environment")
     for name, value in environment.items() if isinstance(environment, Mapping) else ():
-        found |= value if isinstance(value, Mapping) else {name: value}
-    return found
+        result |= value if isinstance(value, Mapping) else {name: value}
+    return result
 
 
 def weight_rows(run: RunHistory) -> list[WeightRow]:
-    """How the weights are stored and multiplied, those that are alike in one row."""
+    """Storage and GEMMs of the weights, with identical weights in one row."""
     rows = run.parameters.get("rows")
-    found = [_weight_row(row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
-    groups = pattern_groups((row.name, row[1:], row) for row in found)
+    weights = [_weight_row(row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, Mapping)]
+    groups = pattern_groups((row.name, row[1:], row) for row in weights)
     return [members[0]._replace(name=counted_name(name, len(members))) for name, members in groups][:_MOST_ROWS]
 
 
@@ -128,7 +130,10 @@ def _weight_row(row: Mapping[str, Any]) -> WeightRow:
 
 
 def memory_parts(run: RunHistory) -> list[MemoryPart]:
-    """What the memory of the first process is for, as far as its parameters were noted; the rest up to the peak too."""
+    """Breakdown of the first process's peak memory, empty if the run did not record its parameters.
+
+    The remainder up to the peak is attributed to activations, gradients and libraries.
+    """
     totals = run.parameters.get("totals")
     peak = run.metrics.there(MEMORY)[1]
     if not isinstance(totals, Mapping) or not len(peak):
@@ -146,10 +151,10 @@ def _count(table: Mapping[str, Any], name: str) -> int:
 
 
 def said_age(saved_at: datetime, now: datetime) -> str:
-    """How long ago a checkpoint was saved, for a view that does not outlast the moment."""
+    """Format the age of a checkpoint, for the live view."""
     return f"{said_seconds(max(0.0, (now - saved_at).total_seconds()))} ago"
 
 
 def said_time(moment: datetime | None) -> str:
-    """A time in UTC, to the minute."""
+    """Format a UTC time to the minute."""
     return NONE if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"

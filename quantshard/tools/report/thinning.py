@@ -1,7 +1,7 @@
-"""Curves of a million points as some thousand, and rows of a thousand columns as some hundred, no peak lost.
+"""Downsampling of long curves without losing peaks.
 
-A curve keeps the smallest and the largest value of each of equally many steps (and the first and the last point): a
-spike of one step stays as high as it is, which means and every n-th point would hide.
+A curve keeps the minimum and maximum of each bucket of equally many steps, plus the first and last points. A spike of
+one step therefore keeps its height, which averaging or taking every n-th point would hide.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
-    """The indices of the points of a curve [N] that are drawn, ascending, `most` of them at most (4 at least)."""
+    """Ascending int64 indices of at most `most` points (>= 4) that represent a curve [N]."""
     count = len(values)
     if count <= most:
         return np.arange(count, dtype=np.int64)
@@ -20,7 +20,7 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
     full = count // width * width
     grid = values[:full].reshape(-1, width)
     starts = np.arange(0, full, width)
-    kept = [starts + grid.argmin(1), starts + grid.argmax(1), np.array([0, count - 1])]
+    indices = [starts + grid.argmin(1), starts + grid.argmax(1), np.array([0, count - 1])]
     if full < count:
-        kept.append(np.array([full + values[full:].argmin(), full + values[full:].argmax()]))
-    return np.unique(np.concatenate(kept)).astype(np.int64)
+        indices.append(np.array([full + values[full:].argmin(), full + values[full:].argmax()]))
+    return np.unique(np.concatenate(indices)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Following a run that is trained elsewhere: only what was added is read each time."""
+"""Follows a run trained by another process, reading only new records at each poll."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from quantshard.tools.report.records import Record
 from quantshard.tools.report.source import METRICS, STATISTICS, RunSource
 
 _LISTED_SECONDS = 10.0
-"""How often the checkpoints are looked at."""
+"""Seconds between listings of the checkpoints."""
 
 NOT_RUNNING = "not running"
 START_SECONDS = 30.0
-"""How long a run that no process trains may be starting: its processes lock it after they have imported PyTorch."""
+"""Seconds to wait for a run to start, because its processes lock it only after importing PyTorch."""
 
 
 class RunWatch:
-    """A run that is followed, by the path or the URL of its folder.
+    """Follows a run, given the path or URL of its folder.
 
     Raises:
-        ConfigurationError: there is no run, or its settings cannot be read.
+        ConfigurationError: the folder does not contain a run, or its settings cannot be read.
         CheckpointError: the URL cannot be reached.
     """
 
@@ -39,29 +39,31 @@ class RunWatch:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is on a file system of this machine."""
+        """Whether the run is on a file system of this machine, not at a URL."""
         return isinstance(self.source.store, LocalStore)
 
     def poll(self, most: int) -> list[Record]:
-        """Read what was added, into `figures`; the new records of steps, the last `most` of them. Of a file that a
-        resume has written anew, those of steps that were known are not new.
+        """Read new records into `figures`, and return the records of new steps, at most the last `most`.
+
+        After a resume has rewritten the file, steps seen before do not count as new.
 
         Raises:
-            OSError: it cannot be read now.
-            ConfigurationError: its settings are damaged.
+            OSError: a file cannot be read now.
+            ConfigurationError: the settings are damaged.
         """
-        known = -1
-        if self._metrics.was_rewritten():  # by a resume, which may also have been told of more steps
-            known = self.figures.step
+        last_step = -1
+        if self._metrics.was_rewritten():
+            # A resume rewrote the file, possibly with a new number of steps.
+            last_step = self.figures.step
             self.figures.clear()
             self._statistics.clear()
             self._read_settings()
-        found: list[Record] = []
+        added: list[Record] = []
         for batch in self._metrics.batches():
             batch = [record for record in batch if step_of(record) is not None]
             for record in batch:
                 self.figures.add(record)
-            found = [*found, *(record for record in batch if (step_of(record) or 0) > known)][-most:]
+            added = [*added, *(record for record in batch if (step_of(record) or 0) > last_step)][-most:]
         if self._statistics.was_rewritten():
             self.figures.alarms.clear()
         for batch in alarms_added(self._statistics):
@@ -71,11 +73,13 @@ class RunWatch:
             self._listed = time.monotonic()
             complete = [row for row in self.source.checkpoints() if row.complete]
             self.figures.checkpoint = complete[-1] if complete else None
-        return found
+        return added
 
     def has_ended(self) -> bool:
-        """Whether nothing more will come, with the reason in `figures.state`: the last step is done, or no process
-        trains the run any more, or none has begun to within `START_SECONDS`."""
+        """Whether no more records will come, with the reason in `figures.state`.
+
+        The run has ended if its last step is done, if its process has stopped, or if none started in `START_SECONDS`.
+        """
         is_trained, figures = self.source.is_trained(), self.figures
         if is_trained:
             figures.state, self._starts_until = "", 0.0

@@ -215,7 +215,8 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, names: tuple[str, ...]) -> None:
     """Check that a folder belongs to this user, and that existing entries `names` in it are safe to write.
 
-    Their owner must be this user, root or the owner of the folder. A name that ends in a slash must be a folder; any other name, a regular file with one hard link.
+    Their owner must be this user, root or the owner of the folder. A name that ends in a slash must be a folder; any
+    other name, a regular file with one hard link.
 
     Raises:
         ConfigurationError: names the first path that fails the check.
