@@ -36,11 +36,10 @@ _MODULES: tuple[Any, ...] = (
     *(explain, diff, inspect, verify, exchange, convert, doctor),
 )
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = tuple(module.register for module in _MODULES)
-"""What adds commands to the command line."""
+"""Functions that add commands to the command line."""
 
 _LIBRARIES = ("torchao", "torch.utils._pytree")
-"""Loggers that warn of binaries which are of no use here, and of the libraries' own code, when transformers imports
-torchao: in front of an answer that has nothing to do with them."""
+"""Loggers silenced below ERROR, because they print irrelevant warnings when transformers imports torchao."""
 
 _SYNONYMS = {
     "--output-dir": "--run", "--out-dir": "--run", "--learning-rate": "--lr", "--min-lr": "--lr-floor",
@@ -54,7 +53,7 @@ _SYNONYMS = {
     "--dataset": "--data", "--dataset-name": "--data", "--validation-file": "--heldout-data",
     "--nproc": "--nproc-per-node", "--num-processes": "--nproc-per-node",
 }  # fmt: skip
-"""The options of scripts of transformers, torchrun and accelerate, and ours that stand for them."""
+"""Options of transformers, torchrun and accelerate scripts -> the equivalent quantshard option."""
 
 __all__ = ["app", "main"]
 
@@ -70,11 +69,11 @@ def _begin(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version, and exit")
     ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Callback for the options before a command."""
 
 
 def app() -> typer.Typer:
-    """The command line with all its commands."""
+    """Build the command line with all commands."""
     line = typer.Typer(
         name="quantshard",
         help="Train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit.",
@@ -83,18 +82,23 @@ def app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
-    line.callback(help=line.info.help)(_begin)  # commands stay subcommands, however few there are
+    # With a callback, typer keeps a single command as a subcommand.
+    line.callback(help=line.info.help)(_begin)
     for register in REGISTER:
         register(line)
-    for command in line.registered_commands:  # of a paragraph after the first, typer would keep the ends of lines
+    # typer would keep the line breaks of all paragraphs except the first.
+    for command in line.registered_commands:
         paragraphs = cleandoc(getattr(command.callback, "__doc__", None) or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return line
 
 
 def _usage(line: str, error: Exception) -> str:
-    """What is said of an error of usage: typer's own words, how an argument is given that stands here as an option,
-    what `resume` takes from the run, and whose help it is."""
+    """Extend typer's message of a usage error with a hint and the help command.
+
+    The hint covers an option with another name here, an argument given as an option, and a setting of `train` that
+    `resume` takes from the run.
+    """
     context: Any = getattr(error, "ctx", None)
     command = context.command_path if context else _command_given()
     name = getattr(error, "option_name", None)
@@ -107,27 +111,27 @@ def _usage(line: str, error: Exception) -> str:
         for param in params
         if not any(flag.startswith("-") for flag in param.opts)
     }
-    own = name.lstrip("-").replace("-", "_")
-    meant = arguments.get(own) or arguments.get(f"{own}s")
+    argument_name = name.lstrip("-").replace("-", "_")
+    metavar = arguments.get(argument_name) or arguments.get(f"{argument_name}s")
     synonym = _SYNONYMS.get(name.replace("_", "-"))
-    near = near_setting(name) if command.endswith(" resume") else None
+    near_flag = near_setting(name) if command.endswith(" resume") else None
     if synonym in flags:
         line = f"No such option: {name} (here it is {synonym})"
-    elif meant:
-        line = f"No such option: {name} (give it alone: {command} {meant})"
-    elif near and near not in flags:
-        line = f"No such option: {name} ({near} is one of train; resume keeps what the run has)"
+    elif metavar:
+        line = f"No such option: {name} (give it alone: {command} {metavar})"
+    elif near_flag and near_flag not in flags:
+        line = f"No such option: {name} ({near_flag} is one of train; resume keeps what the run has)"
     return f"{line} (see {command} --help)"
 
 
 def _command_given() -> str:
-    """The command that was called, where an error does not say, as of an option without its value."""
-    known: Any = typer.main.get_command(app())
-    return " ".join(["quantshard", *(name for name in sys.argv[1:2] if name in known.commands)])
+    """The command in `sys.argv`, for errors without a context, such as an option without its value."""
+    command_line: Any = typer.main.get_command(app())
+    return " ".join(["quantshard", *(name for name in sys.argv[1:2] if name in command_line.commands)])
 
 
 def main() -> None:
-    """Run the command of `sys.argv`; a mistake of the user's ends in one line and exit code 2 (usage) or 1."""
+    """Run the command in `sys.argv`. A user error prints one line and exits with code 2 (usage) or 1."""
     code: object = 0
     prepare_output()
     for name in _LIBRARIES:
@@ -137,13 +141,15 @@ def main() -> None:
     except QuantshardError as error:
         complain(str(error))
         code = getattr(error, "exit_code", 1)
-    except (KeyboardInterrupt, typer.Abort):  # of which some versions of typer make the other
+    except (KeyboardInterrupt, typer.Abort):  # some versions of typer convert an interrupt to Abort
         code = launch.INTERRUPTED
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # typer's errors of usage, in any of its versions
+        # Identifies usage errors in any version of typer.
+        usage = getattr(error, "format_message", None)
         if usage is None:
             raise
-        if line := " ".join(usage().split()):  # empty where the help has just been printed instead
+        # The message is empty if typer printed the help instead.
+        if line := " ".join(usage().split()):
             complain(_usage(line, error))
         code = getattr(error, "exit_code", 2)
     sys.exit(code if isinstance(code, int) else 0)

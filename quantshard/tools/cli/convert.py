@@ -1,4 +1,4 @@
-"""`quantshard convert-te`: a checkpoint of a TransformerEngine model, written anew as ours."""
+"""`quantshard convert-te`: converts a checkpoint of a TransformerEngine model to quantshard's format."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def convert_te(
     """Write a TransformerEngine checkpoint (model, FusedAdam) as one of ours, and list what is not exact."""
     for checkpoint in (source, like):
         inputs.existing(checkpoint, "a checkpoint")
-    done = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
-    say(*done.lines())
+    result = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
+    say(*result.lines())
     say(f"wrote {out}")

@@ -1,4 +1,4 @@
-"""`quantshard debug`: which GEMMs and operands of a run lose most by being quantized, and which layers to spare."""
+"""`quantshard debug`: ranks GEMM operands of a run by quantization error, and suggests layers to keep in BF16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantshard.tools.trainer import debugging
 from quantshard.tools.trainer.debugging import DebugReport, DebugSource, ModelPair
 
 _SHOWN = 20
-"""Rows of the table without --wide."""
+"""Maximum number of table rows without --wide."""
 _PICTURES = (".png", ".svg", ".pdf")
 _OPERANDS = (
     ("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"),
@@ -68,16 +68,16 @@ def debug(
         _check_picture(picture)
     for path in data or ():
         inputs.existing(path, "text")
-    found = debugging.find(source, checkpoints)
-    pair = ModelPair(found, debugging.batch_of(found, data or (), batch))
+    debug_source = debugging.find(source, checkpoints)
+    pair = ModelPair(debug_source, debugging.batch_of(debug_source, data or (), batch))
     report = pair.compare(end_to_end)
     suggestion = pair.suggestion(report, remove)
     if picture is not None:
         outputs.write_file(picture, _drawn(report, picture.suffix[1:]))
     if json_:
-        say_whole(json.dumps(_as_json(found, report, suggestion), indent=2))
+        say_whole(json.dumps(_as_json(debug_source, report, suggestion), indent=2))
         return
-    _show(found, report, suggestion, batch, wide)
+    _show(debug_source, report, suggestion, batch, wide)
 
 
 def _check_picture(path: Path) -> None:
@@ -150,8 +150,8 @@ def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggesti
         "loss": report.loss if math.isfinite(report.loss) else str(report.loss),
         "float32_loss": report.exact_loss,
         "gradient_error": report.gradient if math.isfinite(report.gradient) else str(report.gradient),
-        "gemms": [asdict(each) for each in report.gemms],
-        "layers": [asdict(each) for each in report.layers],
+        "gemms": [asdict(entry) for entry in report.gemms],
+        "layers": [asdict(entry) for entry in report.layers],
         "suggestion": {
             "keep": list(suggestion.kept),
             "removed": suggestion.removed,
@@ -162,12 +162,13 @@ def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggesti
 
 
 def _drawn(report: DebugReport, kind: str) -> bytes:
-    """The errors as a map, weights by operands of GEMMs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, since it takes long to import
+    """Render the errors as a heat map (weights x GEMM operands) in the image format `kind`."""
+    # Imported here, because the import is slow.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    weights = sorted({each.weight for each in report.gemms}, key=_natural)
-    errors = {(each.weight, (each.gemm, each.operand)): each.error for each in report.gemms}
+    weights = sorted({row.weight for row in report.gemms}, key=_natural)
+    errors = {(row.weight, (row.gemm, row.operand)): row.error for row in report.gemms}
     table = [[100 * errors.get((weight, operand), 0.0) for operand in _OPERANDS] for weight in weights]
     figure = Figure(figsize=(9, 1.8 + 0.24 * len(weights)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -177,9 +178,9 @@ def _drawn(report: DebugReport, kind: str) -> bytes:
     axes.set_yticks(range(len(weights)), [_plain(weight) for weight in weights], fontsize=7)
     axes.set_title("Error that quantizing one operand adds to its GEMM, %")
     figure.colorbar(image)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=kind, dpi=150)
-    return drawn.getvalue()
+    content = io.BytesIO()
+    figure.savefig(content, format=kind, dpi=150)
+    return content.getvalue()
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
@@ -187,5 +188,5 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _plain(name: str) -> str:
-    """Without what matplotlib would typeset."""
+    """Escape dollar signs, which matplotlib would typeset as math."""
     return name.replace("$", r"\$")

@@ -1,14 +1,14 @@
 """`quantshard demo`: train with quantized weights, kill the run, resume it, and compare every bit.
 
-It tells the story with the commands that a user types (`train`, `resume`, `diff`), each in a process of its own, and
-checks what it claims: it fails if bits differ that must not. Chapters, in the order in which they are told:
+The demo runs the commands that a user types (`train`, `resume`, `diff`) in separate processes, and verifies its claims:
+it fails if bits differ that must be equal. Chapters, in order:
 
-    1  MXFP8 weights on 2 processes, uninterrupted: what the others are compared with
-    2  the same, killed with SIGKILL between two checkpoints
-    3  resumed on 2 processes: the losses of chapter 1, to the last bit
-    4  its checkpoint loaded by 1 process: the same bits
-    5  resumed on 1 process: the losses of chapter 1 up to rounding
-    6  the same model with BF16 weights: what the 8 bits cost, and what they save
+    1  train MXFP8 weights on 2 processes without interruption, as the reference
+    2  train again, and kill the run with SIGKILL between two checkpoints
+    3  resume on 2 processes: losses are bitwise equal to chapter 1
+    4  load the checkpoint in 1 process: the bits are equal
+    5  resume on 1 process: losses equal the ones in chapter 1 up to rounding
+    6  train the same model with BF16 weights, to compare loss and memory
 """
 
 from __future__ import annotations
@@ -63,40 +63,40 @@ SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "threads": 1,
 }
-"""What all runs have in common: about two minutes on two cores."""
+"""Settings of all runs; the demo takes about two minutes on two cores."""
 
 SAMPLE_BYTES = 200
 MEASURED = ("tokens_per_s", "memory_bytes", "mfu", "data_wait_s")
-"""What differs between runs of the same bits."""
+"""Entries of a metrics record that differ between bitwise equal runs."""
 
 MARK = "demo.toml"
 _POLL_SECONDS = 0.02
 _END_SECONDS = 1.0
-"""Training processes look for their launcher five times a second, and end when it is gone."""
+"""Time for training processes to exit after a kill: five times a second they check that their launcher exists."""
 _KILL_AFTER = 0.5
-"""The run is killed when this share of the steps is done, and then half an interval between checkpoints more."""
+"""Share of the steps before the kill, which comes half a checkpoint interval later."""
 
 _BF16_ROUNDING = 2.0**-9
-"""The largest relative error of rounding to BF16."""
+"""Maximum relative error of rounding to BF16."""
 
 
 class DemoError(QuantshardError):
-    """Something that the demo shows did not come out as it must; the message says what, and where to look."""
+    """Raised if a claim of the demo fails; the message names the claim and the log."""
 
 
 @dataclass
 class DemoOutcome:
-    """What the chapters found, for the summary."""
+    """Results of the chapters, for the summary."""
 
     lines: list[tuple[str, str, bool | None]] = field(default_factory=list)
 
     def add(self, what: str, found: str, holds: bool | None = None) -> None:
-        """Record a line; `holds` says whether a claim is true, None that nothing was claimed."""
+        """Record a result. `holds`: whether the claim is true, or None for a result without a claim."""
         self.lines.append((what, found, holds))
 
     @property
     def failures(self) -> list[str]:
-        """The claims that are not true."""
+        """Claims that failed."""
         return [what for what, _, holds in self.lines if holds is False]
 
 
@@ -116,27 +116,27 @@ def demo(
     Takes less than four minutes on two CPU cores, and needs no GPU and no download.
     """
     settings = _settings(config)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `started` cleans up
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `started` clean up
     _prepare(out, settings)
     story = DemoRun(out, settings)
-    began = time.monotonic()
+    start = time.monotonic()
     story.tell()
-    story.summary(time.monotonic() - began)
+    story.summary(time.monotonic() - start)
     if story.outcome.failures:
         raise DemoError(f"the demo failed: {'; '.join(story.outcome.failures)}; logs and runs are in {out}")
 
 
 def _settings(config: Path | None) -> dict[str, Any]:
-    """What all runs have in common, as TOML has it."""
+    """Settings of all runs, in the form of the TOML file."""
     if config is None:
         return SETTINGS
-    given = {name: value for name, value in read_settings_file(config, follow=True).items() if name not in TABLES}
-    TrainSettings(**(SETTINGS | from_mapping(given, str(config)))).check(str(config))
-    return SETTINGS | given
+    overrides = {name: value for name, value in read_settings_file(config, follow=True).items() if name not in TABLES}
+    TrainSettings(**(SETTINGS | from_mapping(overrides, str(config)))).check(str(config))
+    return SETTINGS | overrides
 
 
 def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder; one that an earlier demo wrote is emptied, any other that holds something is refused."""
+    """Create the output folder, removing an earlier demo; any other non-empty folder is an error."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         if out.is_symlink() or not (out / MARK).is_file():
             raise ConfigurationError(f"{out} exists and is not of an earlier demo; name another folder with --out")
@@ -148,7 +148,7 @@ def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
 
 
 class DemoRun:
-    """The chapters, and what they share: the folder, the settings and the screen."""
+    """One run of the demo: the chapters and their shared state."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         self.out, self.steps = out, int(settings["steps"])
@@ -161,7 +161,7 @@ class DemoRun:
         )
 
     def tell(self) -> None:
-        """All chapters."""
+        """Run all chapters."""
         self.say(
             "quantshard demo: a language model learns Python's standard library, byte by byte. Its weights are 8-bit\n"
             "numbers (MXFP8), each process holds half of them, and the run is killed on the way.",
@@ -199,13 +199,13 @@ class DemoRun:
 
     def kill(self) -> None:
         """Chapter 2."""
-        at = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
-        self.chapter(2, f"Start the same training again, and kill it at step {at}")
+        kill_step = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
+        self.chapter(2, f"Start the same training again, and kill it at step {kill_step}")
         self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
-        reached = self.train(self.killed, "mxfp8", kill_at=at)
+        last = self.train(self.killed, "mxfp8", kill_at=kill_step)
         shutil.copytree(self.killed.path, self.single.path)
         self.resumed = self.single.last_complete()[0]
-        self.seen(f"killed when step {reached} was done; the last complete checkpoint is of step {self.resumed}.")
+        self.seen(f"killed when step {last} was done; the last complete checkpoint is of step {self.resumed}.")
         self.say(f"  A copy of what is left goes to {self.single.path}, for chapter 5.")
 
     def resume_on_two(self) -> None:
@@ -213,26 +213,26 @@ class DemoRun:
         self.chapter(3, "Resume on 2 processes")
         self.expected(f"steps {self.resumed + 1} to {self.steps} repeat the uninterrupted run to the last bit.")
         self.resume(self.killed, 2)
-        mine, theirs = (self.metrics(run) for run in (self.killed, self.whole))
-        equal = [step for step in theirs if step in mine and facts(mine[step]) == facts(theirs[step])]
-        differing = sorted(theirs.keys() - set(equal))
+        resumed, reference = (self.metrics(run) for run in (self.killed, self.whole))
+        equal = [step for step in reference if step in resumed and facts(resumed[step]) == facts(reference[step])]
+        differing = sorted(reference.keys() - set(equal))
         self.seen(
-            f"loss, held-out loss and gradient norm are equal in {len(equal)} of {len(theirs)} steps"
+            f"loss, held-out loss and gradient norm are equal in {len(equal)} of {len(reference)} steps"
             + (f"; the first that differs is step {differing[0]}." if differing else ".")
         )
-        same = self.diff(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
-        self.outcome.add("resumed on 2: losses bitwise equal", f"{len(equal)} of {len(theirs)} steps", not differing)
-        self.outcome.add("resumed on 2: last checkpoint bitwise equal", "yes" if same else "no", same)
+        is_equal = self.diff(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
+        self.outcome.add("resumed on 2: losses bitwise equal", f"{len(equal)} of {len(reference)} steps", not differing)
+        self.outcome.add("resumed on 2: last checkpoint bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def load_on_one(self) -> None:
         """Chapter 4."""
         self.chapter(4, "Load the checkpoint of 2 processes in 1")
         self.expected("the bits of a weight do not depend on how many processes hold it.")
-        saved, again = self.killed.checkpoint(self.resumed), self.out / f"resaved-step-{self.resumed:06d}"
-        self.say(f"  checkpoints.load({str(saved)!r}, model, optimizer); checkpoints.save({str(again)!r}, ...)")
-        self.parameters = load_and_save(self.killed, saved, again)
-        same = self.diff(saved, again)
-        self.outcome.add("loaded by 1: weights and optimizer bitwise equal", "yes" if same else "no", same)
+        checkpoint, resaved = self.killed.checkpoint(self.resumed), self.out / f"resaved-step-{self.resumed:06d}"
+        self.say(f"  checkpoints.load({str(checkpoint)!r}, model, optimizer); checkpoints.save({str(resaved)!r}, ...)")
+        self.parameters = load_and_save(self.killed, checkpoint, resaved)
+        is_equal = self.diff(checkpoint, resaved)
+        self.outcome.add("loaded by 1: weights and optimizer bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def resume_on_one(self) -> None:
         """Chapter 5."""
@@ -249,8 +249,8 @@ class DemoRun:
             "            lr |g|_1 <= lr sqrt(parameters) |g|_2.)",
         )
         self.resume(self.single, 1)
-        mine, theirs = self.losses(self.single), self.losses(self.whole)
-        gaps = {step: abs(mine[step] - theirs[step]) for step in bounds}
+        resumed, reference = self.losses(self.single), self.losses(self.whole)
+        gaps = {step: abs(resumed[step] - reference[step]) for step in bounds}
         within = all(gaps[step] <= bounds[step] for step in bounds)
         largest = max(gaps, key=lambda step: gaps[step])
         self.seen(
@@ -274,18 +274,18 @@ class DemoRun:
         self.outcome.add("speed on this CPU, emulated", f"{speed[0] / speed[1]:.2f} of BF16's")
 
     def train(self, run: RunDir, recipe_name: str, *more: str, kill_at: int | None = None) -> int:
-        """`quantshard train` on 2 processes; returns the last step done."""
+        """Run `quantshard train` on 2 processes, and return the last completed step."""
         arguments = ["train", "--run", str(run.path), "--recipe", recipe_name, "--nproc-per-node", "2"]
         return self.follow([*arguments, "--config", str(self.out / MARK), *more], run, kill_at)
 
     def resume(self, run: RunDir, processes: int) -> None:
-        """`quantshard resume`."""
+        """Run `quantshard resume`."""
         self.follow(["resume", str(run.path), "--nproc-per-node", str(processes)], run, None)
 
     def follow(self, arguments: list[str], run: RunDir, kill_at: int | None) -> int:
-        """Run a command that trains, show how it gets on, and kill it at a step; returns the last step done."""
+        """Train by a command and print its progress. Return the last completed step. `kill_at`: step of the kill."""
         log = self.out / f"{run.path.name}-{arguments[0]}.log"
-        quarter, shown, step, began = max(1, self.steps // 4), 0, 0, time.monotonic()
+        quarter, reported, step, start = max(1, self.steps // 4), 0, 0, time.monotonic()
         self.say(f"  $ quantshard {' '.join(arguments)}")
         with started(arguments, log) as process:
             while process.poll() is None:
@@ -294,8 +294,8 @@ class DemoRun:
                 if kill_at is not None and step >= kill_at:
                     os.killpg(process.pid, signal.SIGKILL)
                     break
-                if step // quarter > shown // quarter:
-                    shown = step
+                if step // quarter > reported // quarter:
+                    reported = step
                     self.say(f"    step {step}/{self.steps}, loss {self.losses(run)[step]:.4f}")
             code = process.wait()
         if kill_at is not None:
@@ -307,11 +307,11 @@ class DemoRun:
         elif code:
             raise DemoError(f"`quantshard {arguments[0]}` failed: {_last_line(log)} (see {log})")
         else:
-            self.say(f"    done in {time.monotonic() - began:.0f} s")
+            self.say(f"    done in {time.monotonic() - start:.0f} s")
         return last_step(run)
 
     def diff(self, a: Path | str, b: Path | str) -> bool:
-        """`quantshard diff`: True if the checkpoints are equal."""
+        """Run `quantshard diff`, and return whether the checkpoints are equal."""
         self.say(f"  $ quantshard diff {a} {b}")
         result = subprocess.run(_command(["diff", str(a), str(b)]), env=_environment(), capture_output=True, text=True)
         if result.returncode not in (0, 1):
@@ -320,27 +320,27 @@ class DemoRun:
         return result.returncode == 0
 
     def metrics(self, run: RunDir) -> dict[int, dict[str, Any]]:
-        """The records of a run by step."""
+        """Metrics records of a run by step."""
         return {record["step"]: record for record in records(run.metrics)}
 
     def losses(self, run: RunDir) -> dict[int, float]:
-        """The losses of a run by step."""
+        """Losses of a run by step."""
         return {step: float(record["loss"]) for step, record in self.metrics(run).items()}
 
     def speed(self, run: RunDir) -> float:
-        """Tokens a second, the median of the steps."""
+        """Median tokens per second over the steps."""
         return statistics.median(record["tokens_per_s"] for record in records(run.metrics))
 
     def figures(self, run: RunDir, label: str) -> list[str]:
-        """A line of the totals in the table that `train` printed: the amount, that of BF16, and their ratio."""
+        """Parse a total from the table printed by `train`: the amount, the BF16 amount, and their ratio."""
         text = (self.out / f"{run.path.name}-train.log").read_text(encoding="utf-8")
-        found = re.search(rf"^ *{re.escape(label)}.*?  +(\S+ \w+)  +(\S+ \w+)  +([\d.]+)$", text, re.MULTILINE)
-        if found is None:
+        match = re.search(rf"^ *{re.escape(label)}.*?  +(\S+ \w+)  +(\S+ \w+)  +([\d.]+)$", text, re.MULTILINE)
+        if match is None:
             raise DemoError(f"`quantshard train` printed no line {label!r}; see {self.out}")
-        return list(found.groups())
+        return list(match.groups())
 
     def rounding_bounds(self) -> dict[int, float]:
-        """For each step after the resumption, how far the losses of 1 and of 2 processes may differ."""
+        """Bound on the loss difference between 1 and 2 processes, for every step after the resume."""
         bounds, drift = {}, 0.0
         for step, record in self.metrics(self.whole).items():
             if step > self.resumed:
@@ -358,29 +358,29 @@ class DemoRun:
         self.say("", f"[{number}/6] {title}")
 
     def expected(self, text: str) -> None:
-        """Say what should be seen."""
+        """Print the expected observation."""
         self.say(f"  expected: {text}")
 
     def seen(self, text: str) -> None:
-        """Say what was seen."""
+        """Print the actual observation."""
         self.say(f"  seen:     {text}")
 
     def show_samples(self) -> None:
-        """What the model wrote before and after training."""
+        """Print text samples of the model before and after training."""
         for sample in records(self.whole.samples):
             self.say(f"  what it writes after {sample['step']} steps:")
             self.say(*(f"    | {printable(line)}" for line in sample["text"].splitlines()))
 
     def summary(self, seconds: float) -> None:
-        """The table of what was found, and where the files are."""
+        """Print the table of results and the paths of the files."""
         runs = self.whole, self.killed, self.single, self.bf16
         picture = self.out / "losses.png"
         draw(picture, [self.losses(run) for run in runs], self.resumed, self.rounding_bounds())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("what", "found", ""):
             table.add_column(heading, overflow="fold")
-        for what, found, holds in self.outcome.lines:
-            table.add_row(what, found, "" if holds is None else "ok" if holds else "FAILED")
+        for what, result, holds in self.outcome.lines:
+            table.add_row(what, result, "" if holds is None else "ok" if holds else "FAILED")
         self.say("", "Summary")
         self.console.print(table)
         self.say(
@@ -397,7 +397,7 @@ class DemoRun:
 
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A quantshard command in a process group of its own, which does not outlive the block."""
+    """Start a quantshard command in its own process group, which is killed at the end of the block."""
     with outputs.create_file(log, within=log.parent) as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -415,10 +415,10 @@ def _command(arguments: list[str]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """One thread for a process, and no trace of a launcher that may have started the demo itself."""
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
+    """Environment with one thread per process, without variables of a launcher that started the demo."""
+    launcher_names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    variables = {name: value for name, value in os.environ.items() if name not in launcher_names}
+    return variables | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1"}
 
 
 def _last_line(log: Path) -> str:
@@ -427,7 +427,7 @@ def _last_line(log: Path) -> str:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file of JSON objects; none if it is not there yet."""
+    """Parse the complete lines of a JSON Lines file; empty if the file does not exist yet."""
     if not file.exists():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")
@@ -435,22 +435,22 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def speed_verdict(ratio: float) -> str:
-    """What the speed of emulated MXFP8, as a share of BF16's, shows."""
+    """Describe the speed of emulated MXFP8 relative to BF16."""
     if 0.95 < ratio < 1.05:
         return "about the same speed"
     return f"{1 - ratio:.0%} slower, because the format is emulated" if ratio < 1 else f"{ratio - 1:.0%} faster"
 
 
 def last_step(run: RunDir) -> int:
-    """The last step in a run's metrics."""
-    found = records(run.metrics)
-    return int(found[-1]["step"]) if found else 0
+    """Last step in the metrics of a run, or 0."""
+    entries = records(run.metrics)
+    return int(entries[-1]["step"]) if entries else 0
 
 
 def load_and_save(run: RunDir, saved: Path | str, again: Path) -> int:
-    """Load a checkpoint into a model that this process holds alone, and save it; returns the number of parameters.
+    """Load a checkpoint in this process alone and save it again; return the number of parameters.
 
-    The model is born of another seed, so that nothing but the checkpoint can make the bits equal.
+    The model is initialized from another seed, so that equal bits can only come from the checkpoint.
     """
     settings = run.read_config()[0]
     torch.manual_seed(settings.seed + 1)
@@ -462,18 +462,18 @@ def load_and_save(run: RunDir, saved: Path | str, again: Path) -> int:
 
 
 def facts(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resumed run must repeat of a step: all of its record but speed and memory."""
+    """Reproducible part of a metrics record: everything except measurements such as speed and memory."""
     return {name: value for name, value in record.items() if name not in MEASURED}
 
 
 def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds: Mapping[int, float]) -> None:
-    """The losses of the four runs, and how far the resumed ones are from the uninterrupted one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here, since it takes long to import
+    """Plot the losses of the four runs, and the distance of the resumed runs from the uninterrupted one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    loss_axes, gap_axes = figure.subplots(2, sharex=True, height_ratios=(2, 1))
     styles: dict[str, dict[str, Any]] = {
         "MXFP8, uninterrupted": {"color": "C0", "linewidth": 5, "alpha": 0.4},
         "MXFP8, killed and resumed on 2 processes": {"color": "C3"},
@@ -481,19 +481,19 @@ def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds
         "BF16": {"color": "C7", "linestyle": "--", "linewidth": 1},
     }
     for (label, style), by_step in zip(styles.items(), losses, strict=True):
-        above.plot(list(by_step), list(by_step.values()), label=label, **style)
-    above.axvline(resumed, color="black", linewidth=0.5)
-    above.annotate(" resumed here", (resumed, max(losses[0].values())), fontsize="small")
-    above.set_ylabel("loss (nats a byte)")
-    above.legend(fontsize="small")
+        loss_axes.plot(list(by_step), list(by_step.values()), label=label, **style)
+    loss_axes.axvline(resumed, color="black", linewidth=0.5)
+    loss_axes.annotate(" resumed here", (resumed, max(losses[0].values())), fontsize="small")
+    loss_axes.set_ylabel("loss (nats a byte)")
+    loss_axes.legend(fontsize="small")
     for (label, style), by_step in list(zip(styles.items(), losses, strict=True))[1:3]:
         gaps = [abs(by_step[step] - losses[0][step]) for step in bounds]
-        below.plot(list(bounds), gaps, label=f"{label}: at most {max(gaps):.2g}", **style)
-    below.plot(list(bounds), list(bounds.values()), "k--", linewidth=0.8, label="bound for 1 process")
-    below.set_yscale("symlog", linthresh=1e-4)
-    below.set_xlabel("step")
-    below.set_ylabel("difference from\nuninterrupted")
-    below.legend(fontsize="small")
+        gap_axes.plot(list(bounds), gaps, label=f"{label}: at most {max(gaps):.2g}", **style)
+    gap_axes.plot(list(bounds), list(bounds.values()), "k--", linewidth=0.8, label="bound for 1 process")
+    gap_axes.set_yscale("symlog", linthresh=1e-4)
+    gap_axes.set_xlabel("step")
+    gap_axes.set_ylabel("difference from\nuninterrupted")
+    gap_axes.legend(fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, dpi=120)
     outputs.write_file(file, content.getvalue(), within=file.parent)

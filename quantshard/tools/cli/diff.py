@@ -1,4 +1,4 @@
-"""`quantshard diff`: compare two checkpoints bit by bit, and say what differs in groups."""
+"""`quantshard diff`: compares two checkpoints bit by bit and summarizes the differences by kind of entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import complain, say, say_whole
 
 UNEQUAL, UNREADABLE = 1, 2
-"""Exit codes, as those of the diff that compares texts."""
+"""Exit codes, as in `diff` for text files."""
 
 WEIGHTS = "weights"
 _GROUPS = {
@@ -36,7 +36,7 @@ _GROUPS = {
 
 @dataclass
 class EntryGroup:
-    """Entries of one kind: how many are equal, and the differences. `largest`: of values, and in which entry."""
+    """Entries of one kind: the number of equal ones and the differences."""
 
     name: str
     equal: int = 0
@@ -44,39 +44,39 @@ class EntryGroup:
 
     @property
     def changed(self) -> list[Difference]:
-        """The entries that both checkpoints have."""
-        return [found for found in self.differences if not found.only_in]
+        """Differing entries that exist in both checkpoints."""
+        return [difference for difference in self.differences if not difference.only_in]
 
     @property
     def largest(self) -> Difference | None:
-        """The entry with the largest difference of values."""
-        known = [found for found in self.changed if found.largest is not None]
-        return max(known, key=lambda found: found.largest or 0.0, default=None)
+        """Entry with the largest difference of values, or None if no difference of values is known."""
+        with_values = [difference for difference in self.changed if difference.largest is not None]
+        return max(with_values, key=lambda difference: difference.largest or 0.0, default=None)
 
     def parts(self) -> list[str]:
-        """What is said of it, in a few words."""
+        """Short phrases that summarize the group."""
         if not self.differences:
             return [f"{self.name} equal"]
-        said = []
+        phrases = []
         if changed := self.changed:
-            most = self.largest
-            by = "" if most is None else f" (by at most {most.largest:.4g}: {most.key})"
-            said.append(f"{self.name} differ in {len(changed)} of {len(changed) + self.equal}{by}")
+            top = self.largest
+            suffix = "" if top is None else f" (by at most {top.largest:.4g}: {top.key})"
+            phrases.append(f"{self.name} differ in {len(changed)} of {len(changed) + self.equal}{suffix}")
         for side in "AB":
-            if count := sum(found.only_in == side for found in self.differences):
-                said.append(f"{count} {'entry' if count == 1 else 'entries'} only in {side}: {self.name}")
-        return said
+            if count := sum(difference.only_in == side for difference in self.differences):
+                phrases.append(f"{count} {'entry' if count == 1 else 'entries'} only in {side}: {self.name}")
+        return phrases
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it."""
-        most = self.largest
+        """Convert to a JSON-serializable dict."""
+        top = self.largest
         return {
             "name": self.name,
             "equal": self.equal,
             "different": len(self.changed),
             **{f"only_in_{side.lower()}": sum(d.only_in == side for d in self.differences) for side in "AB"},
-            "largest_difference": None if most is None else most.largest,
-            "largest_in": None if most is None else most.key,
+            "largest_difference": None if top is None else top.largest,
+            "largest_in": None if top is None else top.key,
         }
 
 
@@ -113,8 +113,8 @@ def diff(
 
 
 def groups_of(comparison: Comparison) -> list[EntryGroup]:
-    """The entries by kind, weights first."""
-    differing, keys = {found.key: found for found in comparison.differences}, set(comparison.keys)
+    """Group the entries by kind, weights first."""
+    differing, keys = {difference.key: difference for difference in comparison.differences}, set(comparison.keys)
     groups = {WEIGHTS: EntryGroup(WEIGHTS)}
     for key in comparison.keys:
         name = _GROUPS[kind_of(key, keys)]
@@ -127,36 +127,39 @@ def groups_of(comparison: Comparison) -> list[EntryGroup]:
 
 
 def _with_values(comparison: Comparison) -> Comparison:
-    """The comparison with, for each component of a quantized weight, the largest difference of the weight's values.
+    """Add the largest difference of dequantized values to each differing component of a quantized weight.
 
-    Only what differs is read once more; of what is no checkpoint of ours, or of other shapes, nothing is said."""
+    Only differing weights are read again. Weights of other shapes and foreign checkpoints are left unchanged.
+    """
     keys = set(comparison.keys)
-    comparison = replace(comparison, differences=tuple(_of_values(found, keys) for found in comparison.differences))
+    comparison = replace(
+        comparison, differences=tuple(_of_values(compared, keys) for compared in comparison.differences)
+    )
     if not any(kind_of(d.key, keys) == WEIGHT and not d.only_in for d in comparison.differences):
         return comparison
     try:
         a, b = CheckpointModel(comparison.path_a), CheckpointModel(comparison.path_b)
     except (CheckpointError, ConfigurationError):
         return comparison
-    found, values = [], dict[str, float]()
+    compared, values = [], dict[str, float]()
     for entry in comparison.differences:
         name = entry.key.removeprefix(MODEL)
         owner = _owner(name, a.weights)
-        one, two = a.weights.get(owner), b.weights.get(owner)
-        is_part = kind_of(entry.key, keys) == WEIGHT and one is not None and one.tag is not None
-        if is_part and one is not None and two is not None and one.shape == two.shape:
+        weight_a, weight_b = a.weights.get(owner), b.weights.get(owner)
+        is_part = kind_of(entry.key, keys) == WEIGHT and weight_a is not None and weight_a.tag is not None
+        if is_part and weight_a is not None and weight_b is not None and weight_a.shape == weight_b.shape:
             if owner not in values:
-                values[owner] = largest_difference(a.values(one), b.values(two))
+                values[owner] = largest_difference(a.values(weight_a), b.values(weight_b))
             if name == owner + FORMAT_SUFFIX:  # bytes of a name
-                entry = replace(entry, what=f"{one.tag} and {two.tag}", count=0)
+                entry = replace(entry, what=f"{weight_a.tag} and {weight_b.tag}", count=0)
             else:
                 entry = replace(entry, largest=values[owner])
-        found.append(entry)
-    return replace(comparison, differences=tuple(found))
+        compared.append(entry)
+    return replace(comparison, differences=tuple(compared))
 
 
 def _of_values(found: Difference, keys: Container[str]) -> Difference:
-    """Without a largest difference, where that is one of codes or scales of an optimizer's state, and not of values."""
+    """Drop the largest difference if it compares codes or scales of an optimizer state instead of values."""
     if found.by_value:
         return found
     is_scaled = scaled_state(found.key) or any(found.key + suffix in keys for suffix in STATE_SCALE_SUFFIXES)
@@ -164,16 +167,16 @@ def _of_values(found: Difference, keys: Container[str]) -> Difference:
 
 
 def _owner(name: str, weights: Container[str]) -> str:
-    """The weight that an entry is a component of: `x.weight` of `x.weight_scale_inv`; "" for none."""
+    """Weight that owns a component: `x.weight` for `x.weight_scale_inv`, or "" if there is no such weight."""
     while name and name not in weights:
         name = name.rpartition("_")[0]
     return name
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """What a comparison found, as lines."""
-    also = f", {comparison.others} other entries" if comparison.others else ""
-    size = f"{comparison.tensors} tensors, {comparison.bytes} bytes{also}"
+    """Format a comparison as lines of text."""
+    suffix = f", {comparison.others} other entries" if comparison.others else ""
+    size = f"{comparison.tensors} tensors, {comparison.bytes} bytes{suffix}"
     if comparison.first is None:
         return [f"equal: {size}"]
     groups = groups_of(comparison)
@@ -186,9 +189,9 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def _patterns(differences: Iterable[Difference]) -> list[str]:
-    """A line for the entries of a pattern of which the same is to be said."""
-    told = ((d.key, (d.only_in, d.elements, "" if d.count or d.only_in else d.what), d) for d in differences)
-    return [f"  {counted_name(pattern, len(found))}: {_said(found)}" for pattern, found in pattern_groups(told)]
+    """Format one line per name pattern with equal differences."""
+    keyed = ((d.key, (d.only_in, d.elements, "" if d.count or d.only_in else d.what), d) for d in differences)
+    return [f"  {counted_name(pattern, len(members))}: {_said(members)}" for pattern, members in pattern_groups(keyed)]
 
 
 def _said(found: Sequence[Difference]) -> str:
@@ -198,12 +201,12 @@ def _said(found: Sequence[Difference]) -> str:
     if not first.count:
         return first.what
     values = [entry.largest for entry in found if entry.largest is not None]
-    by = f", by at most {max(values):.4g}" if values else ""
-    return f"{sum(d.count for d in found)} of {sum(d.elements for d in found)} elements{by}"
+    suffix = f", by at most {max(values):.4g}" if values else ""
+    return f"{sum(d.count for d in found)} of {sum(d.elements for d in found)} elements{suffix}"
 
 
 def comparison_dict(comparison: Comparison) -> dict[str, Any]:
-    """What a comparison found, as JSON can write it."""
+    """Convert a comparison to a JSON-serializable dict."""
     return {
         "equal": comparison.equal,
         "a": comparison.path_a,
@@ -212,5 +215,5 @@ def comparison_dict(comparison: Comparison) -> dict[str, Any]:
         "others": comparison.others,
         "bytes": comparison.bytes,
         "groups": [group.to_dict() for group in groups_of(comparison)],
-        "differences": [asdict(found) for found in comparison.differences],
+        "differences": [asdict(difference) for difference in comparison.differences],
     }

@@ -1,4 +1,4 @@
-"""`quantshard doctor`: what this machine is, whether its kernels are right, and how fast it is."""
+"""`quantshard doctor`: describes this machine, tests its kernels and measures its speed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 
 WRONG = 1
-"""Exit code where anything is wrong."""
+"""Exit code if anything is wrong."""
 
 
 class _ProgressWatch(Watch):
-    """Says what runs on standard error: on a terminal in a line that changes, else in a line each, written at once."""
+    """Reports progress on standard error: a status line on a terminal, otherwise one line per test."""
 
     def __init__(self, status: Status) -> None:
         self.status = status

@@ -1,4 +1,4 @@
-"""`quantshard export` and `quantshard import`: a model's weights to and from the layouts of other programs."""
+"""`quantshard export` and `quantshard import`: convert weights to and from the layouts of other programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 
 _LONGEST = 1 << 30
-"""The most bytes of a file that is copied beside weights."""
+"""Maximum size in bytes of a file that is copied next to the weights."""
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 MAP = typer.Option(
@@ -84,14 +84,16 @@ def export(
     """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
     inputs.existing(checkpoint, "a checkpoint")
     tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
-    beside = config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder")
+    config_path = (
+        config_of_run(checkpoint) if config is None else inputs.existing(config, "a config.json or its folder")
+    )
     with transfer_bar("exporting"):
-        done = layouts.export(
+        result = layouts.export(
             checkpoint,
             layout,
             out,
             names=_names(names_file),
-            config=beside,
+            config=config_path,
             max_shard_bytes=size(max_shard_size),
             values=values,
             lossy=lossy,
@@ -99,7 +101,7 @@ def export(
         )
     for name, content in tokenizer.items():
         outputs.write_file(out / name, content)
-    say(*done.lines(), *copied_lines([out / name for name in tokenizer]))
+    say(*result.lines(), *copied_lines([out / name for name in tokenizer]))
 
 
 def import_(
@@ -120,7 +122,7 @@ def import_(
     config = read_layout_json(folder / CONFIGURATION)
     recipe_name = LayerRecipes.parse(recipe_name or recipe_of_files(folder) or recipe.AUTO).text
     settings = replace(settings_of(config, str(folder)), recipe=recipe_name)
-    # frozen weights keep no values for the masters of an optimizer
+    # Frozen weights do not keep high-precision values for the masters of an optimizer.
     model = _described(folder, settings, config["vocab_size"]).requires_grad_(False)
     for module in model.modules():
         if isinstance(module, QuantizedModule):
@@ -128,49 +130,52 @@ def import_(
             for param in module.parameters(recurse=False):
                 quantized = components.quantized_local(param)
                 if quantized is not None:
-                    quantized.clear_high_precision_init_val()  # four times the weight
+                    quantized.clear_high_precision_init_val()  # takes four times the memory of the weight
     with transfer_bar("importing"):
-        done = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
+        result = layouts.load(folder, model, names=_names(names_file), lossy=lossy)
         checkpoints.save(out, model, None, {"recipe": recipe_name})
     copied = _copy_beside(folder, out)
-    say(*done.lines(), *copied)
+    say(*result.lines(), *copied)
     say(f"wrote {out}, weights of quantshard's own decoder by recipe {recipe_name!r}")
 
 
 def _copy_beside(folder: Path, out: str) -> list[str]:
-    """Copy configuration and tokenizer beside the weights, and name them in the manifest; what is said of it."""
-    found, entries = companions(folder, CONFIGURATION), {}
-    for path in found:
+    """Copy configuration and tokenizer next to the weights, and add them to the manifest. Returns a report."""
+    paths, entries = companions(folder, CONFIGURATION), {}
+    for path in paths:
         content = regular_content(path, _LONGEST)
         _write_beside(out, path.name, content)
         entries[path.name] = FileEntry(*manifest.digest(content))
-    described = manifest.read_manifest(out)
-    if described is not None:
-        named = replace(described, files={**described.files, **entries})
-        _write_beside(out, manifest.MANIFEST, named.to_json().encode())
-    return copied_lines(found)
+    current = manifest.read_manifest(out)
+    if current is not None:
+        updated = replace(current, files={**current.files, **entries})
+        _write_beside(out, manifest.MANIFEST, updated.to_json().encode())
+    return copied_lines(paths)
 
 
 def _write_beside(folder: str, name: str, content: bytes) -> None:
-    store, place = locate(folder)
+    store, path = locate(folder)
     if store.renames:
-        outputs.write_file(Path(place) / name, content)
+        outputs.write_file(Path(path) / name, content)
     else:
-        store.write(store.join(place, name), content)
+        store.write(store.join(path, name), content)
 
 
 def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> LanguageModel:
-    """The model on the meta device, which is no larger than what the files hold: else a line could ask for all memory.
+    """Build the model on the meta device, and check that it is not larger than the files.
+
+    Without this check, one line of an untrusted config.json could request all memory.
 
     Raises:
-        CheckpointError: it is larger.
-        ConfigurationError: a pattern of its recipes matches nothing.
+        CheckpointError: the described model is larger than the files.
+        ConfigurationError: a pattern of the recipe does not match any layer.
     """
     tensors = SafetensorsFiles(folder).tensors
-    held = 2 * sum(math.prod(shape) for _, shape in tensors.values())  # codes of four bits are two to a byte
+    # Two 4-bit codes are stored in one byte.
+    max_elements = 2 * sum(math.prod(shape) for _, shape in tensors.values())
     if settings.layers <= len(tensors):
         model = LanguageModel(settings, recipes_of(settings), "meta", vocabulary=vocabulary)
-        if sum(param.numel() for param in model.parameters()) <= held:
+        if sum(param.numel() for param in model.parameters()) <= max_elements:
             return model
     raise CheckpointError(
         f"{folder}: config.json describes a larger model, of {settings.layers} layers, than the {len(tensors)} tensors "
@@ -179,16 +184,16 @@ def _described(folder: Path, settings: TrainSettings, vocabulary: int) -> Langua
 
 
 def size(text: str, option: str = "--max-shard-size") -> int:
-    """Bytes from a text such as 5GB.
+    """Parse a size such as "5GB" into bytes.
 
     Raises:
-        ConfigurationError: it is no size.
+        ConfigurationError: the text is not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b?)", text.strip().lower())
-    unit = "" if found is None else found[2].removesuffix("b")
-    if found is None or float(found[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?b?)", text.strip().lower())
+    unit = "" if match is None else match[2].removesuffix("b")
+    if match is None or float(match[1]) <= 0:
         raise ConfigurationError(f"{option} {text!r} is no size; write it as 5GB or 500MB")
-    return max(1, int(float(found[1]) * _UNITS[unit + "b" if unit else ""]))
+    return max(1, int(float(match[1]) * _UNITS[unit + "b" if unit else ""]))
 
 
 def _names(path: Path | None) -> Names | None:

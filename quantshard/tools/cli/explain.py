@@ -1,4 +1,4 @@
-"""`quantshard explain` and `quantshard plan`: what a model costs, as it is and on a rank of any mesh."""
+"""`quantshard explain` and `quantshard plan`: show the memory and GEMMs of a model, and its memory on any mesh."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from quantshard.tools.trainer.settings.optimizer_states import (
 )
 
 _ALONE = "none"
-"""A mesh without axes."""
+"""Value of --mesh for one process without FSDP2."""
 
 _CHOICES = {"master_dtype": tuple(MASTER_DTYPES), "master_remainders": tuple(SWITCH)}
-"""Words of the options that say how masters are kept; others take those of moments."""
+"""Choices of the options for masters; the other state options take the dtypes of moments."""
 
 _TITLES = {ADAMW: "AdamW", LION: "Lion", MUON: "Muon"}
 
 _WORLD_SIZE = 8
-"""The ranks that are planned for where nothing says how many."""
+"""Default number of ranks of a plan."""
 
 _CUTS = {
     **{f"layernorm_qkv.{name}": 0 for name in ("weight", "query_weight", "key_weight", "value_weight")},
@@ -57,7 +57,7 @@ _CUTS = {
     "down_proj.weight": 1,
 }
 _CUTS |= {f"{end.removesuffix('weight')}bias": 0 for end, dim in _CUTS.items() if dim == 0}
-"""Ends of names of parameters, those of `TransformerLayer` and those of transformers, and the dim that "tp" cuts."""
+"""Suffixes of parameter names (of `TransformerLayer` and of transformers) -> the dim that "tp" shards."""
 
 SOURCE = typer.Argument(metavar="X", help="a run, a checkpoint (or its URL), or a Hugging Face config.json")
 RECIPE = typer.Option(
@@ -86,13 +86,16 @@ def explain(
 
     A model of a config.json is converted first, without weights (needs transformers).
     """
-    found = models.find(source, recipe_)
-    if found.settings is None:
-        report = observe.explain(found.model, found.optimizer)
-    else:  # a run says how its optimizer keeps states, of which nothing is made here
-        here = scaled_products.capability_of(torch.device("cuda"))
-        report = planning.plan(found.model, {}, **_states(found, None, {}), ema=found.ema, capability=here)
-    _show(found, found.told, report, wide, json_)
+    model_source = models.find(source, recipe_)
+    if model_source.settings is None:
+        report = observe.explain(model_source.model, model_source.optimizer)
+    else:
+        # The settings of a run define its optimizer states, so no optimizer is built here.
+        capability = scaled_products.capability_of(torch.device("cuda"))
+        report = planning.plan(
+            model_source.model, {}, **_states(model_source, None, {}), ema=model_source.ema, capability=capability
+        )
+    _show(model_source, model_source.told, report, wide, json_)
 
 
 def plan(
@@ -149,38 +152,50 @@ def plan(
     and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and
     gradients too.
     """
-    found = models.find(source, recipe_)
-    axes, given = _axes(found, mesh, world_size)
-    refused = _refused(found, axes)
-    cuts = _cuts(found.model, axes[TP]) if TP in axes else None
-    asked = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
-    step, missing = planned_step(found, axes, asked)
-    settings = found.settings
+    model_source = models.find(source, recipe_)
+    axes, mesh_origin = _axes(model_source, mesh, world_size)
+    mesh_notes = _refused(model_source, axes)
+    cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
+    step_options = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
+    step, step_notes = planned_step(model_source, axes, step_options)
+    settings = model_source.settings
     moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
     masters = {"master_dtype": master_dtype, "master_remainders": master_remainders}
     has_masters = False if no_master_weights else True if any(masters.values()) else None
     states = {"master_weights": has_masters, **masters, **moments}
-    chosen = _states(found, preset, states, optimizer)
+    optimizer_arguments = _states(model_source, preset, states, optimizer)
     report = planning.plan(
-        found.model,
+        model_source.model,
         axes,
-        layers=huggingface.repeated_layers(found.model),
+        layers=huggingface.repeated_layers(model_source.model),
         rank=rank,
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
-        **chosen,
+        **optimizer_arguments,
         step=step,
         memory=None if memory is None else int(memory * 2**30),
-        ema=found.ema if ema is None else ema,
-        capability=asked.capability,
+        ema=model_source.ema if ema is None else ema,
+        capability=step_options.capability,
     )
-    axes_told = ",".join(f"{axis}={size}" for axis, size in axes.items())
-    where = f"rank {rank} of mesh {axes_told}{given}" if axes else "one process without FSDP2"
-    _show(found, (*found.told, *missing, where, *refused, *_counted(found, chosen["optimizer"])), report, wide, json_)
+    axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items())
+    where = f"rank {rank} of mesh {axes_text}{mesh_origin}" if axes else "one process without FSDP2"
+    _show(
+        model_source,
+        (
+            *model_source.told,
+            *step_notes,
+            where,
+            *mesh_notes,
+            *_counted(model_source, optimizer_arguments["optimizer"]),
+        ),
+        report,
+        wide,
+        json_,
+    )
 
 
 def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
-    """Of a checkpoint with states, whose are counted in their place."""
+    """A note on which optimizer's states are counted instead of those in a checkpoint; empty without states."""
     if found.optimizer is None:
         return ()
     split = " of the matrices whose momentum it holds, and AdamW's of the others" if optimizer == MUON else ""
@@ -188,29 +203,29 @@ def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
-    """The axes of a mesh, and where they are from, if nobody gave them; none without FSDP2."""
+    """Axes of the mesh (empty without FSDP2), and a note on their origin if the user did not set them."""
     if mesh == _ALONE:
         if world_size not in (None, 1):
             raise ConfigurationError(f"--mesh {_ALONE} is one process, but --world-size says {world_size}")
         return {}, ""
     if mesh is None and world_size is not None:
         return {"dp_shard": world_size}, ""
-    given = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
+    origin = "" if mesh else ", as it was started" if found.mesh else " (--world-size N or --mesh says another)"
     spec = MeshSpec.parse(mesh or found.mesh or f"dp_shard={_WORLD_SIZE}")
     if world_size not in (None, spec.processes):
         raise ConfigurationError(
             f"--mesh {mesh} is of {spec.processes} ranks, but --world-size says {world_size}; leave one of them out"
         )
     if spec.ep > 1:
-        given += ", experts as if FSDP2 sharded them"
-    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, given
+        origin += ", experts as if FSDP2 sharded them"
+    return replace(spec, dp_shard=spec.dp_shard * spec.ep, ep=1).present, origin
 
 
 def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
-    """What the train command would say of a run's batches on this mesh, of which memory can be planned all the same.
+    """A note if the train command would reject a run's batches on this mesh; the memory plan is still valid.
 
     Raises:
-        ConfigurationError: as by the train command: it cannot cut the model so.
+        ConfigurationError: the train command cannot shard the model on this mesh.
     """
     if found.settings is None:
         return ()
@@ -227,10 +242,10 @@ def _refused(found: ModelSource, axes: dict[str, int]) -> tuple[str, ...]:
 
 
 def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Which dims the axis "tp" cuts.
+    """Suffixes of parameter names -> the dim that the axis "tp" shards.
 
     Raises:
-        ConfigurationError: none that is known, or one that comes out uneven.
+        ConfigurationError: no parameter has a known suffix, or a dim is not divisible by `ranks`.
     """
     params = dict(model.named_parameters())
     names = list(params)
@@ -252,38 +267,40 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
 def _states(
     found: ModelSource, preset: str | None, given: dict[str, Any], algorithm: str | None = None
 ) -> dict[str, Any]:
-    """The optimizer and how it keeps masters and moments, as arguments of `planning.plan`: by a preset, else as the
-    model's run has it; but for what is given.
+    """Arguments of `planning.plan` for the optimizer and its states.
+
+    Options in `given` override the preset; without a preset, they override the settings of the model's run.
 
     Raises:
-        ConfigurationError: there is no such optimizer or preset, a word is none of its options, or an option
-            contradicts it.
+        ConfigurationError: an optimizer, preset or option value is unknown, or options contradict each other.
     """
-    asked = {name: value for name, value in given.items() if value is not None}
-    for name, value in asked.items():
-        known = _CHOICES.get(name, tuple(MOMENT_DTYPES))
-        if isinstance(value, str) and value not in known:
-            hint = f"{meant(value, known)}choose one of {', '.join(known)}"
+    options = {name: value for name, value in given.items() if value is not None}
+    for name, value in options.items():
+        choices = _CHOICES.get(name, tuple(MOMENT_DTYPES))
+        if isinstance(value, str) and value not in choices:
+            hint = f"{meant(value, choices)}choose one of {', '.join(choices)}"
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
-    for name in ("master_dtype", "master_remainders") if asked.get("master_weights") is False else ():
-        if name in asked:
+    for name in ("master_dtype", "master_remainders") if options.get("master_weights") is False else ():
+        if name in options:
             raise ConfigurationError(
                 f"--{name.replace('_', '-')} would do nothing beside --no-master-weights; leave one of the two out"
             )
-    chosen = state_options(preset or "", asked if preset else as_settings(found.states) | asked)
-    told = _algorithm(found, algorithm)
-    unused = UNUSED_OPTIONS[told["optimizer"]]
-    for name in asked:
+    state_settings = state_options(preset or "", options if preset else as_settings(found.states) | options)
+    optimizer_arguments = _algorithm(found, algorithm)
+    unused = UNUSED_OPTIONS[optimizer_arguments["optimizer"]]
+    for name in options:
         if STATE_SETTINGS[name] in unused:
             raise ConfigurationError(
-                f"--{name.replace('_', '-')} would do nothing beside {told['optimizer']}; leave it out"
+                f"--{name.replace('_', '-')} would do nothing beside {optimizer_arguments['optimizer']}; leave it out"
             )
-    used = {*STATE_SETTINGS.values()}.difference(unused)
-    return {name: value for name, value in chosen.muon_arguments.items() if name in used} | told
+    supported = {*STATE_SETTINGS.values()}.difference(unused)
+    return {
+        name: value for name, value in state_settings.muon_arguments.items() if name in supported
+    } | optimizer_arguments
 
 
 def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
-    """The optimizer, and which of the model's layers gives the logits, for Muon."""
+    """Name of the optimizer and, for Muon, the output head."""
     name = given or (ADAMW if found.settings is None else found.settings.optimizer)
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
@@ -294,22 +311,24 @@ def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
 
 
 def _stored_head(found: ModelSource) -> list[str]:
-    """Which matrices of a checkpoint are not Muon's, by the states that it holds: those without momentum.
+    """Patterns for matrices of a checkpoint that Muon does not update: those without a momentum state.
 
     Raises:
-        ConfigurationError: no state says so, or something else than a matrix has momentum too, as by SGD.
+        ConfigurationError: there is no momentum state, or a parameter that is not a matrix has one (as under SGD).
     """
     states = {} if found.optimizer is None else found.optimizer.state
-    named = dict(found.model.named_parameters())
-    moved = [name for name, param in named.items() if MOMENTUM_BUFFER in states.get(param, {})]
-    others = [name for name in moved if named[name].ndim != 2]
-    if not moved or others:
-        why = f"{others[0]}, which is no matrix, has momentum" if others else "it holds no momentum of Muon's"
+    params = dict(found.model.named_parameters())
+    with_momentum = [name for name, param in params.items() if MOMENTUM_BUFFER in states.get(param, {})]
+    non_matrices = [name for name in with_momentum if params[name].ndim != 2]
+    if not with_momentum or non_matrices:
+        why = (
+            f"{non_matrices[0]}, which is no matrix, has momentum" if non_matrices else "it holds no momentum of Muon's"
+        )
         raise ConfigurationError(
             "--optimizer muon: a checkpoint does not say which layer gives the logits, nor do the states of this one: "
             f"{why}; name its run, or a config.json"
         )
-    return [glob.escape(name) for name, param in named.items() if param.ndim == 2 and name not in moved]
+    return [glob.escape(name) for name, param in params.items() if param.ndim == 2 and name not in with_momentum]
 
 
 def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`quantshard inspect`: what is inside a checkpoint, or inside exported safetensors files."""
+"""`quantshard inspect`: shows the contents of a checkpoint or of safetensors files."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def inspect(
 
     It may come from anybody: nothing in it is run.
     """
-    found = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
+    inspection = inspect_path(inputs.existing(path, "a checkpoint or safetensors files"), data)
     if json_:
-        say_whole(found.to_json())
+        say_whole(inspection.to_json())
     else:
-        Screen(wide=wide).print(inspection_tables(found, wide))
+        Screen(wide=wide).print(inspection_tables(inspection, wide))
 
 
 def inspection_tables(found: Inspection, wide: bool = True) -> Group:
-    """What was found, as tables. `wide`: with a row for every tensor."""
+    """Format an inspection as tables. `wide`: one row per tensor instead of one per name pattern."""
     parts: list[Any] = [_rows(found.rows if wide else _by_pattern(found.rows)), _totals(found)]
     if found.run is not None:
-        told = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
-        parts.append(Text(f"written by: {told}"))
+        origin = ", ".join(f"{name} {value}" for name, value in found.run.items() if value is not None)
+        parts.append(Text(f"written by: {origin}"))
     if found.others:
         parts.append(Text(f"{len(found.others)} entries that are no tensors, the first {found.others[0]}"))
     parts += [Text(f"wrong: {line}", style="bold red") for row in found.rows for line in row.wrong]
@@ -67,13 +67,13 @@ _SPARED = ("pieces", "zero", "saturated", "scales", "shape")
 
 
 def _by_pattern(rows: Sequence[TensorSummary]) -> list[TensorSummary]:
-    """One row for the tensors of a pattern that are stored alike."""
+    """Merge the rows of tensors with the same name pattern and storage."""
     named = ((row.name, (row.kind, row.format, row.shape, row.chunks, row.codes), row) for row in rows)
     return [_united(pattern, members) for pattern, members in pattern_groups(named)]
 
 
 def _united(pattern: str, rows: Sequence[TensorSummary]) -> TensorSummary:
-    """A row for many tensors: the sums of their bytes and codes, their smallest and largest scale."""
+    """Merge rows: sums of bytes and codes, and the range of the scales."""
     scales = [scale for row in rows for scale in row.scales or ()]
     counts: dict[str, Any] = {
         name: None if getattr(rows[0], name) is None else sum(getattr(row, name) or 0 for row in rows)

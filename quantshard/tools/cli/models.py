@@ -1,4 +1,4 @@
-"""Models of which only shapes and formats are known, on the meta device: of a run, a checkpoint, or a config.json."""
+"""Builds models on the meta device (shapes and formats only) from a run, a checkpoint or a config.json."""
 
 from __future__ import annotations
 
@@ -33,12 +33,16 @@ _RUN = "config.toml"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on the meta device, and what is known of how it is trained.
+    """A model on the meta device, and known facts about its training.
 
-    `told`: what it is, in lines. `left`: lines about layers that stay in high precision. `mesh`: that of its run, "" if
-    none is known. `optimizer`: the states that a checkpoint holds, None where there is none. `states`: how its run
-    keeps masters and moments; `ema`: whether it keeps an average of the weights. `settings`: its run's, None where it
-    is of none.
+    Attributes:
+        told: lines that describe the source.
+        left: lines about layers that stay in high precision.
+        mesh: mesh of the run, or "" if unknown.
+        optimizer: optimizer with the states in the checkpoint, or None without states.
+        states: storage of masters and moments in the run.
+        settings: settings of the run, or None if the source is not a run.
+        ema: whether the run keeps an average of the weights.
     """
 
     model: nn.Module
@@ -52,64 +56,66 @@ class ModelSource:
 
     @property
     def is_stored(self) -> bool:
-        """True if its parameters alone are known, as a checkpoint has them."""
+        """Whether only the parameters are known, as for a checkpoint."""
         return isinstance(self.model, StoredModule)
 
 
 class StoredModule(nn.Module):
-    """A module of which a checkpoint has the parameters, and nothing else is known."""
+    """A module known only by its parameters in a checkpoint."""
 
     gemm_reason = "a checkpoint does not say of which module it is"
 
 
 class StoredEmbedding(StoredModule):
-    """A module that is an embedding by its name."""
+    """A stored module that is an embedding according to its name."""
 
 
 def find(path: str, recipe_name: str | None) -> ModelSource:
-    """The model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json.
+    """Build the model of a run, of a checkpoint (or its URL), or of a Hugging Face config.json.
 
     Args:
-        recipe_name: instead of the run's recipe; by which a config.json's model is converted (default: auto).
+        recipe_name: replaces the run's recipe, or converts the model of a config.json (default: auto).
 
     Raises:
-        ConfigurationError: there is none of these, or it cannot be built.
+        ConfigurationError: `path` is not such a source, or its model cannot be built.
         CheckpointError: the checkpoint is damaged.
     """
     if recipe_name is not None:
         recipe_name = LayerRecipes.parse(recipe_name).text
-    place = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
-    if "://" in path or (place.is_dir() and is_complete(path)):
+    local_path = Path(inputs.existing(path, "a run, a checkpoint or a config.json"))
+    if "://" in path or (local_path.is_dir() and is_complete(path)):
         if recipe_name is not None:
             raise ConfigurationError(
                 f"{path} is a checkpoint, whose weights have their formats; --recipe is for runs and config.json"
             )
         return of_checkpoint(path)
-    if (place / _RUN).is_file() or place.name == _RUN:
-        return of_run(place.parent if place.name == _RUN else place, recipe_name)
-    if (place / CONFIGURATION).is_file() or place.suffix == ".json":
-        return of_configuration(place / CONFIGURATION if place.is_dir() else place, recipe_name or auto_name())
+    if (local_path / _RUN).is_file() or local_path.name == _RUN:
+        return of_run(local_path.parent if local_path.name == _RUN else local_path, recipe_name)
+    if (local_path / CONFIGURATION).is_file() or local_path.suffix == ".json":
+        return of_configuration(
+            local_path / CONFIGURATION if local_path.is_dir() else local_path, recipe_name or auto_name()
+        )
     raise ConfigurationError(
         f"{path} is no run (which has a {_RUN}), no complete checkpoint, and holds no Hugging Face {CONFIGURATION}"
     )
 
 
 def of_run(path: Path, recipe_name: str | None) -> ModelSource:
-    """The model of a run's settings, with its mesh."""
-    settings, launched, _ = RunDir(path).read_config()
+    """Build the model of a run from its settings."""
+    settings, launch_config, _ = RunDir(path).read_config()
     settings = replace(settings, recipe=recipe_name or settings.recipe)
     settings.check(str(path))
     model = ModelSpec(settings, RunDir(path).read_model(settings)).described()
-    mesh = launched.get("mesh") or str(settings.axes(launched["processes"]))
+    mesh = launch_config.get("mesh") or str(settings.axes(launch_config["processes"]))
     kind = settings.architecture if settings.is_by_sizes else type(model).__name__
-    told = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
+    description = f"{path}: {kind} of a run, by recipe {settings.recipe!r}"
     return ModelSource(
-        model, (told,), mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0
+        model, (description,), mesh=mesh, states=settings.state_options, settings=settings, ema=settings.ema > 0
     )
 
 
 def of_checkpoint(path: str) -> ModelSource:
-    """The parameters of a checkpoint in a tree of modules of their names, and the states of its optimizer."""
+    """Build a module tree from the parameter names of a checkpoint, with the states of its optimizer."""
     source = CheckpointModel(path)
     model = StoredModule()
     for weight in source.weights.values():
@@ -119,17 +125,23 @@ def of_checkpoint(path: str) -> ModelSource:
     if not named:
         raise CheckpointError(f"{path} holds no weights")
     optimizer = None
-    if held := [name for name in named if name in states]:
-        optimizer = torch.optim.Optimizer([named[name] for name in held], {})
-        for name in held:
-            described = states[name].items()
+    if names_with_states := [name for name in named if name in states]:
+        optimizer = torch.optim.Optimizer([named[name] for name in names_with_states], {})
+        for name in names_with_states:
+            specs = states[name].items()
             optimizer.state[named[name]] = {
-                state: torch.empty(shape, dtype=dtype, device="meta") for state, (dtype, shape) in described
+                state: torch.empty(shape, dtype=dtype, device="meta") for state, (dtype, shape) in specs
             }
-    facts = manifest.read_manifest(path)
-    mesh = "" if facts is None else ",".join(f"{axis}={size}" for axis, size in (facts.mesh or {}).items())
-    told = (f"{path}: a checkpoint, {len(named)} parameters",)
-    return ModelSource(model, told, mesh=mesh, optimizer=optimizer, ema=any(AVERAGE in states[name] for name in held))
+    record = manifest.read_manifest(path)
+    mesh = "" if record is None else ",".join(f"{axis}={size}" for axis, size in (record.mesh or {}).items())
+    description = (f"{path}: a checkpoint, {len(named)} parameters",)
+    return ModelSource(
+        model,
+        description,
+        mesh=mesh,
+        optimizer=optimizer,
+        ema=any(AVERAGE in states[name] for name in names_with_states),
+    )
 
 
 def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
@@ -151,7 +163,7 @@ def _add(model: nn.Module, weight: CheckpointWeight, path: str) -> None:
 
 
 def of_configuration(file: Path, recipe_name: str) -> ModelSource:
-    """The model of a Hugging Face configuration, converted."""
+    """Build the model of a Hugging Face config.json, and convert it."""
     model, report = huggingface.converted(read_layout_json(file), str(file), LayerRecipes.parse(recipe_name))
-    told = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
-    return ModelSource(model, (told,), () if report is None else tuple(report.high_precision()))
+    description = f"{file}: {type(model).__name__}, by recipe {recipe_name!r}"
+    return ModelSource(model, (description,), () if report is None else tuple(report.high_precision()))

@@ -1,4 +1,7 @@
-"""The training step that `quantshard plan` counts the memory of: a run's own, or one of a given batch."""
+"""Describes the training step for the memory estimate of `quantshard plan`.
+
+The step comes from a run's settings, or from the options for batch and sequence length.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,12 @@ _LACKS = "activations, gradients and gathered weights are not in it"
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the command line says of a step. `batch` is of a micro-batch on one rank. `limits_memory`: a limit is given,
-    which needs a step."""
+    """Options of the command line for a step.
+
+    Attributes:
+        batch: sequences of a micro-batch on one rank.
+        limits_memory: whether a memory limit is set, which requires a step.
+    """
 
     batch: int | None
     seq_length: int | None
@@ -35,32 +42,32 @@ class StepOptions:
 
     @property
     def is_asked(self) -> bool:
-        """Whether any option is of a step."""
+        """Whether any option requires a step."""
         return bool(self.batch or self.seq_length or self.checkpoint_activations or self.limits_memory)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """As two numbers.
+        """The compute capability as (major, minor).
 
         Raises:
-            ConfigurationError: it is no version.
+            ConfigurationError: `compute_capability` is not of the form X.Y.
         """
-        found = re.fullmatch(r"(\d{1,2})\.(\d)", self.compute_capability, re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,2})\.(\d)", self.compute_capability, re.ASCII)
+        if match is None:
             raise ConfigurationError(
                 f"--compute-capability {self.compute_capability}: give two numbers, such as 9.0 (an H100 or H200) or "
                 "10.0 (a B200)"
             )
-        return int(found[1]), int(found[2])
+        return int(match[1]), int(match[2])
 
 
 def planned_step(
     found: ModelSource, axes: Mapping[str, int], options: StepOptions
 ) -> tuple[TrainingStep | None, tuple[str, ...]]:
-    """The step, and, where there is none, why not, in a line. A run has a batch and a length of its own.
+    """The step, or None, and notes about what the memory estimate does not include.
 
     Raises:
-        ConfigurationError: a step was asked for that cannot be counted.
+        ConfigurationError: the options require a step, but its memory cannot be estimated.
     """
     step, why = _step(found, axes, options)
     if step is None and options.is_asked:
@@ -69,11 +76,14 @@ def planned_step(
 
 
 def _uncounted(settings: TrainSettings | None) -> tuple[str, ...]:
-    """What a run's settings ask for that a step is counted without, in lines."""
+    """Notes about enabled settings of a run that the memory estimate ignores."""
     if settings is None:
         return ()
-    asked = {"compile": settings.compile, f"statistics_every = {settings.statistics_every}": settings.statistics_every}
-    return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in asked.items() if is_asked)
+    ignored = {
+        "compile": settings.compile,
+        f"statistics_every = {settings.statistics_every}": settings.statistics_every,
+    }
+    return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in ignored.items() if is_asked)
 
 
 def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> tuple[TrainingStep | None, str]:
@@ -88,8 +98,10 @@ def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> 
     if settings is None:
         if options.batch is None or options.seq_length is None:
             return None, "give --batch and --seq-length"
-        again = options.checkpoint_activations
-        return TrainingStep(options.batch, options.seq_length, checkpoint_activations=again, capability=capability), ""
+        recompute = options.checkpoint_activations
+        return TrainingStep(
+            options.batch, options.seq_length, checkpoint_activations=recompute, capability=capability
+        ), ""
     if settings.experts:
         return None, "which expert a token goes to, and so what is kept, follows from values"
     batch = options.batch or _own_batch(settings, axes)
@@ -110,7 +122,7 @@ def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> 
 
 
 def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
-    """Sequences of a micro-batch on a rank; None if they do not come out even."""
+    """Sequences of a micro-batch on one rank, or None if the global batch is not divisible."""
     if settings.micro_batch:
         return settings.micro_batch
     parts = settings.micro_batches * math.prod(axes.values())

@@ -1,4 +1,4 @@
-"""`quantshard report` and `quantshard watch`: runs compared in one page, and a run as it goes on."""
+"""`quantshard report` and `quantshard watch`: compare runs in an HTML page, and follow a run in the terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from quantshard.tools.terminal.screen import Screen, complain, say
 
 _MOST_RUNS = 24
 _FIRST_LINES = 10
-"""Steps of a run that was trained already, of which lines are printed where there is no terminal."""
+"""Maximum number of past steps printed at the start, if the output is not a terminal."""
 
 _MOST_LINES = 1000
-"""Steps since the last look of which lines are printed."""
+"""Maximum number of steps printed per poll."""
 
 _FAILURES = 5
-"""How often in a row a run may be out of reach."""
+"""Number of consecutive failed polls after which `watch` gives up."""
 
 _EVERY, _EVERY_URL = 1.0, 5.0
 
@@ -56,8 +56,8 @@ def report(
     """
     if len(runs) > _MOST_RUNS:
         raise ConfigurationError(f"{len(runs)} runs are too many for one page, which has room for {_MOST_RUNS}")
-    if twice := next((run for at, run in enumerate(runs) if run in runs[:at]), None):
-        raise ConfigurationError(f"{twice} is named twice; name each run once")
+    if duplicate := next((run for index, run in enumerate(runs) if run in runs[:index]), None):
+        raise ConfigurationError(f"{duplicate} is named twice; name each run once")
     outputs.check_replaceable(out, lambda head: force or is_report(head), "report", "--out, or replace it by --force")
     page = render([read_history(run) for run in runs]).encode()
     outputs.write_file(out, page)
@@ -81,33 +81,33 @@ def watch(
     """
     if not once:
         _wait_for(run, every or _EVERY)
-    followed, screen = RunWatch(run), Screen(soft_wrap=True)
+    run_watch, screen = RunWatch(run), Screen(soft_wrap=True)
     try:
-        new = followed.poll(_FIRST_LINES)
-        ended = followed.has_ended()
+        records = run_watch.poll(_FIRST_LINES)
+        has_ended = run_watch.has_ended()
     except OSError as error:
         raise ConfigurationError(f"{run} cannot be read: {why(error)}") from None
-    if once or (ended and screen.is_terminal):
-        Screen().print(LiveView(followed.figures))
+    if once or (has_ended and screen.is_terminal):
+        Screen().print(LiveView(run_watch.figures))
         return
-    seconds = every or (_EVERY if followed.is_local else _EVERY_URL)
+    seconds = every or (_EVERY if run_watch.is_local else _EVERY_URL)
     if screen.is_terminal:
-        with Live(LiveView(followed.figures), console=screen, refresh_per_second=4):
-            _follow(followed, seconds, new, shown=False)
+        with Live(LiveView(run_watch.figures), console=screen, refresh_per_second=4):
+            _follow(run_watch, seconds, records, shown=False)
     else:
-        if followed.figures.state == NOT_RUNNING:
+        if run_watch.figures.state == NOT_RUNNING:
             say(f"no process trains {run}; waiting {START_SECONDS:.0f} s for one to start")
-        _follow(followed, seconds, new, shown=True)
+        _follow(run_watch, seconds, records, shown=True)
 
 
 def _wait_for(run: str, seconds: float) -> None:
-    """Wait until a local folder holds a run, as it does once `train` has prepared its data."""
-    place = Path(run)
-    if "://" in run or not _may_become_run(place):
+    """Wait until a local folder contains a run; `train` creates the run after preparing its data."""
+    folder = Path(run)
+    if "://" in run or not _may_become_run(folder):
         return
-    hint = "" if os.path.lexists(place) else inputs.meant_path(place)
+    hint = "" if os.path.lexists(folder) else inputs.meant_path(folder)
     say(f"{run} is not a run yet{hint}; waiting for it to start")
-    while _may_become_run(place):
+    while _may_become_run(folder):
         time.sleep(seconds)
 
 
@@ -116,7 +116,7 @@ def _may_become_run(place: Path) -> bool:
 
 
 def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) -> None:
-    """Look again and again until the run has ended. `shown`: whether a line is printed for each step."""
+    """Poll the run until it has ended. `shown`: print one line per step."""
     failures, ended = 0, False
     while True:
         if shown and new:
@@ -124,13 +124,14 @@ def _follow(followed: RunWatch, seconds: float, new: list[Record], shown: bool) 
         if ended:
             break
         try:
-            ended = followed.has_ended()  # before the last look, after which nothing is written
+            # Checked before the last poll, so that no record written in between is missed.
+            ended = followed.has_ended()
             time.sleep(0 if ended else seconds)
             new, failures = followed.poll(_MOST_LINES), 0
         except (OSError, ConfigurationError) as error:
             new, failures, ended = [], failures + 1, False
             if failures == _FAILURES:
-                said = str(error) if isinstance(error, ConfigurationError) else why(error)
-                raise ConfigurationError(f"{followed.source.place} cannot be read any more: {said}") from None
+                reason = str(error) if isinstance(error, ConfigurationError) else why(error)
+                raise ConfigurationError(f"{followed.source.place} cannot be read any more: {reason}") from None
     if shown:
         say(f"{followed.figures.state} at step {followed.figures.step}")

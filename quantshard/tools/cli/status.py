@@ -1,4 +1,4 @@
-"""`quantshard status`: has a run done all of its steps? What a script asks before it starts the run again."""
+"""`quantshard status`: reports whether a run is finished, for scripts that restart runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantshard.tools.terminal.screen import say, say_whole
 from quantshard.tools.trainer.run_dir import RunDir
 
 NOT_DONE = 75
-"""Exit code where steps are left: EX_TEMPFAIL of sysexits.h, which asks for another try."""
+"""Exit code if steps are left: EX_TEMPFAIL of sysexits.h, which means "try again"."""
 
 
 def register(app: typer.Typer) -> None:
@@ -51,12 +51,14 @@ def status(
 
 
 def _last_saved(folder: RunDir) -> tuple[int, list[str]]:
-    """The step of the last checkpoint whose files are there, as long as they were; 0 if there is none. And what is
-    wrong with later ones, which a resume skips."""
+    """Step of the last intact checkpoint (0 without one), and descriptions of later, damaged checkpoints.
+
+    Only the existence and sizes of files are checked. A resume skips damaged checkpoints.
+    """
     damaged: list[str] = []
     for step in reversed(folder.saved_steps()[0]):
-        found = manifest.problems(folder.checkpoint(step), contents=False)
-        if not found:
+        problems = manifest.problems(folder.checkpoint(step), contents=False)
+        if not problems:
             return step, damaged
-        damaged.append(f"the checkpoint of step {step} is damaged: {found[0]}")
+        damaged.append(f"the checkpoint of step {step} is damaged: {problems[0]}")
     return 0, damaged

@@ -1,4 +1,4 @@
-"""`quantshard tokenize`: texts made into token shards, which any number of runs read."""
+"""`quantshard tokenize`: converts texts to token shards, which several runs can share."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def tokenize(
 
     A stopped call is gone on with by the same command.
     """
-    given = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
-    for name, value in given.items():
+    text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
+    for name, value in text_options.items():
         check_value(name, value, KINDS[name])
     launch.check_processes(processes or 1)
     sources = find(paths, data_format)
-    made = load_tokenizer(tokenizer, end_of_document)
+    loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):
         raise ConfigurationError(f"{source.path} holds tokens already; name it with quantshard train --data")
     sharded = ShardedSource(
-        source, made, tokenizer, TextOptions(text_field, data_split), size(shard_size, "--shard-size")
+        source, loaded_tokenizer, tokenizer, TextOptions(text_field, data_split), size(shard_size, "--shard-size")
     )
     index = sharded.write(out.absolute(), processes or 0)
     say(

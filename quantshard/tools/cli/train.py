@@ -1,7 +1,7 @@
-"""`quantshard train` and `quantshard resume`: from flags to processes.
+"""`quantshard train` and `quantshard resume`: parse flags and launch processes.
 
-What can be refused is refused here, in one process and before a file is written: unknown recipes, sizes that do not
-fit, missing data, a folder that exists. Only then are the processes started; each of them goes to `trainer.worker`.
+Invalid input (unknown recipes, incompatible sizes, missing data, an existing folder) is rejected here, in one process
+and before any file is written. Then the processes are started; each of them runs `trainer.worker`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def register(app: typer.Typer) -> None:
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
-    """Print the help with the settings that are hidden in it, and end."""
+    """Print the help including hidden settings, and exit."""
     if not asked:
         return
-    shown = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
+    visible = {key for setting in setting_fields() for key, hidden in _keys(setting) if not hidden}
     for option in context.command.params:
-        if option.name in shown:
-            option.hidden = False  # type: ignore[attr-defined]  # of an option
-    if text := context.get_help():  # else it has been printed
+        if option.name in visible:
+            option.hidden = False  # type: ignore[attr-defined]  # attribute of options
+    if text := context.get_help():  # empty if typer has already printed the help
         say(text)
     raise typer.Exit
 
@@ -93,41 +93,41 @@ def train(
     **flags: Any,
 ) -> None:
     """Train a language model with quantized weights, sharded over processes or those of torchrun, into a new folder."""
-    if more_data:  # the shell's own expansion: --data texts/*.txt
+    if more_data:  # the shell expanded --data texts/*.txt
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
         flags["data"] = [*flags["data"], *more_data]
     flags |= {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
     if config is not None:
         inputs.existing(config, "a TOML file of settings")
-    folder, own = RunDir(run), given_values(flags, None)
-    is_there = auto_resume and (folder.is_begun() or launch.is_other_worker())  # then nothing else is asked for it
+    folder, flag_values = RunDir(run), given_values(flags, None)
+    exists = auto_resume and (folder.is_begun() or launch.is_other_worker())
     file = given_values({}, config)
-    in_file = below_flags(file, own, str(config))
-    own = above_file(own, file, in_file)
-    values = {**in_file, **own}
-    if not is_there:
-        chosen = model_choice.chosen(own, in_file)
-        defaults = model_choice.fine_tuning_defaults(chosen)
+    file_values = below_flags(file, flag_values, str(config))
+    flag_values = above_file(flag_values, file, file_values)
+    values = {**file_values, **flag_values}
+    if not exists:
+        model_values = model_choice.chosen(flag_values, file_values)
+        defaults = model_choice.fine_tuning_defaults(model_values)
         if defaults and not launch.is_worker():
             say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
-    settings = TrainSettings(**(values if is_there else defaults | chosen))
-    if not is_there:  # else the run's own settings are checked, with what is changed of them
+    settings = TrainSettings(**(values if exists else defaults | model_values))
+    if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
-        check_used(own, settings)  # a file may be that of another run, and says all
-        check_schedule(own, settings)
-        if not launch.is_worker() and (told := dropped_preset(file, in_file, own, str(config))):
-            say(told)
-        if not launch.is_worker() and (told := float_momentum(own, settings)):
-            say(told)
-    settings, given = settings.resolved(), decided_names(values)
+        check_used(flag_values, settings)  # only flags: a file can be the config of another run, with all settings
+        check_schedule(flag_values, settings)
+        if not launch.is_worker() and (notice := dropped_preset(file, file_values, flag_values, str(config))):
+            say(notice)
+        if not launch.is_worker() and (notice := float_momentum(flag_values, settings)):
+            say(notice)
+    settings, decided = settings.resolved(), decided_names(values)
     order = WorkerJob(resume=False, launched=not launch.is_worker(), restart=auto_resume)
     if launch.is_worker():
-        worker.main(run, replace(order, new=asdict(settings), given=given))
+        worker.main(run, replace(order, new=asdict(settings), given=decided))
     processes = nproc_per_node or worker.of_mesh(settings) or given_processes(config) or launch.default_processes()
     launch.check_processes(processes)
     if auto_resume and folder.is_begun():
-        changed = worker.changes(folder, settings, given, processes)
+        changed = worker.changes(folder, settings, decided, processes)
         _go_on(folder, replace(order, resume=True, overrides=changed), processes)
         return
     worker.create_run(folder, settings, processes)
@@ -180,21 +180,21 @@ def resume(
 ) -> None:
     """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
     folder = RunDir(run)
-    given: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
-    given |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
-    given |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
+    changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
+    changes |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
+    changes |= {"async_save": async_save, "cuda_graphs": cuda_graphs, "recipe": recipe_}
     if lossy and recipe_ is None:
         raise ConfigurationError("--lossy is about --recipe, which is not given; name a recipe or leave it out")
     if preset is not None:
-        given |= of_preset(preset)
+        changes |= of_preset(preset)
     for name, paths in (("data", data_), ("heldout_data", heldout_data)):
         if paths:
-            given[name] = [str(Path(path).absolute()) for path in paths]
+            changes[name] = [str(Path(path).absolute()) for path in paths]
     if tokenizer:
-        given["tokenizer"] = str(Path(tokenizer).absolute())
+        changes["tokenizer"] = str(Path(tokenizer).absolute())
     if checkpoints is not None:
-        given["checkpoints"] = checkpoints
-    overrides = {name: value for name, value in given.items() if value is not None}
+        changes["checkpoints"] = checkpoints
+    overrides = {name: value for name, value in changes.items() if value is not None}
     order = WorkerJob(resume=True, launched=not launch.is_worker(), overrides=overrides, copy_to=copy_to, lossy=lossy)
     if launch.is_worker():
         worker.main(run, order)
@@ -202,12 +202,13 @@ def resume(
 
 
 def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
-    """Resume a run that is there, when nothing stands against it."""
+    """Check that an existing run can be resumed, and launch it."""
     folder.check_ours()
     settings, launched, corpus = folder.read_config()
-    restarts.edited(str(folder.config), settings, folder.read_starts())  # refused here, told by the workers
-    named = worker.of_mesh(worker.changed(settings, order.overrides))
-    processes = processes or named or int(launched["processes"])
+    # Raises for forbidden edits; the workers report the others.
+    restarts.edited(str(folder.config), settings, folder.read_starts())
+    mesh_processes = worker.of_mesh(worker.changed(settings, order.overrides))
+    processes = processes or mesh_processes or int(launched["processes"])
     launch.check_processes(processes)
     settings = worker.changed(settings, order.overrides, processes)
     settings.check_ranks(processes)
@@ -218,7 +219,8 @@ def _go_on(folder: RunDir, order: WorkerJob, processes: int | None) -> None:
         folder.last_complete()
     restarts.check_steps(str(folder.path), settings.steps, folder.saved_steps()[0])
     worker.check_copy(order.copy_to)
-    if worker.recorded_data(settings, corpus).table() != corpus:  # under other names, where the workers look, too
+    # If the data have moved, the workers get the new paths.
+    if worker.recorded_data(settings, corpus).table() != corpus:
         places = {"data": list(settings.data), "heldout_data": list(settings.heldout_data)}
         order = replace(order, overrides=order.overrides | places)
     _launch(processes, folder, order)
@@ -230,7 +232,8 @@ def work(run: Path, order: str) -> None:
 
 
 def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
-    say(f"starting {processes} process{'es' * (processes > 1)}")  # nothing else is seen until they have a model
+    # The workers print nothing until they have a model.
+    say(f"starting {processes} process{'es' * (processes > 1)}")
     try:
         arguments = ["worker", str(folder.path), json.dumps(asdict(order))]
         launch.launch(processes, [launch.command_script(), *arguments])
@@ -242,22 +245,28 @@ def _launch(processes: int, folder: RunDir, order: WorkerJob) -> None:
 
 
 def _help(setting: Field[Any]) -> str:
-    """What a setting is, and its default: the option's own is None, for the file goes before the default."""
-    said, default = setting.metadata["help"], setting.default
+    """Help text of a setting, with its default.
+
+    The default of the option itself is None, because values in the file override the default of the setting.
+    """
+    text, default = setting.metadata["help"], setting.default
     if isinstance(default, bool):
-        return f"turn off: {said}" if default else str(said)
-    return str(said) if default in ((), "") else f"{said}. Default: {default}"
+        return f"turn off: {text}" if default else str(text)
+    return str(text) if default in ((), "") else f"{text}. Default: {default}"
 
 
 def _keys(setting: Field[Any]) -> list[tuple[str, bool]]:
-    """The flags of a setting, and whether each is hidden even where all are shown. One that is on or off has two, `--x`
-    and `--no-x`, of which the one is shown that changes the default: both would leave no room for what they mean."""
+    """Parameter names of a setting, each with whether it is hidden even in --help-all.
+
+    A boolean setting has two options, `--x` and `--no-x`. To save space, the help shows only the one that changes the
+    default.
+    """
     name, default = setting.name, setting.default
     return [(name, default), (f"no_{name}", not default)] if isinstance(default, bool) else [(name, False)]
 
 
 def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
-    """The parameters of a setting."""
+    """Yield the keyword-only parameters for the options of a setting."""
     name, about = setting.name, {"help": _help(setting), "rich_help_panel": setting.metadata["panel"]}
     rare = name not in _COMMON
     if isinstance(setting.default, bool):
@@ -275,13 +284,15 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
 
 
 def near_setting(flag: str) -> str | None:
-    """The flag of a setting that one is, or that was perhaps meant by it."""
+    """The flag of a setting that equals or resembles `flag`, or None."""
     return nearest(flag, [f"--{setting.name}".replace("_", "-") for setting in setting_fields()])
 
 
 def _with_flags(command: Any) -> Any:
-    """`command` with the flags of each setting in place of its `**flags`."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    """Wrap `command`, replacing its `**flags` by the options of all settings."""
+    parameters = [
+        p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD
+    ]
     switches = [setting.name for setting in setting_fields() if isinstance(setting.default, bool)]
 
     @functools.wraps(command)
@@ -294,5 +305,5 @@ def _with_flags(command: Any) -> Any:
         command(**arguments)
 
     flags = [parameter for setting in setting_fields() for parameter in _flags(setting)]
-    flagged.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]  # what typer reads
+    flagged.__signature__ = inspect.Signature([*parameters, *flags])  # type: ignore[attr-defined]  # for typer
     return flagged

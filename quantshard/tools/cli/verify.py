@@ -1,4 +1,4 @@
-"""`quantshard verify`: is one checkpoint whole?"""
+"""`quantshard verify`: checks the integrity of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantshard.tools.terminal.progress import transfer_bar
 from quantshard.tools.terminal.screen import say, say_whole
 
 WRONG = 1
-"""Exit code where anything is wrong."""
+"""Exit code if anything is wrong."""
 
 
 def register(app: typer.Typer) -> None:
@@ -36,22 +36,22 @@ def verify(
     """
     inputs.existing(checkpoint, "a checkpoint")
     with transfer_bar("reading"):
-        found = verify_checkpoint(checkpoint)
+        result = verify_checkpoint(checkpoint)
     if json_:
-        say_whole(json.dumps({**asdict(found), "ok": found.ok}, indent=1))
+        say_whole(json.dumps({**asdict(result), "ok": result.ok}, indent=1))
     else:
-        say(*verification_lines(found))
-    if not found.ok:
+        say(*verification_lines(result))
+    if not result.ok:
         raise typer.Exit(WRONG)
 
 
 def verification_lines(found: Verification) -> list[str]:
-    """What was found, as lines."""
+    """Format a verification as lines of text."""
     lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
     lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]
     if not found.checksums and found.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
-    if not found.tensors and not found.others:  # no checkpoint was there to be counted
+    if not found.tensors and not found.others:  # there is no readable checkpoint
         return lines or [f"not whole: {found.path} has no entries"]
     size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
     count = len(found.problems)
