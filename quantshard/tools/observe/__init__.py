@@ -1,4 +1,4 @@
-"""Looking at a model: what is stored, sent and computed, and why."""
+"""Reports on a model: what is stored, communicated and computed, and why."""
 
 from quantshard.tools.observe.explain import explain
 from quantshard.tools.observe.step_memory import PhaseMemory, StepMemory

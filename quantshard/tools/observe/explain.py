@@ -1,14 +1,13 @@
-"""What a model costs on this rank, and why: one row a parameter.
+"""Reports what a model costs on this rank, and why: one row per parameter.
 
-Nothing falls back in silence: for each parameter `explain` says how it is stored and in how many bytes, what this rank
-sends to the all-gathers of one step, how its GEMMs run and why, in which formats the optimizer keeps its state, and how
-it is sharded; and by which of PyTorch's backends attention runs, on the device and in the dtype of the first parameter.
-The figures beside BF16 are those of the same model, on the same mesh, with BF16 weights, float32 masters
-and float32 moments.
+For each parameter `explain` lists its storage and bytes, what this rank sends to the all-gathers of one step, how its
+GEMMs run and why, the formats of optimizer states, and its sharding. It also lists the attention backend that PyTorch
+chooses for the device and dtype of the first parameter. The BF16 figures are for the same model on the same mesh with
+BF16 weights, float32 masters and float32 moments.
 
-Nothing here communicates or reads a value, so it works on the meta device, before the first step and after it, and on
-one rank alone. Bytes of codes and scales are those of the live components; bytes on the wire are derived from the same
-slots that the all-gather is made of (`sharding.gather_slots`).
+Nothing here communicates or reads a value, so `explain` works on the meta device, before or after the first step, and
+on a single rank. Bytes of codes and scales come from the live components; all-gather bytes come from the slots that
+FSDP2 sends (`sharding.gather_slots`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from quantshard.tools.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SP
 from quantshard.tools.observe.table import Report, Row
 
 _REMAINDER_SUFFIX = "_low"
-"""Suffix of the entry with what a parameter lacks of its master."""
+"""Suffix of the state with the low bits of a master; the parameter has the high bits."""
 
 
 @suggests_names
@@ -51,42 +50,46 @@ def explain(
     *,
     strict: bool = False,
 ) -> Report:
-    """What each parameter of a model costs on this rank, and how it is computed with.
+    """Report what each parameter of a model costs on this rank, and how its GEMMs run.
+
+    Warns of parameters that train and are in no optimizer, and of parameters in the optimizer that are not in the
+    model.
 
     Args:
-        model: any module, on any device, wrapped by `fully_shard` or not; if it is wrapped, the outermost module.
-        optimizer: whose state to describe: `FusedAdam`, or any other that keeps tensors in `optimizer.state`.
-        recipe: what autocast will run with; layers that have a recipe of their own run by that. Without it, weights in
-            high precision are taken to be computed with as they are, and quantized ones by the recipe that they were
-            quantized by.
+        model: any module on any device, wrapped by `fully_shard` or not. If wrapped: the outermost module.
+        optimizer: `FusedAdam`, or any other optimizer that keeps tensors in `optimizer.state`.
+        recipe: the recipe of autocast; layers with a recipe of their own use that one. Without `recipe`, quantized
+            weights use the recipe that quantized them, and others run in high precision.
         strict: raise if anything falls back.
 
-    It warns of parameters that train and are in no optimizer, and of the optimizer's that are not the model's.
-
     Raises:
-        FallbackError: under `strict`, naming every fallback, with the first parameter that takes it.
+        FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
     """
     check_arguments("explain", MODULE, model=model)
     check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
-    chosen = None if recipe is None else recipes.resolve(recipe)
+    base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)
-    rows, seen, optimized, attention = [], set(), 0, []
-    some = next(model.parameters(), None)
+    rows, reported, optimized, attention = [], set(), 0, []
+    first_param = next(model.parameters(), None)
     for prefix, module in model.named_modules():
-        if some is not None and hasattr(module, "describe_backend"):
-            attention.append((prefix, f"attention by {module.describe_backend(_device(some), some.dtype)}"))
-        for leaf, registered in module.named_parameters(recurse=False):
-            found = gathers.get((id(module), leaf))
-            param = registered if found is None else found.param  # FSDP2 may have registered the gathered one
-            if param not in seen:
-                seen.add(param)
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                rows.append(_row(name, leaf, module, param, found, states, chosen))
+        if first_param is not None and hasattr(module, "describe_backend"):
+            attention.append(
+                (prefix, f"attention by {module.describe_backend(_device(first_param), first_param.dtype)}")
+            )
+        for param_name, registered in module.named_parameters(recurse=False):
+            gathered = gathers.get((id(module), param_name))
+            # FSDP2 may have registered the unsharded parameter.
+            param = registered if gathered is None else gathered.param
+            if param not in reported:
+                reported.add(param)
+                name = f"{prefix}.{param_name}" if prefix else param_name
+                rows.append(_row(name, param_name, module, param, gathered, states, base_recipe))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         optimizer_members.warn_of_strangers(model, optimizer)
-        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])  # it may be one of two
+        # Another optimizer can have the missing parameters.
+        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
@@ -145,7 +148,7 @@ def _row(
 
 
 def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGather | None) -> tuple[int, int]:
-    """Bytes of codes and of scales."""
+    """Bytes of codes and of scales on this rank."""
     if storage is None:
         return _held_numel(storage, local, gathers) * local.itemsize, 0
     roles = {name: storage.cell.format.by_name[name].role for name in storage.components}
@@ -154,7 +157,7 @@ def _resident(local: Tensor, storage: QuantizedStorage | None, gathers: FsdpGath
 
 
 def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> int:
-    """Elements of a plain tensor, or of one in a weight's place: FSDP2 pads it to the largest shard."""
+    """Number of elements of a high-precision tensor in the weight's place; FSDP2 pads it to the largest shard."""
     if gathers is None:
         return local.numel()
     cut = None if storage is None else storage.shard.cut
@@ -162,7 +165,7 @@ def _held_numel(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGa
 
 
 def _wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGather | None) -> tuple[int, int]:
-    """Bytes that this rank gives to the all-gathers of a forward and of a backward."""
+    """Bytes that this rank sends to the all-gathers of a forward and of a backward."""
     if gathers is None or gathers.ranks == 1:
         return 0, 0
     if storage is None:
@@ -179,7 +182,7 @@ def _bf16_wire(storage: QuantizedStorage | None, local: Tensor, gathers: FsdpGat
 
 
 class GemmPath(NamedTuple):
-    """How a parameter's GEMMs run: "native", "emulated" or "" if it has none, why, and which fallbacks they take."""
+    """How a parameter's GEMMs run: "native", "emulated" or "" (no GEMM), the reason, and the fallbacks they use."""
 
     path: str = ""
     reason: str = ""
@@ -187,9 +190,9 @@ class GemmPath(NamedTuple):
 
 
 def recipe_in(module: nn.Module, around: Recipe | None) -> Recipe | None:
-    """By which a module's GEMMs run in an autocast of the recipe `around`; None: in that which it was built for."""
-    of_its_own: Any = getattr(module, "recipe_in", None)
-    return around if of_its_own is None else of_its_own(around)
+    """The recipe of a module's GEMMs in an autocast of `around`; None: the recipe that the module was built for."""
+    module_recipe_in: Any = getattr(module, "recipe_in", None)
+    return around if module_recipe_in is None else module_recipe_in(around)
 
 
 def gemm_of(
@@ -200,12 +203,18 @@ def gemm_of(
     chosen: Recipe | None = None,
     device: torch.device | None = None,
 ) -> GemmPath:
-    """How the GEMMs of one parameter `leaf` of a module run under the recipe `chosen`, on a device or, by default, on
-    the parameter's."""
-    # fully_shard makes a module's class anew: FSDPLinear(FSDPModule, Linear)
+    """Describe how the GEMMs of a module's parameter `leaf` run under the recipe `chosen`.
+
+    `device`: where the GEMMs run; by default the parameter's device.
+    """
+    # fully_shard replaces a module's class by FSDPLinear(FSDPModule, Linear)
     kind = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    ours = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
-    if param.ndim != 2 or "Embedding" in kind.__name__ or (ours and leaf not in getattr(module, "_weights", ())):
+    is_quantshard = kind.__module__.split(".")[:2] == [__name__.split(".")[0], "modules"]
+    if (
+        param.ndim != 2
+        or "Embedding" in kind.__name__
+        or (is_quantshard and leaf not in getattr(module, "_weights", ()))
+    ):
         return GemmPath()
     device = device or _device(param)
     describe: Any = getattr(module, "joint_fallbacks", None)
@@ -214,11 +223,11 @@ def gemm_of(
         return GemmPath(
             *backend.gemm_path(storage.cell, device, chosen), (*backend.fallbacks(storage, chosen, device), *joint)
         )
-    if not ours:
+    if not is_quantshard:
         path, reason = backend.gemm_path(None, device)
-        taken = ("not ours",) if chosen is not None and chosen.table else ()
-        whose = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
-        return GemmPath(path, f"{reason}: {whose}", taken)
+        fallbacks = ("not ours",) if chosen is not None and chosen.table else ()
+        gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
+        return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
     cell = None if chosen is None else chosen.weight
     path, reason = backend.gemm_path(cell, device, chosen)
     if chosen is not None and chosen.table:
@@ -227,7 +236,7 @@ def gemm_of(
 
 
 def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:
-    """Names in `limits.FALLBACKS` of all that one parameter takes."""
+    """Names in `limits.FALLBACKS` of all fallbacks that one parameter uses."""
     thin, moments = bool(shared.warning), bool(moments_note)
     return (*gemm.fallbacks, *["thin shards"] * thin, *["float32 moments"] * moments)
 
@@ -241,11 +250,11 @@ def _device(param: Tensor) -> torch.device:
 def _mismatch(storage: QuantizedStorage | None, chosen: Recipe | None) -> str:
     if storage is None or chosen is None or not chosen.table or storage.cell == chosen.weight:
         return ""
-    stored, wanted = storage.cell.tag, "high precision" if chosen.weight is None else chosen.weight.tag
-    if chosen.weight is not None and stored == wanted:
-        stored, wanted = f"{stored} by {storage.cell.scaling}", str(chosen.weight.scaling)
+    actual, expected = storage.cell.tag, "high precision" if chosen.weight is None else chosen.weight.tag
+    if chosen.weight is not None and actual == expected:
+        actual, expected = f"{actual} by {storage.cell.scaling}", str(chosen.weight.scaling)
     return (
-        f"stored as {stored}, but recipe {chosen.name!r} wants {wanted}: forward will raise; use one recipe for "
+        f"stored as {actual}, but recipe {chosen.name!r} wants {expected}: forward will raise; use one recipe for "
         "quantized_model_init and autocast"
     )
 
@@ -280,30 +289,30 @@ def _local_rows(param: Tensor, storage: QuantizedStorage | None) -> tuple[int, i
 
 
 class _OptimizerStates:
-    """The states that an optimizer keeps for each parameter: read, not asked for, so any optimizer will do."""
+    """States that an optimizer of any class has for each parameter, read from `optimizer.state`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.by_param: Mapping[Tensor, Mapping[str, Any]] = {} if optimizer is None else optimizer.state
         groups = [] if optimizer is None else optimizer.param_groups
         self.params = {param for group in groups for param in group["params"]}
-        every = [self.formats(param) for param in self.params]
+        formats_of_params = [self.formats(param) for param in self.params]
         self.scaled: dict[str, str] = {}
-        for param, formats in zip(self.params, every, strict=True):
-            held = self.tensors(param)
-            with_scales = {scaled_state(key) for key in held}
+        for param, formats in zip(self.params, formats_of_params, strict=True):
+            keys = self.tensors(param)
+            with_scales = {scaled_state(key) for key in keys}
             self.scaled |= {state: fmt for state, fmt in formats.items() if state in with_scales}
 
     def tensors(self, param: Tensor) -> dict[str, Tensor]:
-        """The local tensors of a parameter's state; without scalars beside it, such as a count of steps."""
-        found = self.by_param.get(param, {})
+        """Local tensors of a parameter's state, without scalars such as a step count."""
+        states = self.by_param.get(param, {})
         return {
             key: private_torch.local_tensor(value)
-            for key, value in found.items()
+            for key, value in states.items()
             if isinstance(value, Tensor) and (value.ndim > 0 or param.ndim == 0)
         }
 
     def formats(self, param: Tensor) -> dict[str, str]:
-        """State -> format. Scales are part of their state; a remainder and its parameter are one master."""
+        """State -> format. Scales belong to their state; a remainder and its parameter form one master."""
         return {
             key.removesuffix(_REMAINDER_SUFFIX): (SPLIT if value.ndim == param.ndim else REMAINDER)
             if key.endswith(_REMAINDER_SUFFIX)
@@ -314,16 +323,18 @@ class _OptimizerStates:
 
     def sizes(self, param: Tensor) -> dict[str, int]:
         """State -> bytes on this rank, scales included."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for key, value in self.tensors(param).items():
             state = scaled_state(key) or key.removesuffix(_REMAINDER_SUFFIX)
-            found[state] = found.get(state, 0) + _nbytes(value)
-        return found
+            sizes[state] = sizes.get(state, 0) + _nbytes(value)
+        return sizes
 
     def note(self, param: Tensor) -> str:
-        """Names the states that stay in float32 although those of other parameters have scales."""
-        kept = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
-        return costs.float_states(kept, " and ".join(dict.fromkeys(self.scaled[state] for state in kept)))
+        """A note on the states that stay in float32 although other parameters have scaled ones."""
+        float_states = [state for state, fmt in self.formats(param).items() if state in self.scaled and fmt == "fp32"]
+        return costs.float_states(
+            float_states, " and ".join(dict.fromkeys(self.scaled[state] for state in float_states))
+        )
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -331,5 +342,5 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as `Row` spells it."""
+    """Name of a dtype as `Row` spells it."""
     return str(dtype).removeprefix("torch.")

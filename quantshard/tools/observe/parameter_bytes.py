@@ -1,4 +1,4 @@
-"""What a parameter takes of memory between steps: bytes of its weight, its master and its moments."""
+"""Memory per parameter between steps: bytes of weights, masters and moments."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.presets import preset_of
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
-"""Dtypes of an optimizer's states as `Row` spells them."""
+"""Dtypes of optimizer states as `Row` spells them."""
 
 SPLIT, REMAINDER = "FP8+8", "bf16+16"
-"""How it spells masters of which the parameter is the high bytes."""
+"""How `Row` spells a master if the parameter is its high bytes."""
 
 _DTYPES = {short: getattr(torch, name) for name, short in SHORT_DTYPES.items()} | {SPLIT: torch.float16}
 
 
 class ParameterPart(NamedTuple):
-    """Of one parameter on this rank: how many elements, bytes of the weight, state -> bytes, and state -> format."""
+    """One parameter on this rank: number of elements, bytes of the weight, state -> bytes, and state -> format."""
 
     elements: int
     weight: int
@@ -32,10 +32,10 @@ class ParameterPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Bytes a parameter on this rank, of the `weights` that an optimizer trains: the quantized ones, if there are any.
+    """Bytes per parameter on this rank, averaged over `weights` trained tensors: the quantized ones if there are any.
 
-    `preset`: the name of the preset by which all of them are kept, "" if there is none. `moments`: all states but
-    master and average.
+    `preset`: name of the preset that all of these tensors match, or "". `moments`: all states except master and
+    average.
     """
 
     preset: str
@@ -48,23 +48,23 @@ class ParameterBytes:
 
     @classmethod
     def of(cls, parameters: Iterable[ParameterPart]) -> ParameterBytes | None:
-        """Of these parameters; None if no optimizer keeps anything for any of them here."""
-        trained = [each for each in parameters if each.states and each.elements]
-        is_quantized = any(each.is_quantized for each in trained)
-        chosen = [each for each in trained if each.is_quantized == is_quantized]
-        if not chosen:
+        """Average over these parameters; None if no optimizer has state for any of them on this rank."""
+        trained = [part for part in parameters if part.states and part.elements]
+        is_quantized = any(part.is_quantized for part in trained)
+        parts = [part for part in trained if part.is_quantized == is_quantized]
+        if not parts:
             return None
-        count = sum(each.elements for each in chosen)
+        count = sum(part.elements for part in parts)
         states: dict[str, int] = {}
-        for each in chosen:
-            for state, size in each.states.items():
+        for part in parts:
+            for state, size in part.states.items():
                 states[state] = states.get(state, 0) + size
         master, average = states.pop(MASTER, 0), states.pop(AVERAGE, 0)
         return cls(
-            preset=_preset(chosen),
-            weights=len(chosen),
+            preset=_preset(parts),
+            weights=len(parts),
             is_quantized=is_quantized,
-            weight=sum(each.weight for each in chosen) / count,
+            weight=sum(part.weight for part in parts) / count,
             master=master / count,
             moments=sum(states.values()) / count,
             average=average / count,
@@ -72,7 +72,7 @@ class ParameterBytes:
 
     @property
     def together(self) -> float:
-        """All of them."""
+        """Sum of weight, master, moments and average."""
         return self.weight + self.master + self.moments + self.average
 
     def __str__(self) -> str:
@@ -85,13 +85,14 @@ class ParameterBytes:
 
 
 def _preset(chosen: Iterable[ParameterPart]) -> str:
-    found = {
+    presets = {
         preset_of(
-            {state: _DTYPES[short] for state, short in each.formats.items() if state != AVERAGE},
-            None if each.weight < each.elements else each.formats.get(MASTER) == SPLIT,  # codes of less than a byte
+            {state: _DTYPES[short] for state, short in part.formats.items() if state != AVERAGE},
+            # codes of less than a byte cannot be half of a master
+            None if part.weight < part.elements else part.formats.get(MASTER) == SPLIT,
         )
-        if each.is_quantized and set(each.formats.values()) <= _DTYPES.keys()
+        if part.is_quantized and set(part.formats.values()) <= _DTYPES.keys()
         else ""
-        for each in chosen
+        for part in chosen
     }
-    return found.pop() if len(found) == 1 else ""
+    return presets.pop() if len(presets) == 1 else ""

@@ -1,4 +1,4 @@
-"""The memory of a training step on a rank, at its highest in each of the step's phases, by what it is for."""
+"""Peak memory of a training step on one rank, by phase and by kind."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ KINDS = (
     "head and loss",
     "temporary",
 )
-"""What memory is for. Activations are kept by a forward for its backward; head and loss are what lies behind the
-repeated layers: logits, their gradient, and what belongs to them."""
+"""Kinds of memory. Activations are what a forward saves for its backward. Head and loss are what follows the repeated
+layers: logits, their gradient, and related buffers."""
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes by kind where a phase ("forward", "backward" or "optimizer step") takes most."""
+    """Bytes by kind at the peak of a phase ("forward", "backward" or "optimizer step")."""
 
     phase: str
     bytes: Mapping[str, int]
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Sum over all kinds."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The phases of a step in their order. `step`: of which batch and the like. `fits`: an answer to how large a batch
-    fits, "" if nobody asked."""
+    """The phases of a step, in order.
+
+    `step`: a description of the step (batch, sequence length and so on). `fits`: the largest batch that fits, in words;
+    "" if no memory size was given.
+    """
 
     phases: tuple[PhaseMemory, ...]
     step: str
@@ -43,16 +46,16 @@ class StepMemory:
 
     @property
     def highest(self) -> PhaseMemory:
-        """The phase that takes most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def peak(self) -> int:
-        """The most bytes of the step."""
+        """Peak bytes of the step."""
         return self.highest.total
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it."""
-        phases = {each.phase: {**each.bytes, "total": each.total} for each in self.phases}
-        found = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
-        return found | ({"fits": self.fits} if self.fits else {})
+        """Return the phases as a dict that JSON can represent."""
+        phases = {phase.phase: {**phase.bytes, "total": phase.total} for phase in self.phases}
+        result = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
+        return result | ({"fits": self.fits} if self.fits else {})

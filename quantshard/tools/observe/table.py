@@ -1,4 +1,4 @@
-"""What `explain` and `plan` found: a row a parameter, the totals, and how they are printed."""
+"""Results of `explain` and `plan`: one row per parameter, totals, and tables to print."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from quantshard.tools.observe.step_memory import KINDS, StepMemory
 
 WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
-"""How the lines of the totals begin that compare weights and traffic with BF16."""
+"""First words of the lines of the totals that compare weights and traffic with BF16."""
 
 MORE = "a wider terminal or COLUMNS=240 has them"
-"""Where the columns are to be had for which there is no room."""
+"""Hint on how to see the columns that did not fit."""
 
 EMULATED = "emulated"
-"""The path of a GEMM that dequantizes its operands, and the fallback of that name."""
+"""Path of a GEMM that dequantizes its operands, and the name of that fallback."""
 
 _Column = tuple[Literal["left", "right"], Callable[["Row"], str]]
 _LEFT: Final = "left"
 _RIGHT: Final = "right"
 
 _REPEATED = re.compile(r"((?:[^.{}]+\.)*)[^.{}]+\.\{\d")
-"""The name of a repeated layer, and its container's parent."""
+"""Matches the name of a repeated layer; the group is the parent of the layer's container."""
 
 _UNBOUNDED = 10000
 _NAME_WIDTH = 30
 _SUMMARY_NAME_WIDTH = 44
-"""Columns that names get before others are left out."""
+"""Width that names get before columns are left out."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter. Bytes are those of this rank.
+    """One parameter. Bytes are counted on this rank.
 
-    `elements`: how many are here. `format`: what is stored, as a checkpoint's `X_format` names it, or the dtype.
-    `bf16_bytes`: the local elements in BF16. `shared_scale_bytes`: the scales that other ranks keep too;
-    `straddling_blocks`: the blocks here that other ranks hold elements of. `forward_gather_bytes`,
-    `backward_gather_bytes`: what this rank gives to the all-gathers of one forward and one backward, padding included.
-    `reduced_bytes`: its part of a step's amax reduction. `gemm`: "native", "emulated" or "" for a parameter that is no
-    operand of a matrix product. `optimizer`: state -> format, and `state_sizes`: state -> bytes, which add up to
-    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` each. `local_rows`: first and one past
-    the last global row held here. `fallbacks`: names in `limits.FALLBACKS`.
+    `elements`: number of local elements. `format`: the stored format as a checkpoint's `X_format` names it, or the
+    dtype. `bf16_bytes`: bytes of the local elements in BF16. `shared_scale_bytes`: bytes of scales that other ranks
+    store as well. `straddling_blocks`: number of local blocks that extend into other ranks. `forward_gather_bytes`,
+    `backward_gather_bytes`: bytes sent to the all-gathers of one forward and one backward, padding included.
+    `reduced_bytes`: bytes of amaxes reduced in a step. `gemm`: "native", "emulated", or "" for a parameter that is not
+    an operand of a GEMM. `optimizer`: state -> format. `state_sizes`: state -> bytes, which add up to
+    `optimizer_bytes`. `mesh`: mesh axis -> size, with one entry of `placements` for each. `local_rows`: first global
+    row on this rank and one past the last. `fallbacks`: names in `limits.FALLBACKS`.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Codes and scales."""
+        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the rows; the fields that begin with `bf16` are what the same model takes with BF16 weights."""
+    """Sums over the rows. Fields that begin with `bf16` are sums for the same model with BF16 weights."""
 
     parameters: int
     code_bytes: int
@@ -112,70 +112,75 @@ class Totals:
 
     @property
     def bytes(self) -> int:
-        """Codes and scales."""
+        """Bytes of codes and scales."""
         return self.code_bytes + self.scale_bytes
 
     @property
     def gather_bytes(self) -> int:
-        """What this rank gives to the all-gathers of one forward and one backward."""
+        """Bytes that this rank sends to the all-gathers of one forward and one backward."""
         return self.forward_gather_bytes + self.backward_gather_bytes
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` or `plan` found. `str(report)` is the table, as rich prints it too: as wide as the terminal, or
-    as the environment's COLUMNS say, or of 80 columns."""
+    """The result of `explain` or `plan`.
+
+    `str(report)` and rich print a table as wide as the terminal, as the environment variable COLUMNS, or 80 columns.
+    """
 
     rows: tuple[Row, ...]
     totals: Totals
     attention: tuple[str, ...] = ()
-    """The backends by which attention would run without mask and dropout, each with its modules."""
+    """Attention backends that run without mask and dropout, each with its modules."""
     more: str = MORE
-    """Where the columns are to be had for which there is no room."""
+    """Hint on how to see the columns that did not fit."""
     memory: StepMemory | None = None
-    """What a training step takes at most, if `plan` was given one."""
+    """Peak memory of a training step, if `plan` was called with a step."""
     parameter: ParameterBytes | None = None
-    """Bytes a parameter of weight, master and moments, and the preset that they are of; None without an optimizer."""
+    """Bytes per parameter of weights, masters and moments, with their preset; None without an optimizer."""
     is_summary: bool = False
-    """Whether rows stand for several parameters, and are printed without details."""
+    """Whether rows stand for several parameters and are printed without details."""
 
     @classmethod
     def of(cls, rows: list[Row], bf16_optimizer_bytes: int, attention: Iterable[tuple[str, str]] = ()) -> Report:
-        """The report of these rows, and of these modules' backends of attention."""
+        """Build a report from rows and from (module name, attention backend) pairs."""
         summed = {name: sum(getattr(row, name) for row in rows) for name in _summed_fields()}
         count = sum(math.prod(row.shape) for row in rows)
         totals = Totals(parameters=count, bf16_optimizer_bytes=bf16_optimizer_bytes, **summed)
         return cls(tuple(rows), totals, tuple(_merged(attention)), parameter=ParameterBytes.of(map(_part, rows)))
 
     def summary(self, more: str = MORE) -> Report:
-        """Return this report with one row for similar parameters that are stored and computed with alike, which has the
-        sums of their bytes: `layers.{0-31}.{q,k}_proj.weight x64`. `more`: where the left-out columns are shown."""
+        """Return this report with similar parameters united in one row: `layers.{0-31}.{q,k}_proj.weight x64`.
+
+        Parameters are similar if they are stored and computed in the same way; bytes are summed. `more`: where to find
+        the columns that are left out.
+        """
         groups = united_groups((row.name, _kind(row), row) for row in self.rows)
         rows = tuple(_united(pattern, rows) for pattern, rows in groups)
         return replace(self, rows=rows, more=more, is_summary=True)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Advice on what to change, each piece with the parameters that it is about."""
+        """Advice on what to change, each with the parameters concerned."""
         return tuple(_merged((row.name, text) for row in self.rows for text in row.warnings))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The fallbacks that are taken: each says why, what to do, and by which parameters."""
+        """Fallbacks in use: each with its reason, a remedy, and the parameters concerned."""
         return tuple(_merged((row.name, f"{name}: {FALLBACKS[name]}") for row in self.rows for name in row.fallbacks))
 
     def to_dict(self) -> dict[str, Any]:
-        """The rows and totals, as JSON can write them."""
+        """Return the rows and totals as a dict that JSON can represent."""
         rows = [asdict(row) | {"bytes": row.bytes} for row in self.rows]
         totals = asdict(self.totals) | {"bytes": self.totals.bytes, "gather_bytes": self.totals.gather_bytes}
-        told = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
+        texts = {name: list(getattr(self, name)) for name in ("attention", "fallbacks", "warnings")}
         memory = {} if self.memory is None else {"memory": self.memory.to_dict()}
         parameter = self.parameter
-        of_one = {} if parameter is None else {"parameter": asdict(parameter) | {"together": parameter.together}}
-        return {"rows": rows, "totals": totals, **of_one, **memory, **told}
+        per_parameter = {} if parameter is None else {"parameter": asdict(parameter) | {"together": parameter.together}}
+        return {"rows": rows, "totals": totals, **per_parameter, **memory, **texts}
 
     def to_json(self) -> str:
-        """The rows and totals as JSON."""
+        """Return the rows and totals as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -194,12 +199,12 @@ def _part(row: Row) -> ParameterPart:
 
 
 def _summed_fields() -> list[str]:
-    """The fields of a row that add up."""
+    """Names of the fields of `Row` that add up."""
     return [f.name for f in fields(Totals) if f.name in Row.__annotations__]
 
 
 def _kind(row: Row) -> tuple[object, ...]:
-    """What the parameters of one row of a summary have in common."""
+    """Values that parameters in one row of a summary have in common."""
     states = tuple(row.optimizer.items())
     mesh = tuple(row.mesh.items())
     paths = (row.gemm, row.gemm_reason, row.fallbacks, row.warnings)
@@ -207,7 +212,7 @@ def _kind(row: Row) -> tuple[object, ...]:
 
 
 def _united(pattern: str, rows: Sequence[Row]) -> Row:
-    """A row that stands for several."""
+    """A row that stands for several parameters."""
     sums: dict[str, Any] = {name: sum(getattr(row, name) for row in rows) for name in (*_summed_fields(), "elements")}
     sums["state_sizes"] = {state: sum(row.state_sizes[state] for row in rows) for state in rows[0].state_sizes}
     return replace(rows[0], name=counted_name(pattern, len(rows)), **sums)
@@ -218,11 +223,13 @@ def _united(pattern: str, rows: Sequence[Row]) -> Row:
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table for rich, of texts that may come from anybody. Where it is too wide, the names in its first column are
-    folded, then columns are left out, and a line says which.
+    """A rich table of untrusted texts that fits its width.
 
-    `columns`: heading -> side that it is aligned to. `spared`: which columns are left out, in this order. `more`: where
-    they are to be had. `name_width`: the width below which columns are left out rather than names folded.
+    If the table is too wide, names in the first column are folded, then columns are left out, and a last line lists
+    them.
+
+    `columns`: heading -> alignment. `spared`: columns to leave out, in this order. `more`: a hint on how to see the
+    columns left out. `name_width`: width to which names are folded before columns are left out.
     """
 
     columns: Mapping[str, Literal["left", "right"]]
@@ -242,24 +249,24 @@ class FittedTable:
             yield Text(f"no room for the columns {names}: {self.more}")
 
     def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
-        """The width of the table, with its names folded as far as may be."""
+        """Width of the table with its names folded to `name_width`."""
         longest = max((cell_len(printable(cells[0])) for cells in self.rows), default=0)
-        whole = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
-        return whole - max(0, longest - self.name_width)
+        unfolded = self._table(left_out).__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum
+        return unfolded - max(0, longest - self.name_width)
 
     def _table(self, left_out: int, name_width: int = _UNBOUNDED) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        shown = [heading not in self.spared[:left_out] for heading in self.columns]
-        for heading in compress(self.columns, shown):
+        is_shown = [heading not in self.spared[:left_out] for heading in self.columns]
+        for heading in compress(self.columns, is_shown):
             table.add_column(heading, justify=self.columns[heading], overflow="fold")
         for cells in self.rows:
-            name, *others = (printable(cell) for cell in compress(cells, shown))
-            table.add_row(Text(folded(name, name_width)), *map(Text, others))
+            name, *texts = (printable(cell) for cell in compress(cells, is_shown))
+            table.add_row(Text(folded(name, name_width)), *map(Text, texts))
         return table
 
 
 def folded(name: str, width: int) -> str:
-    """A name in lines of at most so many columns, broken behind dots; a longer part keeps its line."""
+    """Break a name after dots into lines of at most `width` columns; a longer part keeps its line."""
     lines = [""]
     for part in re.split(r"(?<=\.)", name):
         if lines[-1] and cell_len(lines[-1] + part) > width:
@@ -284,14 +291,14 @@ def _render(report: Report) -> Group:
     parts += [Text(printable(text)) for text in (*_details(report), *report.attention)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
     parts += [Text(printable(f"{EMULATED}: {reason}; right numbers, slower than BF16")) for reason in reasons]
-    others = (text for text in report.fallbacks if f": {EMULATED}: " not in text)
-    parts += [Text(f"fallback: {printable(text)}") for text in others]
+    other_fallbacks = (text for text in report.fallbacks if f": {EMULATED}: " not in text)
+    parts += [Text(f"fallback: {printable(text)}") for text in other_fallbacks]
     parts += [Text(f"warning: {printable(text)}", style="bold") for text in report.warnings]
     return Group(*parts)
 
 
 def _details(report: Report) -> list[str]:
-    """Why GEMMs are native, and notes; a summary has neither."""
+    """Reasons of native GEMMs, and notes; empty for a summary."""
     if report.is_summary:
         return []
     native = (
@@ -301,8 +308,8 @@ def _details(report: Report) -> list[str]:
 
 
 def _without_prefix(names: Sequence[str]) -> tuple[str, list[str]]:
-    """The parent of all repeated layers, as `model.`, and the names without it and without `.weight`."""
-    parents = [found[1].split(".")[:-1] for name in names if (found := _REPEATED.match(name))]
+    """The parent of all repeated layers, such as `model.`, and the names without that prefix and `.weight`."""
+    parents = [match[1].split(".")[:-1] for name in names if (match := _REPEATED.match(name))]
     prefix = "".join(f"{part}." for part in common_start(parents))
     short = [re.sub(r"\.weight(?= x\d+$|$)", "", name.removeprefix(prefix)) for name in names]
     return (prefix, short) if len(set(short)) == len(short) else ("", list(names))
@@ -350,8 +357,13 @@ def _totals_table(totals: Totals) -> Table:
         ("amaxes reduced in a step", totals.reduced_bytes, 0),
         ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
     ]
-    for what, here, bf16 in (line for line in lines if any(line[1:])):
-        table.add_row(what, human_bytes(here), human_bytes(bf16), f"{here / bf16:.2f}" if bf16 else "-")
+    for label, local_bytes, bf16_bytes in (line for line in lines if any(line[1:])):
+        table.add_row(
+            label,
+            human_bytes(local_bytes),
+            human_bytes(bf16_bytes),
+            f"{local_bytes / bf16_bytes:.2f}" if bf16_bytes else "-",
+        )
     return table
 
 
@@ -373,12 +385,13 @@ def _peak_text(memory: StepMemory) -> str:
 
 
 def _merged(told: Iterable[tuple[str, str]]) -> list[str]:
-    """Each text once, with the parameters that it is about."""
+    """Each distinct text, with the parameters concerned."""
     names: dict[str, list[str]] = {}
     for name, text in told:
         names.setdefault(text, []).append(name)
     return [
-        f"{about[0]}{f' and {len(about) - 1} more' if len(about) > 1 else ''}: {text}" for text, about in names.items()
+        f"{parameters[0]}{f' and {len(parameters) - 1} more' if len(parameters) > 1 else ''}: {text}"
+        for text, parameters in names.items()
     ]
 
 
@@ -396,13 +409,13 @@ _COLUMNS: dict[str, _Column] = {
     **_COMMON,
     "sharding": (_LEFT, _sharding_text),
 }
-"""Heading -> side and text of a cell, after the name."""
+"""Heading -> alignment and text of a cell, for the columns after the name."""
 _SUMMARY: dict[str, _Column] = {
     "stored as": (_LEFT, lambda row: row.format),
     "here": (_RIGHT, lambda row: human_bytes(row.bytes)),
     **_COMMON,
     "mesh": (_LEFT, _mesh_text),
 }
-"""Those of a summary, whose rows have no shape of their own."""
+"""Columns of a summary; its rows have no shape."""
 _SPARED = ("optimizer", "backward", "gathered forward", "in BF16", "sharding", "mesh", "shape")
-"""Columns that are left out, one after the other, where the table is too wide for the terminal."""
+"""Columns to leave out, in this order, if the table is too wide for the terminal."""
