@@ -1,4 +1,4 @@
-"""What a model that nobody has wrapped yet would cost on a rank of any mesh, and what a training step takes there."""
+"""Plans what a model would cost on a rank of any mesh, and the peak memory of a training step there."""
 
 from quantshard.tools.planning.plan import plan
 from quantshard.tools.planning.rehearsal import TrainingStep

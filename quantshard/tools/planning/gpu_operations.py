@@ -1,7 +1,7 @@
-"""Operations on the meta device as they run on a GPU: scaled products, and attention that keeps no matrix of weights.
+"""Operations on the meta device that allocate what a GPU would: scaled matrix products and fused attention.
 
-PyTorch chooses its attention by device, and of tensors on the meta device multiplies queries by keys. On a GPU it is
-flash attention for 16 bits without a mask, or cuDNN's, which keeps the same; else memory-efficient attention.
+PyTorch chooses an attention backend by device, and on the meta device materializes query-key products. A GPU uses flash
+attention for 16-bit dtypes without a mask (or cuDNN's, which saves the same), otherwise memory-efficient attention.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _aten = torch.ops.aten
 _HALVES = (torch.bfloat16, torch.float16)
 _LARGEST_FLASH_HEAD = 256
 _SUM_BYTES = 4
-"""Of the float32 in which attention's backward sums the gradient of queries."""
+"""Size of the float32 in which attention's backward accumulates the gradient of queries."""
 
 _OUT_DTYPE = 9
-"""Which argument of a scaled product says its dtype."""
+"""Position of the output dtype among the arguments of `_scaled_mm_v2`."""
 
 
 class GpuTimeline(MemoryTimeline):
-    """A timeline of operations that run as on a GPU.
+    """A timeline of operations as a GPU runs them.
 
-    Where a model asks whether all elements of something hold (that no token is padding, that a row is one sequence),
-    they do: the sequences of a training step are whole.
+    A model's checks that all elements satisfy a condition (no padding token, one sequence per row) evaluate to true,
+    because a training step has full sequences.
     """
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class GpuTimeline(MemoryTimeline):
         if function is _aten._local_scalar_dense.default and args[0] in self._holding:
             return True
         if function is _aten.all.default:
-            found = super().operation(function, args, kwargs)
-            self._holding[found] = True
-            return found
+            result = super().operation(function, args, kwargs)
+            self._holding[result] = True
+            return result
         if function is _aten._scaled_mm_v2.default:
             return super().operation(_scaled_product, args, kwargs)
         if function is _aten._scaled_dot_product_flash_attention_backward.default:
@@ -59,17 +59,17 @@ def _scaled_product(a: Tensor, b: Tensor, *others: Any) -> Tensor:
 
 @contextmanager
 def gpu_attention() -> Iterator[None]:
-    """Within it `torch.nn.functional.scaled_dot_product_attention` of tensors on the meta device is the one of a GPU,
-    unless the caller left the plain one alone enabled (`torch.nn.attention.sdpa_kernel`).
+    """Make `torch.nn.functional.scaled_dot_product_attention` use a GPU's backend for tensors on the meta device.
 
-    A `TorchFunctionMode` would do, but PyTorch turns those off in backward, where layers are recomputed.
+    Backends that the caller disabled (`torch.nn.attention.sdpa_kernel`) are not used. A `TorchFunctionMode` would not
+    do: PyTorch disables such modes in backward, where layers are recomputed.
     """
-    before = F.scaled_dot_product_attention
+    original = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = before
+        F.scaled_dot_product_attention = original
 
 
 _plain_attention = F.scaled_dot_product_attention
@@ -91,21 +91,21 @@ def _attention(
     )
     if not query.is_meta:
         return plain()
-    enabled = torch.backends.cuda
+    backends = torch.backends.cuda
     is_flash = query.dtype in _HALVES and attn_mask is None and query.shape[-1] <= _LARGEST_FLASH_HEAD
-    if is_flash and (enabled.flash_sdp_enabled() or enabled.cudnn_sdp_enabled()):
-        found: Tensor = _aten._scaled_dot_product_flash_attention.default(
+    if is_flash and (backends.flash_sdp_enabled() or backends.cudnn_sdp_enabled()):
+        flash: Tensor = _aten._scaled_dot_product_flash_attention.default(
             query, key, value, dropout_p, is_causal, scale=scale
         )[0]
-        return found
-    if query.ndim == 4 and query.shape[-3] == key.shape[-3] and enabled.mem_efficient_sdp_enabled():
+        return flash
+    if query.ndim == 4 and query.shape[-3] == key.shape[-3] and backends.mem_efficient_sdp_enabled():
         bias = attn_mask
         if bias is not None:
             shape = (*query.shape[:-1], key.shape[-2])
             bias = (torch.empty_like(bias, dtype=query.dtype) if bias.dtype is torch.bool else bias).expand(shape)
-        keeps = query.requires_grad or key.requires_grad or value.requires_grad
-        efficient: Tensor = _aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, bias, keeps, dropout_p, is_causal, scale=scale
+        saves_logsumexp = query.requires_grad or key.requires_grad or value.requires_grad
+        memory_efficient: Tensor = _aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, bias, saves_logsumexp, dropout_p, is_causal, scale=scale
         )[0]
-        return efficient
+        return memory_efficient
     return plain()

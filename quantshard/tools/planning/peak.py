@@ -1,8 +1,8 @@
-"""The peak of a training step on a rank: what it holds between steps, and what the step adds (`planning.rehearsal`).
+"""Peak memory of a training step on one rank: resident memory plus what the step adds (`planning.rehearsal`).
 
-Not in it: the context of CUDA and the buffers of NCCL, which are outside PyTorch's allocator; the workspace of cuBLAS,
-up to 32 MiB; what is lost between the allocator's blocks. `RESERVE` is what `plan` keeps for them where it says how
-large a batch fits.
+Not counted: the CUDA context and NCCL buffers, which are outside PyTorch's allocator; cuBLAS workspaces, up to 32 MiB;
+fragmentation of the allocator. `RESERVE` is the share that `plan` sets aside for them when it computes the largest
+batch.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from quantshard.tools.planning.rehearsal import StepSharding, TrainingStep, rehe
 from quantshard.tools.planning.sharded_passes import UnitSizes
 
 RESERVE = 0.07
-"""The share of a GPU's memory that is kept for what is not counted."""
+"""Share of a GPU's memory set aside for memory that is not counted."""
 
 _MOST_TRIES = 8
 
 
 @dataclass(frozen=True)
 class ParameterShare:
-    """A parameter as `plan` found it: the layer that it is wrapped with, None for the model itself, its row, and
-    whether it is gathered again in backward."""
+    """A parameter and its row in `plan`.
+
+    `layer`: the layer that `fully_shard` wraps the parameter with; None for the model itself. `again`: whether the
+    parameter is all-gathered again in backward.
+    """
 
     layer: nn.Module | None
     param: Tensor
@@ -37,11 +40,11 @@ class ParameterShare:
 
     @property
     def held(self) -> int:
-        """Elements on this rank, with those that FSDP2 fills up."""
+        """Number of elements on this rank, including FSDP2's padding."""
         return self.row.bf16_bytes // 2
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
-        """What `UnitSizes.with_parameter` takes."""
+        """Arguments of `UnitSizes.with_parameter` for this parameter."""
         gradients = ranks * self.held if self.param.requires_grad else 0
         if ranks == 1:  # FSDP2 copies plain weights; a quantized one is its shard
             is_plain = self.row.scale_bytes == 0 and self.row.format == self.row.dtype
@@ -59,33 +62,34 @@ def step_memory(
     step: TrainingStep,
     limit: int | None,
 ) -> StepMemory:
-    """What the phases of a step take at most.
+    """Compute the peak memory of each phase of a step.
 
-    `mesh`: ranks that share parameters, and replicas; None without `fully_shard`. `limit`: bytes of the GPU, of which
-    the result says how large a batch fits.
+    Args:
+        mesh: (ranks that share parameters, replicas); None without `fully_shard`.
+        limit: bytes of the GPU, for which the result states the largest batch that fits; None to leave that out.
     """
     sharding = None if mesh is None else _sharding(layers, shares, *mesh)
-    held = {"weights": totals.bytes, "optimizer states": totals.optimizer_bytes}
+    resident = {"weights": totals.bytes, "optimizer states": totals.optimizer_bytes}
     if step.norm_dtype is not None:  # values and squares
         largest = max((share.held for share in shares if share.param.requires_grad), default=0)
         norm = 2 * step.norm_dtype.itemsize * largest
     else:
         norm = 0
 
-    def found(step: TrainingStep) -> StepMemory:
+    def peaks_of(step: TrainingStep) -> StepMemory:
         phases = rehearse(model, layers, step, sharding)
-        added = [Counter(held), Counter(held), Counter({**held, "temporary": norm})]
-        together = [
-            PhaseMemory(each.phase, {kind: size + more[kind] for kind, size in each.bytes.items()})
-            for each, more in zip(phases, added, strict=True)
+        extra_bytes = [Counter(resident), Counter(resident), Counter({**resident, "temporary": norm})]
+        totals_of_phases = [
+            PhaseMemory(phase.phase, {kind: size + extra[kind] for kind, size in phase.bytes.items()})
+            for phase, extra in zip(phases, extra_bytes, strict=True)
         ]
-        return StepMemory(tuple(together), str(step))
+        return StepMemory(tuple(totals_of_phases), str(step))
 
-    memory = found(step)
+    memory = peaks_of(step)
     if limit is None:
         return memory
     return replace(
-        memory, fits=_fitting(step, memory.peak, limit, lambda batch: found(replace(step, batch=batch)).peak)
+        memory, fits=_fitting(step, memory.peak, limit, lambda batch: peaks_of(replace(step, batch=batch)).peak)
     )
 
 
@@ -98,18 +102,20 @@ def _sharding(layers: Sequence[nn.Module], shares: Sequence[ParameterShare], ran
 
 
 def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int], int]) -> str:
-    """The largest batch whose peak leaves the reserve, in words. Peaks grow with the batch, nearly by as
-    much for each sequence."""
+    """Describe the largest batch that leaves the reserve free.
+
+    The search assumes that peaks grow with the batch, by nearly the same amount for each sequence.
+    """
     allowed = int(limit * (1 - RESERVE))
     fits, fails = {0: 0}, dict[int, int]()
     (fits if peak <= allowed else fails)[step.batch] = peak
-    other = max(1, step.batch // 2) if fails and step.batch > 1 else 2 * step.batch
+    candidate = max(1, step.batch // 2) if fails and step.batch > 1 else 2 * step.batch
     for _ in range(_MOST_TRIES):
         if fails and min(fails) - max(fits) == 1:
             break
-        found = peak_of(other)
-        (fits if found <= allowed else fails)[other] = found
-        other = _next_batch({**fits, **fails}, fits, fails, allowed)
+        candidate_peak = peak_of(candidate)
+        (fits if candidate_peak <= allowed else fails)[candidate] = candidate_peak
+        candidate = _next_batch({**fits, **fails}, fits, fails, allowed)
     batch = max(fits)
     size = f"{human_bytes(limit)}, of which {RESERVE:.0%} are kept for what is not counted"
     if not batch:
@@ -119,9 +125,13 @@ def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int],
 
 
 def _next_batch(known: dict[int, int], fits: dict[int, int], fails: dict[int, int], allowed: int) -> int:
-    """The batch to try next: where a line through the two largest that are known meets the limit, within what is
-    open."""
-    (one, low), (two, high) = sorted((batch, peak) for batch, peak in known.items() if batch)[-2:]
-    guess = one + (allowed - low) * (two - one) // max(high - low, 1)
+    """Choose the next batch to try, between the largest that fits and the smallest that does not.
+
+    The guess is where a line through the peaks of the two largest measured batches meets the limit.
+    """
+    (low_batch, low_peak), (high_batch, high_peak) = sorted((batch, peak) for batch, peak in known.items() if batch)[
+        -2:
+    ]
+    guess = low_batch + (allowed - low_peak) * (high_batch - low_batch) // max(high_peak - low_peak, 1)
     lowest, highest = max(fits) + 1, min(fails) - 1 if fails else 1 << 20
     return min(max(guess, lowest), highest)

@@ -1,8 +1,8 @@
-"""What a model would cost on a rank of any mesh, by arithmetic: no process group, no data, no second process.
+"""Plans what a model would cost on a rank of any mesh, by arithmetic: no process group, no data, no second process.
 
-`plan` gives for a model that nobody has cut yet the report that `explain` gives for its live pieces. The two take
-different ways: `plan` cuts rectangles (`sharding.Shard`), `explain` reads what FSDP2 and DTensor made. The tests hold
-them to each other. Given a `TrainingStep`, it adds what that takes of memory (`planning.peak`).
+`plan` gives for an unsharded model the report that `explain` gives for live shards. `plan` cuts rectangles
+(`sharding.Shard`), `explain` reads what FSDP2 and DTensor made; tests compare both. With a `TrainingStep`, the report
+includes the peak memory of the step (`planning.peak`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from quantshard.tools.planning.peak import ParameterShare, step_memory
 from quantshard.tools.planning.rehearsal import TrainingStep
 
 TP = "tp"
-"""The name of the mesh axis of tensor parallelism."""
+"""Name of the mesh axis of tensor parallelism."""
 
 _ALONE = "alone"
-"""The axis that stands for none."""
+"""Name of the single axis that represents an empty mesh."""
 
 
 @suggests_names
@@ -76,38 +76,36 @@ def plan(
     memory: int | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Report:
-    """What each parameter of a model costs on one rank of a mesh: memory, traffic, reductions, and an optimizer's
-    states; and the peak of a training step.
+    """Report what each parameter costs on one rank of a mesh, with optimizer states and the peak of a training step.
 
-    Rank 0, the default, holds and sends at least as much as any other, of every parameter.
+    Rank 0, the default, stores and sends at least as much of every parameter as any other rank.
 
     Args:
-        model: the whole model, not wrapped; on the meta device it takes no memory. Its weights are planned as they are
-            stored, so build it under `quantized_model_init`.
-        mesh: axis -> size, outermost first. An axis named "tp" cuts first and stands last. Of the others the last is
+        model: the whole model, not wrapped; on the meta device it needs no memory. Weights are planned as they are
+            stored, so build the model under `quantized_model_init`.
+        mesh: axis -> size, outermost first. An axis named "tp" cuts first and stands last. The last of the others is
             the one that `fully_shard` shards over, and one before it replicates (HSDP): {"dp_replicate": 16,
-            "dp_shard": 64} is 1024 ranks. Without any axis it is one process that does not call `fully_shard`.
-        layers: the modules that `fully_shard` wraps on their own, before it wraps the model.
-        rank: which rank of the mesh, counted row by row.
-        tensor_parallel: end of a parameter's name -> the dim that "tp" cuts: 0 for column-parallel weights, 1 for
-            row-parallel ones. Parameters that are not named are whole on every rank of "tp".
-        reshard_after_forward: as for `fully_shard`, for all of its calls: None frees the layers after forward, but not
-            what belongs to no layer.
-        optimizer: "adamw", whose states are those of `FusedAdam`; "lion"; or "muon", of hidden matrices, with AdamW for
-            the rest. What Muon exchanges in a step, some hundred MiB (`optimizers.Muon`), is not counted.
-        head: of Muon, as `muon_groups` takes it.
+            "dp_shard": 64} is 1024 ranks. An empty mesh is one process that does not call `fully_shard`.
+        layers: modules that `fully_shard` wraps individually, before it wraps the model.
+        rank: rank in the mesh, in row-major order.
+        tensor_parallel: suffix of a parameter's name -> the dim that "tp" cuts: 0 for column-parallel weights, 1 for
+            row-parallel ones. All other parameters are replicated over "tp".
+        reshard_after_forward: as for `fully_shard`, for all of its calls. None frees the layers after forward, but not
+            parameters outside the layers.
+        optimizer: "adamw" (the states of `FusedAdam`), "lion", or "muon" for hidden matrices with AdamW for the rest.
+            Muon's exchange buffers, a few hundred MiB (`optimizers.Muon`), are not counted.
+        head: the head that Muon leaves to AdamW, as for `muon_groups`.
         preset, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, momentum_buffer_dtype,
-            store_param_remainders: how masters and moments are kept, as the optimizer takes it.
-        ema: whether it keeps an average of the weights (`ema_decay`).
-        step: of which the report gets `memory`, the most that its phases take. The model runs once for it, without
-            values. Not under tensor parallelism.
-        memory: bytes of the GPU; with it the report says how large a batch fits.
-        capability: compute capability of the GPU, which says how GEMMs run; by default that of the step, and without
-            one of the device that the model is on.
+            store_param_remainders: how masters and moments are stored, as for the optimizer.
+        ema: whether the optimizer averages the weights (`ema_decay`).
+        step: adds the peak memory of each phase of this step as `Report.memory`. Runs the model once, without values.
+            Not supported with tensor parallelism.
+        memory: bytes of the GPU; the report then states the largest batch that fits.
+        capability: compute capability of the GPU, which determines how GEMMs run. By default the one of `step`, or
+            without a step, the one of the model's device.
 
     Raises:
-        ConfigurationError: an argument does not fit the others, the model is sharded already, or it cannot run without
-            values.
+        ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
     check_arguments("plan", MODULE, model=model)
     check_arguments("plan", MAPPING.or_none, tensor_parallel=tensor_parallel)
@@ -116,14 +114,14 @@ def plan(
         raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
     if not isinstance(layers, Iterable):
         raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
-    place, layers = _MeshRank.of(mesh, rank), list(layers)
+    mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
     for layer in layers:
         check_arguments("plan", MODULE, layers=layer)
-    cut_by_tp, inner = (
+    cut_by_tp, layer_of = (
         dict(tensor_parallel or {}),
         {id(module): layer for layer in layers for module in layer.modules()},
     )
-    given = {
+    options = {
         "master_weights": master_weights,
         "master_weight_dtype": master_weight_dtype,
         "exp_avg_dtype": exp_avg_dtype,
@@ -131,40 +129,40 @@ def plan(
         "momentum_buffer_dtype": momentum_buffer_dtype,
         "store_param_remainders": store_param_remainders,
     }
-    _check_optimizer(optimizer, given)
-    states = chosen_options("plan", preset, given)
+    _check_optimizer(optimizer, options)
+    states = chosen_options("plan", preset, options)
     spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
-    _check_arguments(model, place, cut_by_tp, spec)
-    _check_step(step, place, memory)
+    _check_arguments(model, mesh_rank, cut_by_tp, spec)
+    _check_step(step, mesh_rank, memory)
     _check_capability(capability)
     rows, shares, optimized = [], [], 0
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
     with nullcontext() if capability is None else described_gpu(capability):
         gemms = [
-            gemm_of(leaf, module, param, None if stored is None else stored.quantized_storage, recipe, device)
+            gemm_of(leaf, module, param, None if quantized is None else quantized.quantized_storage, recipe, device)
             for _, leaf, module, param in _parameters(model)
-            for stored, recipe in ((components.quantized_local(param), recipe_in(module, None)),)
+            for quantized, recipe in ((components.quantized_local(param), recipe_in(module, None)),)
         ]
     for gemm, (name, _, module, param) in zip(gemms, _parameters(model), strict=True):
-        dim = next((dim for end, dim in cut_by_tp.items() if name.endswith(end)), None)
-        again = id(module) in inner if reshard_after_forward is None else reshard_after_forward
-        row, numel = _row(name, param, gemm, place, dim, again, spec)
+        dim = next((dim for suffix, dim in cut_by_tp.items() if name.endswith(suffix)), None)
+        regathered = id(module) in layer_of if reshard_after_forward is None else reshard_after_forward
+        row, numel = _row(name, param, gemm, mesh_rank, dim, regathered, spec)
         rows.append(row)
-        shares.append(ParameterShare(inner.get(id(module)), param, row, again))
+        shares.append(ParameterShare(layer_of.get(id(module)), param, row, regathered))
         optimized += numel
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES)
     if step is None:
         return report
-    sharding = (place.ranks, place.replicas) if place.is_wrapped else None
+    sharding = (mesh_rank.ranks, mesh_rank.replicas) if mesh_rank.is_wrapped else None
     return replace(report, memory=step_memory(model, layers, report.totals, shares, sharding, step, memory))
 
 
 @dataclass(frozen=True)
 class _OptimizerSpec:
-    """How the optimizer keeps masters and moments, and whether it keeps averages of weights.
+    """How the optimizer stores masters and moments, and whether it averages weights.
 
-    `matrices`: the parameters, by id, that Muon orthogonalizes the momentum of; the rest of its model is AdamW's.
+    `matrices`: ids of the parameters that Muon updates; AdamW updates the others.
     """
 
     states: StateOptions
@@ -173,14 +171,14 @@ class _OptimizerSpec:
     matrices: frozenset[int]
 
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """State -> dtype, as it would be of a large quantized weight."""
+        """State -> dtype that a large quantized weight would get."""
         if self.algorithm != MUON:
             return self.states.dtypes(self.algorithm)
         return self.states.dtypes(MUON if id(param) in self.matrices else ADAMW)
 
 
 def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
-    """Refuse an optimizer whose states are not known, and options that say nothing of those of one that is."""
+    """Refuse an unknown optimizer, and options for states that the optimizer does not have."""
     if optimizer not in ALGORITHMS:
         raise ConfigurationError(
             f"plan(optimizer={shown_argument(optimizer)}): {meant(optimizer, ALGORITHMS)}there are "
@@ -195,27 +193,27 @@ def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
 
 
 def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None) -> frozenset[int]:
-    """The parameters, by id, that Muon orthogonalizes the momentum of.
+    """Return the ids of the parameters that Muon orthogonalizes the momentum of.
 
     Raises:
-        ConfigurationError: the head is not known, or told of another optimizer.
+        ConfigurationError: the head is unknown, or given for another optimizer.
     """
     if optimizer != MUON and head is not None:
         raise ConfigurationError(f"plan(optimizer={optimizer!r}, head={head!r}): the head is told to Muon alone")
     groups = muon_groups(model, head=head) if optimizer == MUON else []
-    chosen = [group["params"] for group in groups if group[ALGORITHM] == MUON]
-    return frozenset(id(param) for params in chosen for _, param in params)
+    param_lists = [group["params"] for group in groups if group[ALGORITHM] == MUON]
+    return frozenset(id(param) for params in param_lists for _, param in params)
 
 
 def _is_tensor_parallel(axis: object) -> bool:
-    """Whether an axis is named like one of tensor parallelism, as others call it."""
+    """Whether an axis has a name that other libraries use for tensor parallelism."""
     name = str(axis).lower().replace("-", "_")
     return name.startswith(TP) or name in ("tensor", "tensor_parallel")
 
 
 @dataclass(frozen=True)
 class _MeshRank:
-    """One rank of a mesh."""
+    """One rank of a mesh. `at`: axis -> coordinate. `is_wrapped`: whether `fully_shard` wraps the model."""
 
     mesh: dict[str, int]
     at: dict[str, int]
@@ -227,9 +225,9 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
-        if taken := [axis for axis in sharding_axes if _is_tensor_parallel(axis)]:
+        if tp_axes := [axis for axis in sharding_axes if _is_tensor_parallel(axis)]:
             raise ConfigurationError(
-                f"plan: mesh axis {taken[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
+                f"plan: mesh axis {tp_axes[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
                 f"of tensor parallelism {TP!r}, and others by what they are, such as 'dp_shard'"
             )
         if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
@@ -241,19 +239,19 @@ class _MeshRank:
             raise ConfigurationError(
                 f"plan: there is no rank {rank} in a mesh of {dict(mesh)}, which has {ranks} ranks"
             )
-        at: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis, size in reversed(list(mesh.items())):
-            rank, at[axis] = divmod(rank, size)
-        return cls(dict(mesh), at)
+            rank, coordinates[axis] = divmod(rank, size)
+        return cls(dict(mesh), coordinates)
 
     @property
     def ranks(self) -> int:
-        """Over which FSDP shards."""
+        """Number of ranks that FSDP shards over."""
         return self.mesh[self.shard_axis]
 
     @property
     def replicas(self) -> int:
-        """That each hold all of FSDP's shards."""
+        """Number of ranks that replicate each FSDP shard."""
         return math.prod(size for axis, size in self.mesh.items() if axis not in (TP, self.shard_axis))
 
     @property
@@ -262,38 +260,38 @@ class _MeshRank:
         return [axis for axis in self.mesh if axis != TP][-1]
 
     def piece(self, shard: Shard, dim: int, axis: str) -> Shard:
-        """What this rank gets when `axis` cuts `dim`, as torch.chunk does."""
+        """This rank's chunk when `axis` cuts `dim` as torch.chunk does."""
         chunk = sharding.ceil_div(shard.shape[dim], self.mesh[axis])
         return shard.piece(dim, self.at[axis] * chunk, chunk)
 
     def placements(self, tp_dim: int | None) -> dict[str, str]:
-        """Axis -> what it does to a parameter, of the mesh that FSDP2 gives it."""
+        """Axis -> placement of a parameter on the mesh that FSDP2 gives it."""
         if not self.is_wrapped:
             return {}
         strided = tp_dim == 0 and self.mesh[TP] > 1
-        told = {axis: REPLICATED for axis in self.mesh if axis != TP}
-        told[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
-        return told if tp_dim is None else told | {TP: f"Shard({tp_dim})"}
+        placements = {axis: REPLICATED for axis in self.mesh if axis != TP}
+        placements[self.shard_axis] = "StridedShard(0)" if strided else "Shard(0)"
+        return placements if tp_dim is None else placements | {TP: f"Shard({tp_dim})"}
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str, nn.Module, Tensor]]:
-    """Name, name in its module, module and parameter; a shared parameter once."""
-    seen = set()
+    """Iterate over (name, name in its module, module, parameter); a shared parameter appears once."""
+    visited = set()
     for prefix, module in model.named_modules():
-        for leaf, param in module.named_parameters(recurse=False):
-            if param not in seen:
-                seen.add(param)
-                yield f"{prefix}.{leaf}" if prefix else leaf, leaf, module, param
+        for param_name, param in module.named_parameters(recurse=False):
+            if param not in visited:
+                visited.add(param)
+                yield f"{prefix}.{param_name}" if prefix else param_name, param_name, module, param
 
 
 def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str, int], spec: _OptimizerSpec) -> None:
-    named = dict(model.named_parameters())
-    if any(isinstance(param, DTensor) for param in named.values()):
+    params = dict(model.named_parameters())
+    if any(isinstance(param, DTensor) for param in params.values()):
         raise ConfigurationError(
             "plan: the model is sharded already; plan it before, or describe it with explain(model)"
         )
     for end, dim in cut_by_tp.items():
-        if TP not in place.mesh or dim not in (0, 1) or not any(name.endswith(end) for name in named):
+        if TP not in place.mesh or dim not in (0, 1) or not any(name.endswith(end) for name in params):
             raise ConfigurationError(
                 f"plan: tensor_parallel={{{end!r}: {dim}}} needs a mesh axis {TP!r}, dim 0 or 1, and a parameter whose "
                 f"name ends so; the mesh is {place.mesh}"
@@ -306,7 +304,9 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
 
 
 def _check_capability(capability: object) -> None:
-    is_pair = isinstance(capability, tuple) and len(capability) == 2 and all(type(each) is int for each in capability)
+    is_pair = (
+        isinstance(capability, tuple) and len(capability) == 2 and all(type(number) is int for number in capability)
+    )
     if capability is not None and not is_pair:
         raise ConfigurationError(
             f"plan(capability={capability!r}): give two numbers, such as (9, 0) of an H100 or H200"
@@ -336,17 +336,18 @@ def _row(
     gathered_again: bool,
     optimizer: _OptimizerSpec,
 ) -> tuple[Row, int]:
-    """The row of one parameter, and how many of its elements the optimizer has here."""
+    """Row of one parameter, and the number of local elements that the optimizer trains."""
     quantized = components.quantized_local(param)
     storage = None if quantized is None else quantized.quantized_storage
     shard = _cut(name, param, storage, place, tp_dim)
     assert shard.cut is not None
     placements = place.placements(tp_dim)
     mesh = {axis: place.mesh[axis] for axis in placements}
-    held = shard.cut.chunk * shard.cut.parent.shape[1]  # FSDP2 pads plain tensors to the largest piece
+    # FSDP2 pads plain tensors to the largest shard.
+    numel = shard.cut.chunk * shard.cut.parent.shape[1]
     forward = bf16_forward = 0
     if storage is None:
-        codes, scales, shared = held * param.itemsize, 0, SharedScaleCost()
+        codes, scales, shared = numel * param.itemsize, 0, SharedScaleCost()
     else:
         fmt = storage.cell.format
         (codes, scales), shared = (
@@ -354,7 +355,7 @@ def _row(
             costs.shared(fmt, shard, mesh, [*placements.values()]),
         )
     if place.mesh[place.shard_axis] > 1:
-        bf16_forward = held * BF16_BYTES
+        bf16_forward = numel * BF16_BYTES
         forward = codes if storage is None else costs.gather_bytes(fmt, shard, in_backward=gathered_again)
     states, sizes, note = _optimizer(param, storage, shard, optimizer)
     row = Row(
@@ -366,7 +367,7 @@ def _row(
         scale_bytes=scales,
         shared_scale_bytes=shared.scale_bytes,
         straddling_blocks=shared.blocks,
-        bf16_bytes=held * BF16_BYTES,
+        bf16_bytes=numel * BF16_BYTES,
         forward_gather_bytes=forward,
         backward_gather_bytes=forward if gathered_again else 0,
         bf16_gather_bytes=bf16_forward * (2 if gathered_again else 1),
@@ -388,7 +389,7 @@ def _row(
 
 
 def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _MeshRank, tp_dim: int | None) -> Shard:
-    """This rank's piece of a parameter, whose dims after the first are taken together."""
+    """Cut this rank's shard of a parameter; dims after the first are flattened."""
     shape = (*param.shape, 1)[0], math.prod(param.shape[1:])
     shard = sharding.whole(shape) if storage is None else storage.shard
     if tp_dim is not None:
@@ -405,24 +406,24 @@ def _cut(name: str, param: Tensor, storage: QuantizedStorage | None, place: _Mes
 def _optimizer(
     param: Tensor, storage: QuantizedStorage | None, shard: Shard, optimizer: _OptimizerSpec
 ) -> tuple[dict[str, str], dict[str, int], str]:
-    """State -> format, state -> bytes here, and a note on those that stay float32, as the optimizer allocates them."""
+    """State -> format, state -> local bytes, and a note on states that stay float32; as the optimizer allocates."""
     if not param.requires_grad:
         return {}, {}, ""
-    asked = optimizer.dtypes(param)
-    if MASTER in asked and not needs_master(storage is not None, param.dtype, asked[MASTER]):
-        del asked[MASTER]
+    requested = optimizer.dtypes(param)
+    if MASTER in requested and not needs_master(storage is not None, param.dtype, requested[MASTER]):
+        del requested[MASTER]
     states, sizes, elements = {}, {}, math.prod(shard.shape)
     fmt = None if storage is None else storage.cell.format
-    if MASTER in asked and optimizer.states.store_param_remainders and splits(fmt, param.dtype, asked[MASTER]):
+    if MASTER in requested and optimizer.states.store_param_remainders and splits(fmt, param.dtype, requested[MASTER]):
         states[MASTER], sizes[MASTER] = (REMAINDER, 2 * elements) if fmt is None else (SPLIT, elements)
-        del asked[MASTER]
-    dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in asked.items()}
-    kept = [state for state, dtype in dtypes.items() if dtype is not asked[state]]
+        del requested[MASTER]
+    dtypes = {state: stored_dtype(dtype, param.ndim) for state, dtype in requested.items()}
+    float_states = [state for state, dtype in dtypes.items() if dtype is not requested[state]]
     if optimizer.ema:
         dtypes[AVERAGE] = torch.float32
     for state, dtype in dtypes.items():
         cell = state_cell(dtype, state in NONNEGATIVE)
         sizes[state] = elements * dtype.itemsize if cell is None else sum(costs.resident_bytes(cell.format, shard))
         states[state] = SHORT_DTYPES[dtype_name(dtype)]
-    told = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(asked[state])] for state in kept))
-    return states, sizes, costs.float_states(kept, told)
+    requested_names = " and ".join(dict.fromkeys(SHORT_DTYPES[dtype_name(requested[state])] for state in float_states))
+    return states, sizes, costs.float_states(float_states, requested_names)

@@ -1,8 +1,8 @@
-"""A training step without values: its forward and backward run on the meta device, and their memory is counted.
+"""A training step without values: forward and backward run on the meta device while their memory is counted.
 
-The modules take the way that they take on a GPU (`gemm.described_gpu`), so what is counted is what they would allocate,
-whatever they are: quantshard's modules, converted ones, or plain PyTorch. What a GPU's operations allocate for
-themselves and give back at once is unseen, but for attention's backward, which sums gradients of queries in float32.
+Modules take their GPU path (`gemm.described_gpu`), so allocations match a GPU for quantshard's modules, converted
+models and plain PyTorch. Temporaries inside GPU operations are not seen, except for attention's backward, which
+accumulates gradients of queries in float32.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from quantshard.tools.planning.timeline import Allocation, tensors_in
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Model, tokens and targets, int64 [batch, seq_length] -> what backward begins with; of several elements, with ones."""
+"""(model, tokens, targets), int64 [batch, seq_length] each -> the loss; backward starts with ones of its shape."""
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What one rank does in a step, for `plan` to tell its memory.
+    """The work of one rank in a training step, for `plan(step=)`.
 
     Args:
-        batch: sequences of a micro-batch on this rank.
-        seq_length: tokens of a sequence.
-        micro_batches: forwards and backwards of a step.
-        recipe: what `autocast` runs the forward with; None for models that enter it themselves, as converted ones do,
-            and for those without quantized weights.
-        loss: how the model is called, on the meta device. By default as a language model: with `labels` if its forward
-            has them, else the mean cross-entropy of the logits that it returns.
-        checkpoint_activations: each of the layers is recomputed in backward.
-        forward_prefetch: each layer begins to gather the next one's weights, by `set_modules_to_forward_prefetch`.
-        reduce_dtype: of FSDP2's `MixedPrecisionPolicy`.
-        norm_dtype: in which squares of gradients are taken between backward and optimizer, one gradient after another;
-            None: nothing of their size is taken (as by `torch.nn.utils.clip_grad_norm_`).
-        capability: compute capability of the GPU, which says what products it has.
+        batch: sequences in a micro-batch on this rank.
+        seq_length: tokens in a sequence.
+        micro_batches: forwards and backwards in a step.
+        recipe: recipe of the `autocast` around forward. None for models that enter autocast themselves, such as
+            converted ones, and for models without quantized weights.
+        loss: how to call the model on the meta device. By default as a language model: with `labels` if forward has
+            that argument, otherwise the mean cross-entropy of the returned logits.
+        checkpoint_activations: recompute each of the layers in backward.
+        forward_prefetch: each layer starts the all-gather of the next layer's weights (FSDP2's
+            `set_modules_to_forward_prefetch`).
+        reduce_dtype: `reduce_dtype` of FSDP2's `MixedPrecisionPolicy`.
+        norm_dtype: dtype in which gradients are squared, one at a time, between backward and optimizer. None: no memory
+            of a gradient's size is allocated there (as in `torch.nn.utils.clip_grad_norm_`).
+        capability: compute capability of the GPU, which determines the native GEMMs.
     """
 
     batch: int
@@ -72,10 +73,10 @@ class TrainingStep:
     capability: tuple[int, int] = (9, 0)
 
     def check(self) -> None:
-        """Refuse what is no step.
+        """Validate the step.
 
         Raises:
-            ConfigurationError: a count is no positive number; Triton is missing.
+            ConfigurationError: a count is not a positive integer; Triton is missing.
         """
         for name in ("batch", "seq_length", "micro_batches"):
             value = getattr(self, name)
@@ -89,9 +90,9 @@ class TrainingStep:
 
     def __str__(self) -> str:
         parts = f"{self.micro_batches} micro-batches of " if self.micro_batches > 1 else ""
-        again = ", layers recomputed" if self.checkpoint_activations else ""
+        recomputed = ", layers recomputed" if self.checkpoint_activations else ""
         gpu = "compute capability {}.{}".format(*self.capability)
-        return f"{parts}{self.batch} x {self.seq_length} tokens{again} on {gpu}"
+        return f"{parts}{self.batch} x {self.seq_length} tokens{recomputed} on {gpu}"
 
 
 TrainingStep.__init__ = suggests_names(TrainingStep.__init__)  # type: ignore[method-assign]
@@ -99,8 +100,7 @@ TrainingStep.__init__ = suggests_names(TrainingStep.__init__)  # type: ignore[me
 
 @dataclass(frozen=True)
 class StepSharding:
-    """How `fully_shard` wraps a model: for each of its layers, and for the model itself, what that call handles; over
-    how many ranks, and replicas of these."""
+    """How `fully_shard` wraps a model: sizes for each layer and for the root, number of ranks and of replicas."""
 
     layers: Sequence[tuple[nn.Module, UnitSizes]]
     root: UnitSizes
@@ -111,15 +111,16 @@ class StepSharding:
 def rehearse(
     model: nn.Module, layers: Sequence[nn.Module], step: TrainingStep, sharding: StepSharding | None
 ) -> list[PhaseMemory]:
-    """The memory of forward, of backward, and of what is left behind them, without that of weights and optimizer.
+    """Memory of forward, of backward and at the optimizer step, without weights and optimizer states.
 
-    `sharding`: None for a model that `fully_shard` does not wrap.
+    `sharding`: None for a model without `fully_shard`.
 
     Raises:
         ConfigurationError: the model cannot run without values.
     """
     step.check()
-    for lasting in (workspace, tables):  # a plan is the same whatever was planned before
+    # Drop caches, so that a plan does not depend on earlier ones.
+    for lasting in (workspace, tables):
         lasting.discard(torch.device("meta"))
     twins = _Twins(model, layers, step.checkpoint_activations)
     recording = _Recording(twins, GpuTimeline(twins.held()))
@@ -130,7 +131,8 @@ def rehearse(
         tokens, targets = (torch.empty(size, dtype=torch.int64, device="meta") for _ in range(2))
         forward = partial(step.loss or _language_loss, twins.model, tokens, targets)
         try:
-            for number in range(min(step.micro_batches, 2)):  # from the second on they are alike
+            # Later micro-batches have the memory of the second.
+            for number in range(min(step.micro_batches, 2)):
                 if passes is not None:
                     passes.reduces = step.micro_batches == 1 or number == 1
                 recording.run(forward, autocasting, passes)
@@ -144,7 +146,7 @@ def rehearse(
 
 
 class _Twins:
-    """A copy of a model on the meta device, and of its layers, in training mode."""
+    """Copies of a model and its layers on the meta device, in training mode."""
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], checkpointed: bool) -> None:
         memo: dict[int, Any] = {id(param): _twin(param) for param in model.parameters()}
@@ -157,22 +159,22 @@ class _Twins:
         self._names = names
 
     def held(self) -> list[Tensor]:
-        """Tensors that are there before the step."""
-        found = [*self.model.buffers()]
+        """Tensors that exist before the step."""
+        tensors = [*self.model.buffers()]
         for param in self.model.parameters():
             quantized = components.quantized_local(param)
             parts = [param] if quantized is None else [*quantized.quantized_storage.components.values()]
-            found += parts if quantized is None else [*parts, *quantized.quantized_storage.state.values()]
-        return found
+            tensors += parts if quantized is None else [*parts, *quantized.quantized_storage.state.values()]
+        return tensors
 
     def sharded_passes(self, timeline: GpuTimeline, sharding: StepSharding, step: TrainingStep) -> ShardedPasses:
-        """FSDP2's memory around them."""
-        units, taken = [], set[int]()
+        """Add FSDP2's memory to passes of the copied model."""
+        units, assigned = [], set[int]()
         for layer, (_, sizes) in zip(self.layers, sharding.layers, strict=True):
-            params = [param for param in layer.parameters() if id(param) not in taken]
-            taken.update(map(id, params))
+            params = [param for param in layer.parameters() if id(param) not in assigned]
+            assigned.update(map(id, params))
             units.append(ShardedUnit(layer, params, sizes))
-        rest = [param for param in self.model.parameters() if id(param) not in taken]
+        rest = [param for param in self.model.parameters() if id(param) not in assigned]
         root = ShardedUnit(self.model, rest, sharding.root)
         return ShardedPasses(
             timeline, units, root, sharding.ranks, sharding.replicas, step.reduce_dtype, step.forward_prefetch
@@ -186,7 +188,10 @@ def _twin(param: nn.Parameter) -> nn.Parameter:
 
 
 def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
-    """A weight of the same shape and format, whose draws are its own; the CPU counts them, as on every device."""
+    """Copy a weight's shape and format to the meta device.
+
+    The copy has its own draw count, which stays on the CPU as for every device.
+    """
     storage = weight.quantized_storage
     state = {name: value.clone() if value.is_cpu else torch.empty_like(value) for name, value in storage.state.items()}
     parts = {name: torch.empty_like(part, device="meta") for name, part in storage.components.items()}
@@ -194,17 +199,17 @@ def _without_values(weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def _language_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Of a language model: its own, where it takes labels, or the mean cross-entropy of its logits."""
+    """The model's own loss if its forward takes `labels`, otherwise the mean cross-entropy of its logits."""
     if "labels" in inspect.signature(model.forward).parameters:
-        found: Tensor = model(input_ids=tokens, labels=targets).loss
-        return found
+        loss: Tensor = model(input_ids=tokens, labels=targets).loss
+        return loss
     logits = model(tokens)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @dataclass
 class _PassMoments:
-    """The moments of one forward and backward: where each ends, and what lies behind the layers."""
+    """Moments of one forward and backward: the end of each, and when the head (what follows the layers) runs."""
 
     begin: int
     forward_end: int = 0
@@ -213,7 +218,7 @@ class _PassMoments:
     head_end: int | None = None
 
     def kind_of(self, allocation: Allocation) -> str:
-        """What an allocation that was made in this pass is for."""
+        """Classify an allocation that was made in this pass."""
         if allocation.kind:
             return allocation.kind
         if self.head_begin is not None and self.head_begin < allocation.born <= (self.head_end or self.backward_end):
@@ -222,7 +227,7 @@ class _PassMoments:
 
 
 class _Recording:
-    """Runs the passes of a step and tells what each phase takes."""
+    """Runs the passes of a step and computes the memory of each phase."""
 
     def __init__(self, twins: _Twins, timeline: GpuTimeline) -> None:
         self.timeline, self._passes = timeline, list[_PassMoments]()
@@ -233,7 +238,7 @@ class _Recording:
             twins.layers[-1].register_forward_hook(self._behind_layers)
 
     def run(self, forward: Callable[[], Tensor], autocasting: Callable[[], Any], passes: ShardedPasses | None) -> None:
-        """One forward and backward."""
+        """Run one forward and backward."""
         moments = _PassMoments(self.timeline.now)
         self._passes.append(moments)
         with autocasting():
@@ -246,23 +251,23 @@ class _Recording:
         moments.backward_end = self.timeline.tick()
 
     def phases(self) -> list[PhaseMemory]:
-        """Forward and backward at their highest, of all passes, and what is left in the end."""
-        forwards = [self.timeline.highest(each.begin, each.forward_end) for each in self._passes]
-        backwards = [self.timeline.highest(each.forward_end, each.backward_end) for each in self._passes]
-        found = [max(map(self._at, moments), key=lambda bytes_: bytes_.total()) for moments in (forwards, backwards)]
+        """Peaks of forward and of backward over all passes, and what remains at the end."""
+        forwards = [self.timeline.highest(pass_.begin, pass_.forward_end) for pass_ in self._passes]
+        backwards = [self.timeline.highest(pass_.forward_end, pass_.backward_end) for pass_ in self._passes]
+        peaks = [max(map(self._at, moments), key=lambda bytes_: bytes_.total()) for moments in (forwards, backwards)]
         names = ("forward", "backward", "optimizer step")
         return [
             PhaseMemory(name, {kind: bytes_[kind] for kind in KINDS})
-            for name, bytes_ in zip(names, [*found, self._at(self.timeline.now)], strict=True)
+            for name, bytes_ in zip(names, [*peaks, self._at(self.timeline.now)], strict=True)
         ]
 
     def _at(self, moment: int) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for each in self.timeline.allocations:
-            if each.lives(moment):
-                pass_ = next(p for p in reversed(self._passes) if p.begin < each.born or p is self._passes[0])
-                found[pass_.kind_of(each)] += each.bytes
-        return found
+        bytes_by_kind: Counter[str] = Counter()
+        for allocation in self.timeline.allocations:
+            if allocation.lives(moment):
+                pass_ = next(p for p in reversed(self._passes) if p.begin < allocation.born or p is self._passes[0])
+                bytes_by_kind[pass_.kind_of(allocation)] += allocation.bytes
+        return bytes_by_kind
 
     def _label(self, param: Tensor) -> None:
         assert param.grad is not None
@@ -274,9 +279,9 @@ class _Recording:
         moments = self._passes[-1]
         moments.head_begin = self.timeline.now
 
-        def reached(gradient: Tensor) -> None:
+        def mark_head_end(gradient: Tensor) -> None:
             moments.head_end = moments.head_end or self.timeline.now
 
         for tensor in tensors_in(out):
             if tensor.requires_grad:
-                tensor.register_hook(reached)
+                tensor.register_hook(mark_head_end)

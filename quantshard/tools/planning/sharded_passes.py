@@ -1,15 +1,16 @@
-"""What FSDP2 takes of memory in a step: gathered weights, what a reduction reads and writes, and when it lets go.
+"""FSDP2's memory in a training step: unsharded weights, reduce-scatter buffers, and when each is freed.
 
-The passes of a model that nobody has wrapped take the memory, on the meta device, that `fully_shard` would take around
-them: each call of it is a `ShardedUnit`. This is what torch 2.13 does:
+Passes of an unwrapped model on the meta device allocate the memory that `fully_shard` would allocate; each call of
+`fully_shard` is a `ShardedUnit`. The model of torch 2.13:
 
-- A forward gathers a unit into one buffer and copies that into the weights. The buffer stays until the next unit has
-  copied its own; in backward it goes at once. A unit with `reshard_after_forward` frees its weights after its forward.
-- Backward gathers while it computes the unit before, and frees after the unit. Its gradients are copied into a buffer
-  of the dtype of the reduction, which stays until the next unit's are; the reduced shard is cast to the parameters'
-  dtype. Over replicas (HSDP) the reduced shard stays as long, before it is cast.
-- Of one rank there is nothing to gather, but plain weights are copied and gradients go through the same buffers.
-- Micro-batches before the last reduce nothing: gradients add up, whole, in the dtype of the reduction.
+- A forward all-gathers a unit into one buffer and copies the buffer into the weights. The buffer stays until the next
+  unit has copied its own; in backward it is freed at once. A unit with `reshard_after_forward` frees its weights after
+  its forward.
+- Backward prefetches the all-gather of the previous unit and frees weights after the unit. Gradients are copied into a
+  buffer of the reduce dtype, which stays until the next unit's gradients are copied; the reduced shard is cast to the
+  parameters' dtype. With replicas (HSDP) the uncast reduced shard stays as long as the buffer.
+- On one rank nothing is all-gathered, but plain weights are copied and gradients use the same buffers.
+- Micro-batches before the last reduce nothing: unsharded gradients accumulate in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ GATHERED, GRADIENTS = "gathered weights", "gradients"
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """What one call of `fully_shard` handles: bytes of the buffer of an all-gather and of the weights that are made of
-    it, elements of its gradients with what fills them up, and whether a forward frees the weights."""
+    """Sizes of one call of `fully_shard`.
+
+    `gathered`: bytes of the all-gather buffer. `weights`: bytes of the unsharded weights. `gradients`: elements of
+    unsharded gradients, with padding. `reshards`: whether a forward frees the weights.
+    """
 
     gathered: int = 0
     weights: int = 0
@@ -40,13 +44,13 @@ class UnitSizes:
     reshards: bool = True
 
     def with_parameter(self, gathered: int, weights: int, gradients: int) -> UnitSizes:
-        """These sizes and those of one more parameter."""
+        """Return these sizes with one more parameter added."""
         return UnitSizes(self.gathered + gathered, self.weights + weights, self.gradients + gradients, self.reshards)
 
 
 @dataclass
 class ShardedUnit:
-    """A module that `fully_shard` wraps, with the parameters that are in no unit within it."""
+    """A module that `fully_shard` wraps, with the parameters that belong to no nested unit."""
 
     module: nn.Module
     params: list[nn.Parameter]
@@ -61,23 +65,23 @@ class ShardedUnit:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its gradients; FSDP2 wants one."""
+        """Dtype of the gradients; FSDP2 requires a single one."""
         return next((param.dtype for param in self.params if param.requires_grad), torch.float32)
 
     def add_up(self) -> None:
-        """Add gradients to those of micro-batches before, where these have a dtype of their own."""
+        """Add gradients to the ones that earlier micro-batches left in the reduce dtype."""
         if self.whole:
             self._drop()
 
     def keep_whole(self, dtype: torch.dtype) -> None:
-        """Keep gradients for a later micro-batch, in the dtype of the reduction."""
+        """Keep unsharded gradients for a later micro-batch, in the reduce dtype."""
         for param in self.params:
             if param.grad is not None and param.grad.dtype != dtype:
                 self.whole.append(param.grad.to(dtype))
                 param.grad = None
 
     def clear(self) -> None:
-        """Let go of whole gradients."""
+        """Free unsharded gradients."""
         self.whole.clear()
         self._drop()
 
@@ -87,10 +91,10 @@ class ShardedUnit:
 
 
 class ShardedPasses:
-    """Takes FSDP2's memory around the forward and backward of modules, by hooks.
+    """Allocates FSDP2's memory around the forward and backward of modules, by hooks.
 
-    `ranks`: over which units are sharded. `replicas`: of which each has all shards. `reduce_dtype`: None for the
-    gradients' own. `prefetches`: a unit's forward begins to gather the next one.
+    `ranks`: number of ranks that units are sharded over. `replicas`: number of copies of all shards. `reduce_dtype`:
+    None for the dtype of the gradients. `prefetches`: a unit's forward starts the all-gather of the next unit.
     """
 
     def __init__(
@@ -116,18 +120,19 @@ class ShardedPasses:
             unit.module.register_forward_hook(self._after(unit))
 
     def finish(self) -> None:
-        """End a backward: reduce what no gradient of an input told of, and let go of buffers."""
+        """End a backward: reduce the units without a gradient of their inputs, and free buffers."""
         for unit in self.units:
             self._post_backward(unit)
             unit.passed.clear()
         self._reducing.clear()
         self._order.clear()
 
-    # The four hooks --------------------------------------------------------------------------------------------------
+    # Hooks -----------------------------------------------------------------------------------------------------------
 
     def _before(self, unit: ShardedUnit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if private_torch.in_backward():  # a recomputation, whose unit is gathered
+            # During recomputation the unit is already unsharded.
+            if private_torch.in_backward():
                 return None
             self._gather(unit)
             self._unpack(unit, forward=True)
@@ -157,8 +162,8 @@ class ShardedPasses:
     def _pre_backward(self, unit: ShardedUnit) -> None:
         self._gather(unit)
         self._unpack(unit, forward=False)
-        if unit.passed and (place := unit.passed.pop()) > 0:
-            self._gather(self._order[place - 1])
+        if unit.passed and (position := unit.passed.pop()) > 0:
+            self._gather(self._order[position - 1])
 
     def _post_backward(self, unit: ShardedUnit) -> None:
         if unit.is_reduced:
@@ -176,7 +181,7 @@ class ShardedPasses:
             self._reducing = [buffer, *[reduced] * (self.replicas > 1)]
             unit.shard = reduced.to(unit.dtype)
 
-    # What they take and give back ------------------------------------------------------------------------------------
+    # Buffers ---------------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: ShardedUnit) -> None:
         if unit.buffer is None and unit.weights is None:
@@ -196,15 +201,15 @@ class ShardedPasses:
 
 
 def _with_node(called: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a module whose gradients tell when its backward is through; None where none has a gradient."""
+    """Wrap a module's arguments so that its backward ends with `called`; None if no argument has a gradient."""
     inputs: list[Tensor] = []
 
-    def noted(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             inputs.append(tensor)
         return tensor
 
-    _changed((args, kwargs), noted)
+    _changed((args, kwargs), collect)
     if not inputs or not torch.is_grad_enabled():
         return None
     results = iter(_Node.apply(called, *inputs))  # type: ignore[no-untyped-call]
@@ -212,18 +217,18 @@ def _with_node(called: Callable[[], None], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested tuples, lists and dicts with their tensors changed."""
+    """Apply `change` to each tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
-        return type(value)(_changed(each, change) for each in value)
+        return type(value)(_changed(item, change) for item in value)
     if type(value) is dict:
-        return {key: _changed(each, change) for key, each in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     return value
 
 
 class _Node(torch.autograd.Function):
-    """Calls a function where backward has the gradients of some inputs of a module."""
+    """Identity that calls a function once backward has the gradients of a module's inputs."""
 
     @staticmethod
     def forward(ctx: Any, called: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""When the memory of a step is taken and given back: each allocation with its beginning, its end and what it is for.
+"""Timeline of a step's memory: each allocation with its begin, its end and its kind.
 
-Allocations are the storages of tensors that operations return. Tensors on the meta device have storages too, with a
-size and without memory, so a step can be counted that would fit on no device here.
+Allocations are the storages of tensors that operations return. Tensors on the meta device have storages with a size but
+no memory, so a step can be measured that fits on no local device.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from quantshard.sharding import ceil_div
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 GRANULE = 512
-"""What PyTorch's allocator of CUDA memory rounds each allocation up to a multiple of."""
+"""PyTorch's CUDA allocator rounds each allocation up to a multiple of this many bytes."""
 
 STILL = sys.maxsize
-"""The end of an allocation that lasts."""
+"""End of an allocation that is never freed."""
 
 
 @dataclass(eq=False)
 class Allocation:
-    """Bytes, rounded up, from one moment up to another; `kind`: what they are for, "" if nobody said so."""
+    """Bytes, rounded up, that are allocated from moment `born` up to `died`. `kind`: the purpose, "" if unlabelled."""
 
     bytes: int
     born: int
@@ -38,15 +38,15 @@ class Allocation:
     kind: str = ""
 
     def lives(self, moment: int) -> bool:
-        """Whether it is there at a moment."""
+        """Whether the allocation exists at a moment."""
         return self.born <= moment < self.died
 
 
 @dataclass
 class MemoryTimeline:
-    """The allocations of all operations that run within `recorded`, but for the storages of `given` tensors.
+    """Allocations of all operations that run within `recorded`, except the storages of `given` tensors.
 
-    Moments are numbers; each operation is one.
+    Moments are numbers; each operation is one moment.
     """
 
     given: Iterable[Tensor] = ()
@@ -56,26 +56,27 @@ class MemoryTimeline:
 
     def __post_init__(self) -> None:
         self._live: dict[int, tuple[Any, Allocation]] = {}
-        self._held = [tensor.untyped_storage() for tensor in self.given]  # held: an id is another's later
+        # References keep the ids of these storages from being reused.
+        self._held = [tensor.untyped_storage() for tensor in self.given]
         self._known = set(map(id, self._held))
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within it operations are recorded."""
+        """Record the operations of the block."""
         with private_torch.answer_operations(self.operation):
             yield
 
     @contextmanager
     def labelled(self, kind: str) -> Iterator[None]:
-        """Within it allocations are of a kind."""
-        before, self.kind = self.kind, kind
+        """Label the allocations of the block as `kind`."""
+        outer_kind, self.kind = self.kind, kind
         try:
             yield
         finally:
-            self.kind = before
+            self.kind = outer_kind
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one and record it."""
+        """Run one operation and record its outputs."""
         out = function(*args, **kwargs)
         self.now += 1
         for tensor in tensors_in(out):
@@ -83,23 +84,24 @@ class MemoryTimeline:
         return out
 
     def tick(self) -> int:
-        """A moment without an operation, at which what ended since the last one is gone."""
+        """Advance by a moment without an operation, so that what has been freed no longer counts."""
         self.now += 1
         return self.now
 
     def reserve(self, size: int) -> None:
-        """Bytes that are taken and given back within one operation, the next one to be recorded."""
+        """Record bytes that the next operation allocates and frees internally."""
         moment = self.now + 1
         self.allocations.append(Allocation(size, moment, moment + 1, self.kind))
 
     def label(self, tensor: Tensor, kind: str) -> None:
-        """Say what the allocation of a tensor is for."""
-        found = self._live.get(id(tensor.untyped_storage()))
-        if found is not None:
-            found[1].kind = kind
+        """Set the kind of a tensor's allocation."""
+        entry = self._live.get(id(tensor.untyped_storage()))
+        if entry is not None:
+            entry[1].kind = kind
 
     def _add(self, tensor: Tensor) -> None:
-        if isinstance(tensor, QuantizedTensor):  # has no memory but that of its components
+        # The components of a quantized tensor are recorded; the wrapper has no memory.
+        if isinstance(tensor, QuantizedTensor):
             return
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -109,42 +111,44 @@ class MemoryTimeline:
         self.allocations.append(allocation)
 
         def end(_: Any) -> None:
-            allocation.died = self.now + 1  # it was there while the operation now running took its memory
+            # The storage still existed while the running operation allocated.
+            allocation.died = self.now + 1
             self._live.pop(key, None)
 
-        self._live[key] = weakref.ref(storage, end), allocation  # lives as long as the memory, whoever holds that
+        # The storage object lives as long as its memory.
+        self._live[key] = weakref.ref(storage, end), allocation
 
     def held(self, moment: int) -> int:
-        """Bytes that are taken at a moment."""
-        return sum(each.bytes for each in self.allocations if each.lives(moment))
+        """Bytes allocated at a moment."""
+        return sum(allocation.bytes for allocation in self.allocations if allocation.lives(moment))
 
     def highest(self, begin: int, end: int) -> int:
-        """The moment from `begin` to `end`, which counts too, at which most bytes are taken; the first of several."""
+        """The first moment in `begin`..`end` (inclusive) with the most allocated bytes."""
         changes: Counter[int] = Counter()
-        for each in self.allocations:
-            changes[max(each.born, begin)] += each.bytes * (each.died > begin)
-            changes[each.died] -= each.bytes * (each.died > begin)
-        highest, most, held = begin, -1, 0
+        for allocation in self.allocations:
+            changes[max(allocation.born, begin)] += allocation.bytes * (allocation.died > begin)
+            changes[allocation.died] -= allocation.bytes * (allocation.died > begin)
+        highest, most, total = begin, -1, 0
         for moment in sorted({*changes, begin}):
             if moment > end:
                 break
-            held += changes[moment]
-            if held > most:
-                highest, most = moment, held
+            total += changes[moment]
+            if total > most:
+                highest, most = moment, total
         return highest
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and mappings, as functions return them."""
+    """Iterate over the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         yield from tensors_in(tuple(value.values()))
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
 
 
 def meta_bytes(size: int) -> Tensor:
-    """A tensor of that many bytes, without memory."""
+    """Create a tensor of `size` bytes on the meta device."""
     return torch.empty(size, dtype=torch.uint8, device="meta")
