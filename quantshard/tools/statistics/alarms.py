@@ -1,4 +1,4 @@
-"""Alarms: what of a step its user should know at once, and when it is one."""
+"""Alarms: events that the user should learn of at once, and the rules that raise them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quantshard.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Alarm:
-    """What happened, to what, how large it was, and a sentence.
+    """An event, its source, its magnitude, and a sentence.
 
-    `kind`: "loss spike", "saturation", "nan" or "large gradient". `name`: of the parameter, of the module, "loss", or
-    "gradient" if the source of one that was infinite or NaN was not found.
+    `kind`: "loss spike", "saturation", "nan" or "large gradient". `name`: a parameter, a module, "loss", or "gradient"
+    if the source of an infinite or NaN gradient was not located.
     """
 
     kind: str
@@ -26,31 +26,32 @@ class Alarm:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it: a value that is not finite is a string."""
+        """Return a dict that JSON can represent; a value that is not finite is a string."""
         value: Any = self.value if math.isfinite(self.value) else str(self.value)
         return {"kind": self.kind, "name": self.name, "value": value, "text": self.text}
 
 
 OnAlarm = Callable[[Alarm], None]
-"""Is called with each alarm; what it raises ends the training."""
+"""Callback for each alarm; an exception from it ends the training."""
 
 _SPAN = 50
-"""The losses before a step that it is compared with."""
+"""Number of previous losses that a loss is compared with."""
 _FEWEST = 20
-"""Of which there must be so many."""
+"""Fewest previous losses for a comparison."""
 _NORMAL = 1.4826
-"""Standard deviations of normal numbers for one of their median absolute deviation."""
+"""Ratio of standard deviation to median absolute deviation for normal numbers."""
 _FLOOR = 0.005
-"""The least that counts as a deviation, as a share of the median: losses that hardly move spike by nothing."""
+"""Smallest deviation, as a share of the median, so that nearly constant losses do not spike."""
 
 
 class LossHistory:
-    """The last losses, and whether the next one is a spike.
+    """The last losses, and whether the next loss is a spike.
 
-    It is one if it is not finite, or if it is above the median of the last 50 losses by more than `limit` of their
-    deviations, which are 1.4826 times the median of |loss - median|, or 0.5 % of the median if that is more. Of fewer
-    than 20 losses none is. A spike is not added, so that a second one is compared with what was before the first; after
-    20 in a row it is the new level, and the history begins anew.
+    A loss is a spike if it is not finite, or if it exceeds the median of the last 50 losses by more than `limit`
+    deviations. A deviation is 1.4826 times the median of |loss - median|, but at least 0.5 % of the median. With fewer
+    than 20 losses, no finite loss is a spike.
+
+    Spikes are not added to the history. After 20 spikes in a row, the last one starts a new history.
     """
 
     def __init__(self, limit: float) -> None:
@@ -61,7 +62,7 @@ class LossHistory:
         self._spikes = 0
 
     def add(self, step: int, loss: float) -> Alarm | None:
-        """Compare a loss with those before, and remember it."""
+        """Compare a loss with previous losses and record it."""
         if not self.limit:
             return None
         alarm = self._spike(step, loss)
@@ -78,7 +79,7 @@ class LossHistory:
         if len(self._last) < _FEWEST:
             return None
         middle = median(self._last)
-        deviation = max(_NORMAL * median(abs(other - middle) for other in self._last), _FLOOR * abs(middle))
+        deviation = max(_NORMAL * median(abs(previous - middle) for previous in self._last), _FLOOR * abs(middle))
         if loss - middle <= self.limit * deviation:
             return None
         return Alarm(
@@ -89,10 +90,10 @@ class LossHistory:
 
 
 def check_share(name: str, value: float) -> float:
-    """A share of values above which there is an alarm.
+    """Validate a share of values above which an alarm is raised.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the share is not in (0, 1].
     """
     if not 0 < value <= 1:
         raise ConfigurationError(f"{name}={value}: it is a share of values, above 0; 1 turns it off")

@@ -1,7 +1,8 @@
-"""Where infinite or NaN values come from: a pass is run once more, with a look at what each module gives.
+"""Locates infinite or NaN values: repeats a pass and checks the outputs and gradients of each module.
 
-Nothing is watched while all is well. A step with such a gradient is skipped and changes no weight, so that its pass can
-be run again from the same weights. Not bit for bit: forward and backward have moved random words and histories on.
+Nothing is watched during normal steps. A step with a non-finite gradient is skipped and changes no weight, so its pass
+can be repeated from the same weights. The repeated pass is not bit-exact, because random words and histories have
+advanced.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _WHAT: Final = {
 
 @dataclass(frozen=True, order=True)
 class NonfiniteValue:
-    """The first infinite or NaN value of a pass: when it was there, and of what. `name`: of a parameter or a module."""
+    """The first infinite or NaN value of a pass.
+
+    `when`: the phase. `order`: position within the pass. `name`: a parameter or a module.
+    """
 
     when: int
     order: int
@@ -43,20 +47,20 @@ class NonfiniteValue:
 
     @property
     def text(self) -> str:
-        """As a sentence without an end."""
+        """The finding as a sentence without its period."""
         return f"{_WHAT[self.when].format(self.name)} infinite or NaN"
 
 
 class UnrecordedAmaxes(PendingAmaxes):
-    """Those of a pass that is no step: no history is told."""
+    """Pending amaxes of a pass outside training; no history records them."""
 
     def flush(self) -> None:
-        """Forget them."""
+        """Drop the amaxes."""
         self.drop()
 
 
 class FlagRecorder:
-    """Looks at the outputs of modules and at their gradients, without waiting for the device."""
+    """Checks outputs of modules and their gradients, without waiting for the device."""
 
     def __init__(self, model: nn.Module) -> None:
         self.flags: list[tuple[int, str, Tensor]] = []
@@ -74,20 +78,22 @@ class FlagRecorder:
         return look
 
     def add(self, when: int, name: str, tensor: Tensor) -> None:
-        """Remember whether all of a tensor is finite."""
+        """Record whether all values of a tensor are finite."""
         local = private_torch.local_tensor(tensor.detach())
         if local.is_floating_point():
             self.flags.append((when, name, ~local.isfinite().all()))
 
     def stop(self) -> None:
-        """Look at no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def first(self) -> NonfiniteValue | None:
-        """The first that was not finite; waits for the device."""
-        found = [NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(self.flags) if bool(flag)]
-        return min(found, default=None)
+        """Return the first value that was not finite; waits for the device."""
+        values = [
+            NonfiniteValue(when, order, name) for order, (when, name, flag) in enumerate(self.flags) if bool(flag)
+        ]
+        return min(values, default=None)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -103,24 +109,23 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @suggests_names
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
-    """Where the first infinite or NaN value of a pass is; None if there is none. A collective call of all ranks.
+    """Locate the first infinite or NaN value of a pass. A collective call of all ranks.
 
-    Afterwards all is as before: no amaxes are recorded, and draw counts of random words, gradients and buffers of the
-    model (running means of nn.BatchNorm) are put back, and so is torch's generator on the CPU and the current GPU.
+    The call restores draw counts of random words, gradients, buffers of the model (running means of nn.BatchNorm), and
+    torch's generators of the CPU and the current GPU. No amaxes are recorded.
 
-    After a step, the pass is not bit for bit that of the step, which has moved on: words of stochastic rounding are the
-    next ones, dropout's too; under delayed scaling histories have the finite amaxes of the step itself; nn.BatchNorm
-    has its running means. Without these its numbers are those of the step. What only one word or one scale of the step
-    made infinite is not found again, and the answer is None.
+    The pass after a step is not bit-exact: stochastic rounding and dropout draw their next random numbers, histories of
+    delayed scaling already have the step's finite amaxes, and nn.BatchNorm has updated its running means. A value that
+    was infinite only because of one random word or one scale of the step is therefore not found again.
 
     Args:
-        model: whose modules are looked at.
-        run: makes the pass, forward and backward, of the same batch as the step.
+        model: the model to check.
+        run: runs forward and backward on the batch of the step.
 
     Returns:
-        Of weights that are not finite themselves the first; else of outputs the first in forward order; of their
-        gradients the first in backward order; or of gradients of parameters. On all ranks the same: that of the rank
-        where it was first.
+        The first weight that is not finite; otherwise the first output in forward order; otherwise the first gradient
+        of an output in backward order; otherwise the first gradient of a parameter; None if all are finite. All ranks
+        return the value that is first over all ranks.
     """
     check_arguments("first_nonfinite", MODULE, model=model)
     check_arguments("first_nonfinite", CALLABLE, run=run)
@@ -135,15 +140,15 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     recorder.add(_GRADIENT, name, param.grad)
-        found = recorder.first()
+        first = recorder.first()
     finally:
         recorder.stop()
     group = process_groups.world()
     if group is not None:
-        told: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, found, group=group)
-        found = min((each for each in told if each is not None), default=None)
-    return found
+        values_of_ranks: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values_of_ranks, first, group=group)
+        first = min((value for value in values_of_ranks if value is not None), default=None)
+    return first
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -154,15 +159,15 @@ def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """What a pass leaves in a model is taken back."""
+    """Restore the model's state after the block."""
     grads = {param: param.grad for param in model.parameters()}
     draws = [
-        module.weight_state(leaf)[DRAWS]
+        module.weight_state(param_name)[DRAWS]
         for module in model.modules()
         if isinstance(module, QuantizedModule)
-        for leaf in module._weights
+        for param_name in module._weights
     ]
-    before, observer = [draw.clone() for draw in draws], observation.active
+    draw_values, observer = [draw.clone() for draw in draws], observation.active
     buffers = {(module, name): (buffer, buffer.detach().clone()) for module, name, buffer in _buffers(model)}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -173,12 +178,13 @@ def _undone(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         observation.active = observer
-        for draw, value in zip(draws, before, strict=True):
+        for draw, value in zip(draws, draw_values, strict=True):
             draw.copy_(value)
         with torch.no_grad():
             for module, name in [(module, name) for module, name, _ in _buffers(model)]:
                 if (module, name) not in buffers:
-                    setattr(module, name, None)  # a buffer that the pass was the first to make
+                    # The pass created this buffer.
+                    setattr(module, name, None)
             for (module, name), (buffer, values) in buffers.items():
                 setattr(module, name, buffer)
                 buffer.copy_(values)

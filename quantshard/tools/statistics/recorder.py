@@ -1,4 +1,4 @@
-"""`Statistics`: what the numbers of a model do while it trains, measured in some of the steps."""
+"""`Statistics`: numbers of a model during training, measured in some of the steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from quantshard.tools.statistics.step_sample import ModelNames, StepSample
 
 
 class Statistics:
-    """What the numbers of a model do in every N-th step: per layer and operand amax, scales, shares of saturated values
-    and of those that became zero, and signal to quantization noise; per parameter the share of codes that the step
-    changed, the norm of the update by that of the values, and the norm of the gradient. And alarms.
+    """Measures a model's numbers in every N-th step, and raises alarms.
+
+    Per layer and operand: amax, scales, shares of saturated and underflowed values, signal to quantization noise. Per
+    parameter: share of codes that the step changed, norm of the update relative to the values, norm of the gradient.
 
         with quantshard.Statistics(model, optimizer, every=10) as statistics:
             for batch in data:
@@ -31,27 +32,31 @@ class Statistics:
                 for sample in statistics.step(): ...
             for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
-    The numbers are those of the global tensors, on any number of ranks (of large second operands, on a GPU, of a
-    quarter: docs/statistics.md). Training keeps its bits. A step that is not
-    sampled costs nothing: no hook is there, and nothing is called but `step`. In a sampled one the device adds up, and
-    the host reads the sums a step later. A sampled step keeps a copy of the weights' codes and of the values that
-    are trained through the optimizer's step; and where kernels run, the backward of a gated MLP makes the two gradients
-    of its activation's inputs once more, as values in their dtype, but under current scaling (docs/statistics.md has
-    figures). Make it after `fully_shard` and the
-    optimizer: a collective call where there are ranks, as `step` is after a sampled step.
+    Numbers are of the global tensors, over any number of ranks (a quarter of large second operands on a GPU:
+    docs/statistics.md). Training stays bit-exact. Steps that are not sampled have no hooks and cost only the call of
+    `step`.
+
+    In a sampled step the device accumulates, and the host reads the sums one step later. The sampled step copies the
+    codes of the weights and the trained values during the optimizer's step. With kernels, except under current
+    scaling, the backward of a gated MLP also recomputes the two gradients of its activation's inputs in high precision
+    (docs/statistics.md has figures).
+
+    Create it after `fully_shard` and the optimizer. Construction is a collective call, as is `step` after a sampled
+    step.
 
     Args:
-        model: with quantshard's modules, or converted.
-        optimizer: one, several, or none: then nothing is known of updates, gradients, or the error of stored weights.
-        every: sample steps that this divides; 0: none, for alarms of the loss alone.
-        step: the step that was done last.
-        saturation: an alarm above this share of saturated values of an operand, in a sampled step; 1 turns it off.
-        loss_spike: an alarm if the loss is so many deviations above the median (`LossHistory`); 0 turns it off.
-        on_alarm: is called with each `Alarm`, on all ranks if they give `step` the same losses; without one they are
-            warnings. What it raises is raised by `step`.
+        model: a model with quantshard's modules, or a converted one.
+        optimizer: one, several, or none. Without it, updates, gradients and errors of stored weights are not measured.
+        every: sample the steps that are multiples of this number; 0: none, for alarms of the loss only.
+        step: number of the last completed step.
+        saturation: share of saturated values of an operand above which an alarm is raised in a sampled step; 1 turns it
+            off.
+        loss_spike: deviations above the median at which a loss raises an alarm (`LossHistory`); 0 turns it off.
+        on_alarm: called with each `Alarm`, on all ranks if they pass `step` the same losses. Default: a warning. `step`
+            propagates its exceptions.
 
     Raises:
-        ConfigurationError: an argument does not fit; another Statistics samples now.
+        ConfigurationError: an argument is invalid; another Statistics is sampling.
     """
 
     @suggests_names
@@ -73,8 +78,8 @@ class Statistics:
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"Statistics({name}={value!r}): it must be a whole number, 0 or more")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
-        for each in optimizers:
-            check_arguments("Statistics", OPTIMIZER, optimizer=each)
+        for single in optimizers:
+            check_arguments("Statistics", OPTIMIZER, optimizer=single)
         self.every, self.done = int(every), int(step)
         self._saturation, self._losses = check_share("Statistics: saturation", saturation), LossHistory(loss_spike)
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)
@@ -92,9 +97,11 @@ class Statistics:
         meta = next((name for name, param in names.own.items() if param.is_meta), None)
         if meta is not None:
             raise ConfigurationError(f"Statistics: {meta} is on the meta device; give the model its values first")
-        held = set(names.own.values())
-        trained = [param for each in self._optimizers for group in each.param_groups for param in group["params"]]
-        if trained and not held.intersection(trained):
+        params = set(names.own.values())
+        trained = [
+            param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
+        ]
+        if trained and not params.intersection(trained):
             raise ConfigurationError(
                 "Statistics: none of the optimizer's parameters is the model's; make it after fully_shard, which puts "
                 "others in their place, and build the optimizer after it too"
@@ -111,13 +118,13 @@ class Statistics:
             self._stop()
 
     def __del__(self) -> None:
-        """Who forgets `close` is not observed for ever."""
+        """Stop observing if `close` was forgotten."""
         if getattr(self, "_sample", None) is not None:
             self._stop()
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the step that comes next, or runs, is sampled."""
+        """Whether the current or next step is sampled."""
         return self._sample is not None
 
     def _begin(self) -> None:
@@ -132,8 +139,9 @@ class Statistics:
 
     @contextmanager
     def whole_step(self) -> Iterator[StepSample]:
-        """Around a sampled step, from its forward through its optimizers' steps, which so may be captured as a CUDA
-        graph. Steps that are not sampled have a graph of their own:
+        """Wrap a sampled step from its forward through its optimizers' steps, to capture it as a CUDA graph.
+
+        Steps that are not sampled need a graph of their own:
 
             with torch.cuda.graph(sampled), statistics.whole_step() as sample: train_step()  # once
             if statistics.is_sampling:
@@ -141,7 +149,7 @@ class Statistics:
             else:
                 plain.replay(); statistics.step(loss)
 
-        A collective call where there are ranks.
+        A collective call.
 
         Raises:
             ConfigurationError: the step is not sampled.
@@ -156,27 +164,30 @@ class Statistics:
         sample.measure(self._group)
 
     def step(self, loss: float | None = None, sample: StepSample | None = None) -> list[StatisticsSample]:
-        """A step is over, its optimizer's included. A collective call if it was sampled.
+        """End a step, after its optimizer's step. A collective call if the step was sampled.
 
         Args:
-            sample: of a sampled step that a CUDA graph replayed, what `whole_step` gave when that was captured.
-            loss: of this step, if alarms of it are wanted: a number that is on the host, and the same on all ranks, as
-                a mean over them is. Nothing is exchanged to judge it, so of different losses a spike may be one rank's
-                alone, and the others wait for that rank for ever if `on_alarm` raises there.
+            loss: loss of this step for alarms: a number on the host, the same on all ranks (such as a mean over ranks).
+                Ranks do not exchange it: with different losses a spike can be local, and if `on_alarm` raises there,
+                the other ranks hang.
+            sample: for a sampled step replayed by a CUDA graph: the value of `whole_step` at its capture.
 
         Returns:
-            What came to the host: the sample of the step before, if that was sampled; and of a step that was not, one
-            without rows if it had an alarm.
+            The samples that reached the host: the previous step's if that step was sampled; and for a step that was not
+            sampled, one without rows if it raised an alarm.
 
         Raises:
-            ConfigurationError: the loss is a tensor; a sample of a step that is not sampled, or that was not captured.
+            ConfigurationError: the loss is a tensor; `sample` was passed for a step that is not sampled, or was not
+                captured.
         """
         if isinstance(loss, Tensor):
             raise ConfigurationError("Statistics.step(loss=): a tensor would be waited for; give loss.item()")
         if sample is not None and (self._sample is None or sample.numbers is None):
-            why = "is not sampled" if self._sample is None else "is sampled, and nothing was measured in whole_step()"
-            raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {why}")
-        found = self.settle()
+            problem = (
+                "is not sampled" if self._sample is None else "is sampled, and nothing was measured in whole_step()"
+            )
+            raise ConfigurationError(f"Statistics.step(sample=): step {self.done + 1} {problem}")
+        samples = self.settle()
         self.done += 1
         alarm = None if loss is None else self._losses.add(self.done, loss)
         if alarm is not None:
@@ -191,12 +202,12 @@ class Statistics:
             self._pending = self.done, list(sample.order), sample.read(), alarms
             self._warn_of_nothing(sample)
         elif alarms:
-            found.append(StatisticsSample(self.done, alarms=tuple(alarms)))
+            samples.append(StatisticsSample(self.done, alarms=tuple(alarms)))
         self._begin()
-        return found
+        return samples
 
     def add_alarm(self, alarm: Alarm) -> None:
-        """Raise an alarm of one's own, of the step whose `step` comes next; on all ranks, if `on_alarm` may raise."""
+        """Raise a custom alarm for the current step; on all ranks, if `on_alarm` can raise."""
         self._told.append(alarm)
         self._on_alarm(alarm)
 
@@ -210,29 +221,31 @@ class Statistics:
             )
 
     def settle(self) -> list[StatisticsSample]:
-        """The sample of the last sampled step, if it was not returned yet; waits for that step's device work."""
+        """Return the last sample if `step` has not returned it yet; waits for the device work of its step."""
         if self._pending is None or self._names is None:
             return []
-        (step, order, pending, told), self._pending = self._pending, None
+        (step, order, pending, earlier_alarms), self._pending = self._pending, None
         rows = rows_of(pending.read(), self._names.weights, list(self._names.sizes), self._names.sizes)
         alarms = list(self._alarms(step, rows, order))
         for alarm in alarms:
             self._on_alarm(alarm)
-        return [StatisticsSample(step, tuple(rows), (*told, *alarms))]
+        return [StatisticsSample(step, tuple(rows), (*earlier_alarms, *alarms))]
 
     def _alarms(self, step: int, rows: Sequence[StatisticsRow], order: Sequence[int]) -> Iterable[Alarm]:
         assert self._names is not None
-        places: dict[tuple[str, str], int] = {}
-        for place, number in enumerate(order):
+        positions: dict[tuple[str, str], int] = {}
+        for position, number in enumerate(order):
             weight, (role, _) = self._names.weights[number // len(KINDS)], KINDS[number % len(KINDS)]
-            places.setdefault((weight, role.value), place)
-            places.setdefault((_module(weight), role.value), place)  # where other ranks have seen their experts
+            positions.setdefault((weight, role.value), position)
+            # For experts that only other ranks have observed.
+            positions.setdefault((_module(weight), role.value), position)
         bad = [row for row in rows if row.nonfinite]
         if bad:
-            at = [
-                places.get((row.name, row.role), places.get((_module(row.name), row.role), len(order))) for row in bad
+            bad_positions = [
+                positions.get((row.name, row.role), positions.get((_module(row.name), row.role), len(order)))
+                for row in bad
             ]
-            first = bad[at.index(min(at))]
+            first = bad[bad_positions.index(min(bad_positions))]
             share = first.nonfinite or 0.0
             yield Alarm(
                 "nan", first.name, share,
@@ -250,7 +263,7 @@ class Statistics:
             )  # fmt: skip
 
     def close(self) -> list[StatisticsSample]:
-        """Sample no more, and return what `step` has not returned yet."""
+        """Stop sampling, and return the sample that `step` has not returned yet."""
         self._stop()
         return self.settle()
 

@@ -1,4 +1,4 @@
-"""What a sampled step says, a row for each operand and parameter, made of the sums on the host."""
+"""Rows of a sampled step, one for each operand and parameter, computed from the sums on the host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quantshard.tools.statistics.slots import KINDS, PARAMETER, SampleNumbers
 
 @dataclass(frozen=True)
 class OperandError:
-    """What quantizing did to an operand; what does not apply is None.
+    """Error from quantizing an operand; fields that do not apply are None.
 
     Args:
-        scale: the largest of the scales that codes are multiplied by.
-        scale_min: the smallest, where there are several.
-        saturated: share of the values beyond the largest code, by more than rounding.
-        underflowed: share of the values other than zero that became zero.
+        scale: the largest scale that codes are multiplied by.
+        scale_min: the smallest scale, if there are several.
+        saturated: share of values that exceed the largest code by more than rounding.
+        underflowed: share of nonzero values that became zero.
         sqnr_db: signal to quantization noise, 10 log10(sum of x**2 / sum of (x - q)**2); None if there is no error.
     """
 
@@ -34,24 +34,24 @@ class OperandError:
     sqnr_db: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Those that apply, by name."""
+        """Return the fields that apply, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class StatisticsRow:
-    """One operand in one step, of the global tensor.
+    """One operand of the global tensor in one step.
 
     Args:
-        name: of the weight's parameter. Several weights that read one input have it under the first one's name.
+        name: name of the weight's parameter. For weights that read the same input: the first of them.
         role: "weight", "input" or "grad_output".
-        amax: the largest finite magnitude.
-        nonfinite: share of the values that are infinite or NaN.
-        error: of the operand as its first GEMM reads it (fprop, or dgrad of a gradient).
-        wgrad: where it was quantized for wgrad once more, along tokens, what that did; None else.
+        amax: largest finite magnitude.
+        nonfinite: share of values that are infinite or NaN.
+        error: error of the operand of the first GEMM (fprop, or dgrad for a gradient).
+        wgrad: error of the operand that was quantized separately for wgrad, along tokens; None otherwise.
         changed: share of a weight's codes that the step changed.
-        update_ratio: norm of a parameter's update by its norm before, of masters where there are some.
-        grad_norm: norm of a parameter's gradient, as the optimizer was given it: after clipping.
+        update_ratio: norm of a parameter's update relative to its norm before; of masters if there are any.
+        grad_norm: norm of a parameter's gradient as the optimizer reads it, after clipping.
     """
 
     name: str
@@ -65,26 +65,26 @@ class StatisticsRow:
     grad_norm: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it: what does not apply is left out, as is a share of values not finite that is zero."""
-        found: dict[str, Any] = {"name": self.name, "role": self.role}
-        found |= {} if self.amax is None else {"amax": self.amax}
-        found |= self.error.to_dict()
-        found |= {"nonfinite": self.nonfinite} if self.nonfinite else {}
-        found |= {} if self.wgrad is None else {"wgrad": self.wgrad.to_dict()}
-        others = {name: getattr(self, name) for name in ("changed", "update_ratio", "grad_norm")}
-        return found | {name: value for name, value in others.items() if value is not None}
+        """Return a dict that JSON can represent, without fields that do not apply and without a zero `nonfinite`."""
+        fields: dict[str, Any] = {"name": self.name, "role": self.role}
+        fields |= {} if self.amax is None else {"amax": self.amax}
+        fields |= self.error.to_dict()
+        fields |= {"nonfinite": self.nonfinite} if self.nonfinite else {}
+        fields |= {} if self.wgrad is None else {"wgrad": self.wgrad.to_dict()}
+        ratios = {name: getattr(self, name) for name in ("changed", "update_ratio", "grad_norm")}
+        return fields | {name: value for name, value in ratios.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class StatisticsSample:
-    """What was found in one step; `rows` is empty of a step that was not sampled and had an alarm."""
+    """Statistics of one step. `rows` is empty for a step that was not sampled but raised an alarm."""
 
     step: int
     rows: tuple[StatisticsRow, ...] = ()
     alarms: tuple[Alarm, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line of `statistics.jsonl`."""
+        """Return a line of `statistics.jsonl`."""
         return {
             "step": self.step,
             "rows": [row.to_dict() for row in self.rows],
@@ -95,32 +95,32 @@ class StatisticsSample:
 def rows_of(
     numbers: SampleNumbers, weights: Sequence[str], parameters: Sequence[str], sizes: Mapping[str, int]
 ) -> list[StatisticsRow]:
-    """Rows in the order of the parameters, of those that anything is known of; `sizes`: elements of each, globally."""
-    places = {name: place for place, name in enumerate(weights)}
-    found = []
+    """Build rows in the order of the parameters, only where data exists. `sizes`: global number of elements."""
+    index_of_weight = {name: index for index, name in enumerate(weights)}
+    rows = []
     for number, name in enumerate(parameters):
         updated = _of_parameter(numbers.parameters[number], sizes[name])
         for role in TensorRole:
-            of_update = updated if role is TensorRole.WEIGHT else {}
-            operand = _of_operand(numbers, places[name], role) if name in places else {}
-            if operand or of_update:
-                found.append(StatisticsRow(name, role.value, **operand, **of_update))
-    return found
+            update = updated if role is TensorRole.WEIGHT else {}
+            operand = _of_operand(numbers, index_of_weight[name], role) if name in index_of_weight else {}
+            if operand or update:
+                rows.append(StatisticsRow(name, role.value, **operand, **update))
+    return rows
 
 
 def _of_operand(numbers: SampleNumbers, place: int, role: TensorRole) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for kind, (other, for_wgrad) in enumerate(KINDS):
-        if other is not role:
+    fields: dict[str, Any] = {}
+    for kind, (kind_role, for_wgrad) in enumerate(KINDS):
+        if kind_role is not role:
             continue
         sums = dict(zip(SUMS, numbers.sums[place, kind].tolist(), strict=True))
         extremes = dict(zip(EXTREMES, numbers.extremes[place, kind].tolist(), strict=True))
         if not sums["elements"]:
             continue
-        if not for_wgrad or "amax" not in found:
-            found |= {"amax": extremes["amax"], "nonfinite": sums["nonfinite"] / sums["elements"]}
-        found["wgrad" if for_wgrad else "error"] = _error(sums, extremes)
-    return found
+        if not for_wgrad or "amax" not in fields:
+            fields |= {"amax": extremes["amax"], "nonfinite": sums["nonfinite"] / sums["elements"]}
+        fields["wgrad" if for_wgrad else "error"] = _error(sums, extremes)
+    return fields
 
 
 def _error(sums: Mapping[str, float], extremes: Mapping[str, float]) -> OperandError:
@@ -141,12 +141,13 @@ def _error(sums: Mapping[str, float], extremes: Mapping[str, float]) -> OperandE
 
 
 def _of_parameter(numbers: Tensor, size: int) -> dict[str, Any]:
-    known = dict(zip(PARAMETER, numbers.tolist(), strict=True))
-    if not known["elements"]:
+    columns = dict(zip(PARAMETER, numbers.tolist(), strict=True))
+    if not columns["elements"]:
         return {}
-    found = {"grad_norm": math.sqrt(known["gradient"] * size / known["elements"])}  # each replica has counted its own
-    if known["codes"]:
-        found["changed"] = known["changed"] / known["codes"]
-    if known["value"]:
-        found["update_ratio"] = math.sqrt(known["update"] / known["value"])
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    # Replicas add to both sums, so normalize by the counted elements.
+    fields = {"grad_norm": math.sqrt(columns["gradient"] * size / columns["elements"])}
+    if columns["codes"]:
+        fields["changed"] = columns["changed"] / columns["codes"]
+    if columns["value"]:
+        fields["update_ratio"] = math.sqrt(columns["update"] / columns["value"])
+    return {name: value for name, value in fields.items() if math.isfinite(value)}

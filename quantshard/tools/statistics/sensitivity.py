@@ -1,11 +1,11 @@
-"""Which GEMM and which operand of a model loses most by being quantized, and which layers to keep in high precision.
+"""Finds the GEMMs, operands and layers that lose most by quantization.
 
-A model in float32 makes one pass forward and backward. Each linear layer in it shows its input x, its weight w and the
-gradient of its output dy; then each operand of each of its GEMMs is quantized alone, as a recipe has it, and
+A float32 model runs one forward and backward pass. Each linear layer reports its input x, its weight w and the gradient
+of its output dy. Then each operand of each GEMM is quantized alone, as a recipe specifies, and
 
     error = |Q(a) b^T - a b^T| / |a b^T|        Frobenius norms; a: the operand, b: the other one, in float32
 
-Independent normal values have `gaussian_error` there, the yardstick for each error.
+Compare with `gaussian_error`, the error of independent normal values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quantshard.tensor.storage import GRADIENT_STREAM, KEY, QuantizedStorage
 
 @dataclass(frozen=True)
 class GemmError:
-    """What quantizing one operand alone adds to one GEMM.
+    """Error of one GEMM if only one operand is quantized.
 
     Args:
         layer: name of the module.
@@ -57,8 +57,7 @@ class GemmError:
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantizing one layer alone adds to the whole: to the loss, and to the gradient of all parameters, relative
-    to it."""
+    """Change of the loss, and relative error of the gradient of all parameters, if only one layer is quantized."""
 
     layer: str
     loss: float
@@ -66,8 +65,10 @@ class LayerError:
 
 
 def product_error(a: Tensor, b: Tensor, quantized: Callable[[Tensor], Tensor], hadamard: bool = False) -> float:
-    """|Q(a) b^T - a b^T| / |a b^T| of a [M, S] and b [P, S]; `hadamard`: `quantized` gives what the transformed a is
-    quantized to, which is multiplied with a transformed b."""
+    """|Q(a) b^T - a b^T| / |a b^T| for a [M, S] and b [P, S].
+
+    `hadamard`: `quantized` transforms a before it quantizes; the result is multiplied with a transformed b.
+    """
     q = quantized(a)
     if hadamard:
         a, b = numerics.hadamard16(a), numerics.hadamard16(b)
@@ -77,11 +78,11 @@ def product_error(a: Tensor, b: Tensor, quantized: Callable[[Tensor], Tensor], h
 
 
 class GemmErrors(Observer):
-    """Is shown the layers of a model in float32 in a pass, and quantizes their operands by their recipes, one by one.
+    """Observes a float32 pass, and quantizes the operands of each layer one at a time by the layer's recipe.
 
     Args:
-        recipes: by the name of a module.
-        names: of the module and the parameter, by a weight's key.
+        recipes: recipe by module name.
+        names: (module name, parameter name) by a weight's key.
     """
 
     def __init__(self, recipes: Mapping[str, Recipe], names: Mapping[int, tuple[str, str]]) -> None:
@@ -90,12 +91,12 @@ class GemmErrors(Observer):
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
-        """Of a layer that is quantized in this pass there is nothing to find out."""
+        """Ignore layers that are quantized in this pass."""
 
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """As of all observers. An expert without tokens has no errors."""
+        """See `Observer`. An expert without tokens has no errors."""
         rows = x.detach().reshape(-1, x.shape[-1]).float()
         if not len(rows):
             return
@@ -126,33 +127,35 @@ class GemmErrors(Observer):
 
 
 def _alone(a: Tensor, b: Tensor, cell: QuantSpec | None, key: int, transposed: bool = False) -> float:
-    """Of an input or a gradient, or, `transposed`, as wgrad reads it; under delayed scaling it is scaled by its own
-    amax, as if that were the past one."""
+    """Error of a GEMM if only the input or gradient a is quantized.
+
+    `transposed`: as wgrad reads it. Delayed scaling uses the amax of a as if it were the past amax.
+    """
     if cell is None:
         return 0.0
 
-    def quantized(values: Tensor) -> Tensor:
+    def quantize(values: Tensor) -> Tensor:
         values = values.contiguous()
         shard = operands.operand_shard((values.shape[0], values.shape[1]), cell)
-        words = RandomBits(key, 0, GRADIENT_STREAM, shard.global_shape, transposed=transposed)
-        drawn = words if cell.scaling.stochastic_rounding else None
-        return operands.quantize_operand(values, cell, words=drawn).dequantize()
+        random_words = RandomBits(key, 0, GRADIENT_STREAM, shard.global_shape, transposed=transposed)
+        rounding_words = random_words if cell.scaling.stochastic_rounding else None
+        return operands.quantize_operand(values, cell, words=rounding_words).dequantize()
 
-    return product_error(a, b, quantized, cell.scaling.random_hadamard)
+    return product_error(a, b, quantize, cell.scaling.random_hadamard)
 
 
 @lru_cache
 def gaussian_error(cell: QuantSpec | None) -> float:
-    """|Q(a) - a| / |a| of independent normal values a, quantized by `cell`; 0 if None, which does not quantize.
+    """|Q(a) - a| / |a| of independent normal values a, quantized by `cell`; 0 for None, which does not quantize.
 
-    An operand whose values do not depend on those of the other operand adds this error to a GEMM.
+    An operand that is independent of the other operand adds this error to a GEMM.
     """
     a = torch.randn(256, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
     return _alone(a, torch.eye(256, dtype=torch.float32, device="cpu"), cell, key=0)
 
 
 def _of_weight(w: Tensor, other: Tensor, cell: QuantSpec | None, transposed: bool) -> float:
-    """`transposed`: as dgrad reads it."""
+    """Error of a GEMM if only the weight is quantized. `transposed`: as dgrad reads it."""
     if cell is None:
         return 0.0
     storage = operands.quantize_operand(w, cell)
@@ -162,21 +165,23 @@ def _of_weight(w: Tensor, other: Tensor, cell: QuantSpec | None, transposed: boo
 
 
 def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], object]) -> list[GemmError]:
-    """The error that each operand of each GEMM adds, largest first.
+    """Measure the error that each operand of each GEMM adds, largest first.
 
     Args:
-        model: in float32, in train mode.
-        recipes: the names of the modules to look at, each with the recipe by which its operands are quantized.
-        run: makes one pass, forward and backward, in high precision.
+        model: a float32 model in train mode.
+        recipes: recipe by name of each module to measure.
+        run: runs one forward and backward pass in high precision.
 
     Raises:
-        ConfigurationError: another observer is there, or the pass called none of the layers.
+        ConfigurationError: another observer is active, or the pass called none of the layers.
     """
     names: dict[int, tuple[str, str]] = {}
     for name in recipes:
         module = model.get_submodule(name)
         assert isinstance(module, QuantizedModule), name
-        names |= {int(module.weight_state(leaf)[KEY]): (name, f"{name}.{leaf}") for leaf in module._weights}
+        names |= {
+            int(module.weight_state(param_name)[KEY]): (name, f"{name}.{param_name}") for param_name in module._weights
+        }
     if observation.active is not None:
         raise ConfigurationError("a Statistics samples this step; close() it before errors of GEMMs are measured")
     observer = observation.active = GemmErrors(recipes, names)
@@ -190,16 +195,16 @@ def gemm_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[
 
 
 def gradients(model: nn.Module, run: Callable[[], Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a pass that `run` makes, and the gradients that it leaves, float32 by name; which are cleared."""
+    """Return the loss of `run` and the float32 gradients by name, and clear the gradients."""
     loss = float(run().detach())
-    found = {name: param.grad.detach().float() for name, param in model.named_parameters() if param.grad is not None}
+    grads = {name: param.grad.detach().float() for name, param in model.named_parameters() if param.grad is not None}
     for param in model.parameters():
         param.grad = None
-    return loss, found
+    return loss, grads
 
 
 def gradient_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """|g - exact| / |exact| of the gradients of all parameters as one vector; of those that both have."""
+    """|g - exact| / |exact|, with the gradients in both mappings as one vector."""
     names = [name for name in exact if name in found]
     error = sum(float(_square(found[name] - exact[name])) for name in names)
     return (error / max(sum(float(_square(exact[name])) for name in names), 1e-300)) ** 0.5
@@ -210,32 +215,32 @@ def _square(x: Tensor) -> Tensor:
 
 
 def layer_errors(model: nn.Module, recipes: Mapping[str, Recipe], run: Callable[[], Tensor]) -> list[LayerError]:
-    """What each layer adds to the whole if it alone is quantized, largest gradient error first: a pass for each.
+    """Measure what each layer adds if it alone is quantized, one pass per layer, largest gradient error first.
 
-    Arguments as of `gemm_errors`; `run` returns the loss. Under delayed scaling there are two passes for each, of which
-    the first fills the histories.
+    Arguments as in `gemm_errors`; `run` returns the loss. With delayed scaling there are two passes per layer; the
+    first fills the histories.
     """
     exact_loss, exact = gradients(model, run)
-    found = []
+    errors = []
     for name, recipe in recipes.items():
         with _quantized_alone(model.get_submodule(name), recipe):
             for _ in range(2 if recipe.is_delayed else 1):
                 loss, grads = gradients(model, run)
-        found.append(LayerError(name, loss - exact_loss, gradient_error(grads, exact)))
-    return sorted(found, key=lambda each: -each.gradient)
+        errors.append(LayerError(name, loss - exact_loss, gradient_error(grads, exact)))
+    return sorted(errors, key=lambda each: -each.gradient)
 
 
 @contextmanager
 def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Calls of a module enter an autocast of their own."""
-    entered: list[autocast] = []
+    """Run calls of `module` in an autocast of `recipe` within the block."""
+    autocasts: list[autocast] = []
 
     def enter(*_: object) -> None:
-        entered.append(autocast(recipe=recipe))
-        entered[-1].__enter__()
+        autocasts.append(autocast(recipe=recipe))
+        autocasts[-1].__enter__()
 
     def leave(*_: object) -> None:
-        entered.pop().__exit__(None, None, None)
+        autocasts.pop().__exit__(None, None, None)
 
     hooks = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
     try:
@@ -247,13 +252,13 @@ def _quantized_alone(module: nn.Module, recipe: Recipe) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecipeSuggestion:
-    """Which layers to keep in high precision.
+    """Layers to keep in high precision.
 
     Args:
-        kept: their names, in the model's order.
+        kept: names of these layers, in the model's order.
         removed: their share of the summed squared errors.
         layers: number of quantized layers.
-        recipes: as `quantshard train --recipe` takes them: `layers.1=bf16,*=mxfp8`.
+        recipes: argument of `quantshard train --recipe`: `layers.1=bf16,*=mxfp8`.
         ratio: the largest error of a layer, relative to the median.
     """
 
@@ -267,19 +272,19 @@ class RecipeSuggestion:
 def suggest(
     errors: Mapping[str, Sequence[float]], share: float | None, patterns: Mapping[str, str], names: Sequence[str]
 ) -> RecipeSuggestion:
-    """Choose the layers that stand out, or the fewest layers that have `share` of all squared errors.
+    """Choose outlier layers, or the fewest layers with `share` of all squared errors.
 
-    A layer stands out if the root mean square e of its errors satisfies
+    A layer is an outlier if one of its errors is not finite, or if the root mean square e of its errors satisfies
 
         e > 2 median  and  e > median + 6 MAD        MAD: the median of |e - median|; both over all quantized layers
 
-    or if one of its errors is not finite. An error of 0 means that nothing was quantized, and does not count.
+    An error of 0 means that nothing was quantized, and does not count.
 
     Args:
-        errors: the errors of each quantized layer, in the model's order.
-        share: None for the layers that stand out.
-        patterns: the model's recipes by patterns of names, of which the first that matches holds.
-        names: of all layers that may have a recipe of their own, whether quantized or not.
+        errors: errors of each quantized layer, in the model's order.
+        share: None to choose outliers.
+        patterns: the model's recipes by name pattern; the first match applies.
+        names: names of all layers that can have their own recipe, quantized or not.
 
     Raises:
         ConfigurationError: `share` is not between 0 and 1.
@@ -289,44 +294,53 @@ def suggest(
     squares = _squares(errors)
     means = {name: math.sqrt(squares[name] / sum(map(bool, errors[name]))) for name in errors if any(errors[name])}
     median = statistics.median(means.values()) if means else 0.0
-    deviation = statistics.median(abs(each - median) for each in means.values()) if means else 0.0
-    total, removed, chosen = sum(squares.values()), 0.0, list[str]()
+    deviation = statistics.median(abs(error - median) for error in means.values()) if means else 0.0
+    total, removed, names_to_keep = sum(squares.values()), 0.0, list[str]()
     if share is None:
         limit = max(2 * median, median + 6 * deviation)
-        chosen = [name for name, each in means.items() if each > limit or not all(map(math.isfinite, errors[name]))]
-        removed = sum(squares[name] for name in chosen)
+        names_to_keep = [
+            name for name, error in means.items() if error > limit or not all(map(math.isfinite, errors[name]))
+        ]
+        removed = sum(squares[name] for name in names_to_keep)
     else:
         for name in sorted(squares, key=lambda each: (-squares[each], each)):
             if not total or removed >= share * total:
                 break
-            chosen.append(name)
+            names_to_keep.append(name)
             removed += squares[name]
-    kept = tuple(name for name in errors if name in set(chosen))
-    recipes = HIGH_PRECISION if len(kept) == len(errors) else _sparing(kept, patterns, names)
+    layers = tuple(name for name in errors if name in set(names_to_keep))
+    recipes = HIGH_PRECISION if len(layers) == len(errors) else _sparing(layers, patterns, names)
     ratio = max(means.values()) / median if median else 1.0
-    return RecipeSuggestion(kept, removed / total if total else 0.0, len(errors), recipes, ratio)
+    return RecipeSuggestion(layers, removed / total if total else 0.0, len(errors), recipes, ratio)
 
 
 def _squares(errors: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The summed squared errors of each layer, relative to the largest error, so that no square overflows. If errors
-    are not finite, those are 1 and all others 0."""
-    everything = [each for of_layer in errors.values() for each in of_layer]
-    if not all(map(math.isfinite, everything)):
-        return {name: float(sum(not math.isfinite(each) for each in of_layer)) for name, of_layer in errors.items()}
-    largest = max(everything, default=0.0) or 1.0
-    return {name: sum((each / largest) ** 2 for each in of_layer) for name, of_layer in errors.items()}
+    """Sum of squared errors of each layer, relative to the largest error, so that no square overflows.
+
+    If any error is not finite: the number of non-finite errors of each layer.
+    """
+    all_errors = [error for errors_of_layer in errors.values() for error in errors_of_layer]
+    if not all(map(math.isfinite, all_errors)):
+        return {
+            name: float(sum(not math.isfinite(error) for error in errors_of_layer))
+            for name, errors_of_layer in errors.items()
+        }
+    largest = max(all_errors, default=0.0) or 1.0
+    return {name: sum((error / largest) ** 2 for error in errors_of_layer) for name, errors_of_layer in errors.items()}
 
 
 def _sparing(kept: Sequence[str], patterns: Mapping[str, str], names: Sequence[str]) -> str:
-    """The patterns, with each kept layer just before the one that held for it, and without those that then would do
-    nothing, which `train` refuses."""
-    found, left = dict[str, str](), list(names)
+    """The patterns, with each kept layer inserted before the pattern that matched it.
+
+    Patterns without effect are left out, because `train` refuses them.
+    """
+    result, unmatched = dict[str, str](), list(names)
     for pattern, recipe in patterns.items():
-        own = [name for name in kept if matches(pattern, name)]
-        found |= dict.fromkeys(own, HIGH_PRECISION)
-        left = [name for name in left if not any(matches(each, name) for each in own)]
-        rest = [name for name in left if not matches(pattern, name)]
-        if pattern == "*" or len(rest) < len(left):
-            found[pattern] = recipe
-        left = rest
-    return ",".join(f"{pattern}={recipe}" for pattern, recipe in found.items())
+        matched = [name for name in kept if matches(pattern, name)]
+        result |= dict.fromkeys(matched, HIGH_PRECISION)
+        unmatched = [name for name in unmatched if not any(matches(p, name) for p in matched)]
+        remaining = [name for name in unmatched if not matches(pattern, name)]
+        if pattern == "*" or len(remaining) < len(unmatched):
+            result[pattern] = recipe
+        unmatched = remaining
+    return ",".join(f"{pattern}={recipe}" for pattern, recipe in result.items())

@@ -1,9 +1,9 @@
-"""Where the numbers of a sampled step are added up: on each device a row for each operand and each parameter.
+"""Accumulators of a sampled step: per device, one row for each operand and each parameter.
 
-Nothing here waits for a device. At the end of the step one collective brings the rows of all ranks together, of which
-every rank makes those of the global tensors: counts and squares are summed, amaxes and scales the largest. An operand
-that several ranks hold is counted by each of them, as is every other piece of it, so that shares and ratios are those
-of one rank. Counts are integers in float64, so no order of summation changes them; squares differ in the last bits.
+Nothing here waits for a device. At the end of the step, one collective reduces the rows of all ranks to rows of the
+global tensors: counts and squares are summed, amaxes and scales are maximized. Replicas of an operand are all counted,
+so shares and ratios do not depend on their number. Counts are integers in float64, so the order of summation does not
+change them; squares can differ in the last bits.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ KINDS: Final = (
     (TensorRole.GRAD_OUTPUT, False),
     (TensorRole.GRAD_OUTPUT, True),
 )
-"""The operands of a weight: its role, and whether it was quantized for wgrad apart."""
+"""Operands of a weight: the role, and whether the operand was quantized separately for wgrad."""
 
 PARAMETER: Final = ("elements", "codes", "gradient", "update", "value", "changed")
-"""Columns of a parameter, float64: elements; codes; sums of the squares of the gradient, of the update and of the
-values before it; and how many codes the step changed."""
+"""Columns of a parameter, float64: number of elements; number of codes; sums of squares of the gradient, of the update
+and of the values before the update; number of codes that the step changed."""
 
 _COPIES: Final = 16
-"""Of a row, where kernels add to it: those that run at once would wait for each other at one."""
+"""Copies of each row that kernels add to, to spread contending atomic additions."""
 
 
 class SampleNumbers(NamedTuple):
-    """What a sampled step found, on the host: `sums` [weights, kinds, columns], `extremes` likewise, `parameters`
-    [parameters, columns]; float64."""
+    """Numbers of a sampled step on the host, float64.
+
+    `sums`, `extremes`: [weights, kinds, columns]. `parameters`: [parameters, columns].
+    """
 
     sums: Tensor
     extremes: Tensor
@@ -50,26 +52,28 @@ class SampleNumbers(NamedTuple):
 
 
 class SampleBuffer:
-    """The rows of one device, which serve one sampled step after the other."""
+    """Rows on one device, reused by every sampled step."""
 
     def __init__(self, weights: int, parameters: int, device: torch.device) -> None:
         copies, rows = _COPIES if kernel_dispatch.kernels_on(device) else 1, weights * len(KINDS)
         self.sums = torch.zeros(copies, rows, len(SUMS), dtype=torch.float64, device=device)
-        # made there: from the host a captured graph copies nothing that is not pinned
-        self._empty = torch.cat([torch.full((1,), each, dtype=torch.float32, device=device) for each in EMPTY])
+        # Filled on the device, because a captured graph copies only pinned memory from the host.
+        self._empty = torch.cat([torch.full((1,), value, dtype=torch.float32, device=device) for value in EMPTY])
         self.extremes = self._empty.expand(copies, rows, len(EXTREMES)).contiguous()
         self.parameters = torch.zeros(parameters, len(PARAMETER), dtype=torch.float64, device=device)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset all rows for the next sampled step."""
         self.sums.zero_()
         self.extremes.copy_(self._empty)
         self.parameters.zero_()
 
     def add_operand(self, row: int, values: Tensor, operand: Tensor | QuantizedStorage, partial: bool = False) -> None:
-        """Add values [R, C] and what they were quantized to; the values alone where they were not. `partial`: of a
-        large matrix perhaps a part."""
+        """Add values [R, C] and their quantized form; a plain tensor as `operand` adds only the values.
+
+        `partial`: a large matrix can be sampled in part.
+        """
         if row not in self._views:
             self._views[row] = self.sums[:, row], self.extremes[:, row]
         sums, extremes = self._views[row]
@@ -83,14 +87,14 @@ class SampleBuffer:
         )  # fmt: skip
 
     def add_codes(self, row: int, storage: QuantizedStorage) -> None:
-        """Add a weight of which no other values are known than its codes stand for: amax and scales, and no error."""
-        found = SampleBuffer(1, 0, storage.device)
-        found.add_operand(0, storage.dequantize(), storage)
-        self.sums[0, row, :3] += found.sums[:, 0, :3].sum(0)
-        self.extremes[0, row] = _merged(torch.cat([found.extremes[:, 0], self.extremes[:1, row]]))
+        """Add a weight without a master: amax and scales of the values that the codes represent, and no error."""
+        buffer = SampleBuffer(1, 0, storage.device)
+        buffer.add_operand(0, storage.dequantize(), storage)
+        self.sums[0, row, :3] += buffer.sums[:, 0, :3].sum(0)
+        self.extremes[0, row] = _merged(torch.cat([buffer.extremes[:, 0], self.extremes[:1, row]]))
 
     def flat(self) -> Tensor:
-        """All numbers, float64."""
+        """Concatenate all numbers into one float64 vector."""
         return torch.cat(
             [
                 self.sums.sum(0).flatten(),
@@ -101,12 +105,13 @@ class SampleBuffer:
 
 
 def _merged(extremes: Tensor) -> Tensor:
-    """Of extremes [copies, ..., columns] those of all copies."""
+    """Reduce extremes [copies, ..., columns] over the copies."""
     return torch.cat([extremes[..., :2].amax(0), extremes[..., 2:].amin(0)], -1)
 
 
 def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> Tensor:
-    """The numbers of all buffers and ranks of a group: float64, as `PendingNumbers` reads them; a collective call."""
+    """Reduce the numbers of all buffers and ranks of a group to one float64 vector for `PendingNumbers`. A collective
+    call."""
     sizes = _sizes(weights, parameters)
     device = buffers[0].sums.device
     if group is not None:
@@ -121,8 +126,8 @@ def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, gro
 
 
 def _sizes(weights: int, parameters: int) -> list[int]:
-    many = weights * len(KINDS)
-    return [many * len(SUMS), many * len(EXTREMES), parameters * len(PARAMETER)]
+    rows = weights * len(KINDS)
+    return [rows * len(SUMS), rows * len(EXTREMES), parameters * len(PARAMETER)]
 
 
 def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -132,7 +137,7 @@ def _reduced(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 class PendingNumbers:
-    """What `gathered` gave, on its way to the host."""
+    """The result of `gathered` on its way to the host."""
 
     def __init__(self, flat: Tensor, weights: int, parameters: int) -> None:
         self._weights, self._sizes, self._arrival, self._flat = weights, _sizes(weights, parameters), None, flat
@@ -143,7 +148,7 @@ class PendingNumbers:
             self._arrival.record(torch.cuda.current_stream(flat.device))
 
     def read(self) -> SampleNumbers:
-        """They themselves; waits for the device to have come so far, but for nothing that it was given later."""
+        """Return the numbers; waits for the copy to the host, but not for work queued later."""
         if self._arrival is not None:
             self._arrival.synchronize()
         sums, extremes, parameters = self._flat.split(self._sizes)

@@ -1,4 +1,4 @@
-"""One sampled step: what layers and optimizers show in it, and what is looked at when it is over."""
+"""One sampled step: what layers and optimizers report during it, and what is measured at its end."""
 
 from __future__ import annotations
 
@@ -30,47 +30,53 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class ModelNames:
-    """The names of a model's parameters and of its weights that layers multiply with, those of other ranks included, in
-    an order that all ranks have. A collective call where there are ranks.
+    """Names of a model's parameters and of its GEMM weights over all ranks, in the same order on every rank.
 
-    `own`: this rank's parameters, by name. `sizes`: elements of each parameter, globally. `buffers`: where samples add
-    up their numbers, by device.
+    Construction is a collective call.
+
+    `own`: this rank's parameters, by name. `sizes`: global number of elements of each parameter. `buffers`:
+    accumulators of samples, by device.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self.own = dict(model.named_parameters())
         self.buffers: dict[torch.device, SampleBuffer] = {}
-        self._layers = {name: each for name, each in model.named_modules() if isinstance(each, QuantizedModule)}
-        mine = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
-        told: list[Any] = [mine]
+        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedModule)}
+        local_info = {name: param.numel() for name, param in self.own.items()}, list(self._weights())
+        info_of_ranks: list[Any] = [local_info]
         if group is not None:
-            told = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, mine, group=group)
-        self.sizes = _as_in_one_process(sizes for sizes, _ in told)
-        self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in told))
-        self.places = {name: place for place, name in enumerate(self.sizes)}
+            info_of_ranks = [None] * dist.get_world_size(group)
+            dist.all_gather_object(info_of_ranks, local_info, group=group)
+        self.sizes = _as_in_one_process(sizes for sizes, _ in info_of_ranks)
+        self.weights = list(_as_in_one_process(dict.fromkeys(weights) for _, weights in info_of_ranks))
+        self.places = {name: index for index, name in enumerate(self.sizes)}
 
     def _weights(self) -> Iterable[str]:
         for prefix, module in self._layers.items():
-            for leaf in module._weights:
-                yield f"{prefix}.{leaf}" if prefix else leaf
+            for param_name in module._weights:
+                yield f"{prefix}.{param_name}" if prefix else param_name
 
     def rows(self) -> dict[int, tuple[Tensor, int]]:
-        """The first row of each weight of this rank, by the id of its key, which is the weight's alone: a copy of the
-        model has a key of the same value. With the key, so that no other gets its id."""
+        """Map the id of each local weight's key to (key, first row of the weight).
+
+        Ids are used because a copy of the model has keys of equal value. The entries hold the keys, so that no id is
+        reused.
+        """
         numbers = {name: number for number, name in enumerate(self.weights)}
-        found: dict[int, tuple[Tensor, int]] = {}
+        rows: dict[int, tuple[Tensor, int]] = {}
         for prefix, module in self._layers.items():
-            for leaf in module._weights:
-                key = module.weight_state(leaf)[KEY]
-                found.setdefault(id(key), (key, numbers[f"{prefix}.{leaf}" if prefix else leaf] * len(KINDS)))
-        return found
+            for param_name in module._weights:
+                key = module.weight_state(param_name)[KEY]
+                rows.setdefault(
+                    id(key), (key, numbers[f"{prefix}.{param_name}" if prefix else param_name] * len(KINDS))
+                )
+        return rows
 
 
 class StepSample(Observer):
-    """One sampled step, from before its forward until after its optimizers' steps.
+    """Observer of one sampled step, from before its forward until after its optimizers' steps.
 
-    `captures`: all of it may be in a CUDA graph, its `measure` included; the graph's replays then make `numbers` anew.
+    `captures`: the step, including `measure`, can be captured in a CUDA graph; replays then update `numbers`.
     """
 
     def __init__(self, names: ModelNames, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -78,9 +84,9 @@ class StepSample(Observer):
         self._by_device = names.buffers
         self.captures = False
         self.numbers: Tensor | None = None
-        """What was measured, as `gathered` gives it; None before."""
+        """Result of `gathered`; None before `measure`."""
         self.order: dict[int, None] = {}
-        """Rows in the order in which operands were seen."""
+        """Rows in the order in which operands were reported."""
         self._last = -1
         self._gradients: dict[str, Tensor] = {}
         self._before: dict[str, Tensor] = {}
@@ -88,16 +94,18 @@ class StepSample(Observer):
         self._elements: dict[str, int] = {}
         self._coded: dict[str, int] = {}
         self._by_param: dict[Tensor, str] = {param: name for name, param in names.own.items()}
-        self._hooks: list[RemovableHandle] = [each.register_step_pre_hook(self._stepping) for each in optimizers]
+        self._hooks: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._stepping) for optimizer in optimizers
+        ]
 
-    # What it is shown ------------------------------------------------------------------------------------------------
+    # Observer --------------------------------------------------------------------------------------------------------
 
     def see_operand(
         self, key: Tensor, role: TensorRole, for_wgrad: bool, values: Tensor, operand: Tensor | QuantizedStorage
     ) -> None:
-        """As of all observers. Layers of other models are none of its business."""
-        known = self._rows.get(id(key))
-        if known is None:
+        """See `Observer`. Layers of other models are ignored."""
+        entry = self._rows.get(id(key))
+        if entry is None:
             return
         if not self.captures and kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
@@ -105,9 +113,9 @@ class StepSample(Observer):
                 "it; capture before Statistics is made, whose samples will not see what replays compute, or capture a "
                 "whole step within `with statistics.whole_step()`"
             )
-        row = known[1] + _KIND_NUMBERS[role, for_wgrad]
-        # whole, unless what was seen last is the other operand of these values
-        is_second = for_wgrad and self._last == known[1] + _KIND_NUMBERS[role, False]
+        row = entry[1] + _KIND_NUMBERS[role, for_wgrad]
+        # Sample in part if the previous operand was quantized from the same values.
+        is_second = for_wgrad and self._last == entry[1] + _KIND_NUMBERS[role, False]
         self._last = row
         self.order.setdefault(row)
         buffer = self._by_device.get(values.device) or self._buffer(values.device)
@@ -117,7 +125,7 @@ class StepSample(Observer):
     def see_plain(
         self, keys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """As of all observers."""
+        """See `Observer`."""
         rows = x.detach().reshape(-1, x.shape[-1])
         self.see_operand(keys[0], TensorRole.INPUT, False, rows, rows)
         for key, output in zip(keys, outputs, strict=True):
@@ -130,17 +138,17 @@ class StepSample(Observer):
             self.see_operand(key, TensorRole.GRAD_OUTPUT, False, rows, rows)
 
     def _buffer(self, device: torch.device) -> SampleBuffer:
-        found = self._by_device.get(device)
-        if found is None:
-            found = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
-            self._by_device[device] = found
-        return found
+        buffer = self._by_device.get(device)
+        if buffer is None:
+            buffer = SampleBuffer(len(self._names.weights), len(self._names.sizes), device)
+            self._by_device[device] = buffer
+        return buffer
 
     # Around an optimizer's step --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before it: gradients, and what the step will have changed."""
+        """Before an optimizer's step: record gradients, values and codes that the step will change."""
         values: dict[str, Tensor] = {}
         codes: dict[str, Tensor] = {}
         for group in optimizer.param_groups:
@@ -150,50 +158,52 @@ class StepSample(Observer):
                 if name is None or grad is None:
                     continue
                 self._gradients[name] = private_torch.local_tensor(grad)
-                found = _values(optimizer, param)
-                (self._before if _values_are_new(optimizer, param) else values)[name] = found
+                param_values = _values(optimizer, param)
+                (self._before if _values_are_new(optimizer, param) else values)[name] = param_values
                 quantized = components.quantized_local(param)
                 if quantized is not None:
                     codes[name] = _codes(quantized.quantized_storage)
-        for kept, given in ((self._before, values), (self._codes, codes)):
-            kept.update({name: torch.empty_like(each) for name, each in given.items()})
-            for names in _by_kind(given):
-                torch.ops.aten._foreach_copy_.default([kept[name] for name in names], [given[name] for name in names])
+        for copies, sources in ((self._before, values), (self._codes, codes)):
+            copies.update({name: torch.empty_like(source) for name, source in sources.items()})
+            for names in _by_kind(sources):
+                torch.ops.aten._foreach_copy_.default(
+                    [copies[name] for name in names], [sources[name] for name in names]
+                )
         self._add_squares("gradient", self._gradients)
         for name, grad in self._gradients.items():
             self._elements[name] = grad.numel()
         self._gradients.clear()
 
     def _add_squares(self, column: str, tensors: Mapping[str, Tensor]) -> None:
-        """Of all parameters in a few launches, in float64, without a copy of any."""
+        """Add squared norms of all tensors in a few launches, in float64, without copying a tensor."""
         by_device: dict[torch.device, list[str]] = {}
         for name, tensor in tensors.items():
             by_device.setdefault(tensor.device, []).append(name)
         for device, names in by_device.items():
             norms = torch.ops.aten._foreach_norm.Scalar([tensors[name] for name in names], 2, torch.float64)
             rows = self._buffer(device).parameters[:, PARAMETER.index(column)]
-            places = lasting_table((tuple(self._names.places[name] for name in names),), device).tensor()[0]
-            rows.index_add_(0, places, torch.stack(norms).double().square())
+            indices = lasting_table((tuple(self._names.places[name] for name in names),), device).tensor()[0]
+            rows.index_add_(0, indices, torch.stack(norms).double().square())
 
     def read(self) -> PendingNumbers:
-        """What was measured, on its way to the host."""
+        """Start copying the measured numbers to the host."""
         assert self.numbers is not None
         return PendingNumbers(self.numbers, len(self._names.weights), len(self._names.sizes))
 
     @torch.no_grad()
     def measure(self, group: Group) -> None:
-        """After the optimizers' steps: look at the weights, and bring all numbers together. A collective call."""
+        """After the optimizers' steps: measure the weights and reduce numbers over ranks. A collective call."""
         self.stop()
         owners = {
             param: optimizer
             for optimizer in self._optimizers
-            for each in optimizer.param_groups
-            for param in each["params"]
+            for param_group in optimizer.param_groups
+            for param in param_group["params"]
         }
         self._add_squares("value", self._before)
         for names in _by_kind(self._before):
-            now = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
-            torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], now)
+            new_values = [_values(owners[param], param) for param in map(self._names.own.__getitem__, names)]
+            torch.ops.aten._foreach_sub_.List([self._before[name] for name in names], new_values)
         self._add_squares("update", self._before)
         for name, param in self._names.own.items():
             quantized = components.quantized_local(param)
@@ -206,39 +216,40 @@ class StepSample(Observer):
         self.numbers = gathered(buffers, len(self._names.weights), len(self._names.sizes), group)
         for buffer in buffers:
             buffer.clear()
-        for copies in (self._before, self._codes):  # a sample that was captured stays, and they are not read again
+        # A captured sample lives on without these copies.
+        for copies in (self._before, self._codes):
             copies.clear()
 
     def _add_elements(self) -> None:
-        """What the host knows of parameters, whose columns are the first."""
-        known = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
+        """Add the columns known on the host, which are the first ones of a parameter."""
+        counts = tuple((self._elements.get(name, 0), self._coded.get(name, 0)) for name in self._names.sizes)
         buffer = next(iter(self._by_device.values()))
-        buffer.parameters[:, :2] += lasting_table(known, buffer.parameters.device).tensor()
+        buffer.parameters[:, :2] += lasting_table(counts, buffer.parameters.device).tensor()
 
     def _add_weight(
         self, name: str, param: Tensor, storage: QuantizedStorage, owner: torch.optim.Optimizer | None
     ) -> None:
-        known = self._rows.get(id(storage.state[KEY]))
-        if known is None:
+        entry = self._rows.get(id(storage.state[KEY]))
+        if entry is None:
             return
-        row = known[1]
+        row = entry[1]
         buffer = self._buffer(storage.device)
         if owner is not None and _has_master(owner, param):
             buffer.add_operand(row, _values(owner, param), storage)
         else:
             buffer.add_codes(row, storage)
-        before = self._codes.pop(name, None)
-        if before is not None:
-            packed = storage.cell.format.copies[Orientation.ROWWISE].codes.encoding.bits < 8
-            differing = before.bitwise_xor_(_codes(storage))
-            found = [differing & 0xF, differing & 0xF0] if packed else [differing]
-            self._coded[name] = differing.numel() * len(found)
+        old_codes = self._codes.pop(name, None)
+        if old_codes is not None:
+            is_packed = storage.cell.format.copies[Orientation.ROWWISE].codes.encoding.bits < 8
+            differing = old_codes.bitwise_xor_(_codes(storage))
+            code_bits = [differing & 0xF, differing & 0xF0] if is_packed else [differing]
+            self._coded[name] = differing.numel() * len(code_bits)
             changed = buffer.parameters[self._names.places[name], PARAMETER.index("changed")]
-            for part in found:
+            for part in code_bits:
                 changed += part.count_nonzero()
 
     def stop(self) -> None:
-        """See no more."""
+        """Stop observing and remove the hooks."""
         if observation.active is self:
             observation.active = None
         while self._hooks:
@@ -246,21 +257,24 @@ class StepSample(Observer):
 
 
 def _as_in_one_process(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What ranks have by names, in the order of the model of one process: modules have one order on all of them, and of
-    the experts of a `GroupedLinear` each rank the next ones. Modules that some ranks lack come behind the others."""
+    """Merge values by name over ranks, in the order of the model in one process.
+
+    All ranks have modules in the same order; the experts of a `GroupedLinear` are consecutive over ranks. Modules that
+    some ranks lack come last.
+    """
     by_module: dict[str, dict[str, Any]] = {}
-    for own in told:
-        for name, value in own.items():
+    for local in told:
+        for name, value in local.items():
             by_module.setdefault(name.rpartition(".")[0], {})[name] = value
-    return {name: value for each in by_module.values() for name, value in each.items()}
+    return {name: value for values in by_module.values() for name, value in values.items()}
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of those of one device and dtype, for which a few launches do."""
-    found: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    """Group names by device and dtype; each group needs only a few launches."""
+    names_by_kind: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
-        found.setdefault((tensor.device, tensor.dtype), []).append(name)
-    return list(found.values())
+        names_by_kind.setdefault((tensor.device, tensor.dtype), []).append(name)
+    return list(names_by_kind.values())
 
 
 def _codes(storage: QuantizedStorage) -> Tensor:
@@ -273,7 +287,7 @@ def _has_master(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
 
 
 def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
-    """Whether `_values` makes a tensor of what is stored in another form."""
+    """Whether `_values` returns a new tensor instead of a stored one."""
     if not _has_master(optimizer, param):
         return components.quantized_local(param) is not None
     master = optimizer.state[param].get(MASTER)
@@ -282,7 +296,7 @@ def _values_are_new(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
 
 
 def _values(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """The local values that an optimizer trains: those of the master, or else of the parameter."""
+    """Local values that an optimizer trains: its master's if there is one, otherwise the parameter's."""
     if _has_master(optimizer, param):
         if isinstance(optimizer, ElementwiseOptimizer):
             return private_torch.local_tensor(optimizer.get_unscaled_state(param, MASTER))
