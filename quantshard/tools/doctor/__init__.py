@@ -1,4 +1,4 @@
-"""What this machine is, which of its kernels are right, and how fast it is: `quantshard doctor`."""
+"""`quantshard doctor`: describes this machine, checks its kernels, and measures its speed."""
 
 from quantshard.tools.doctor.report import MachineReport, diagnose, is_report
 from quantshard.tools.doctor.results import Result, Watch

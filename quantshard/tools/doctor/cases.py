@@ -1,4 +1,4 @@
-"""What the registry of kernels is made of: a row for each launcher, which makes cases, and when a result is right."""
+"""Building blocks of the registry of kernels: rows, cases, and the comparison of results."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from quantshard import recipe
 Shape = tuple[int, int]
 
 U = 2.0**-24
-"""Half a gap between float32 numbers beside 1."""
+"""Half a float32 ulp at 1: the unit roundoff."""
 TINY = 2.0**-126
-"""The smallest normal float32."""
+"""Smallest normal float32."""
 
 OTHER_BITS = "other bits than the oracle's"
 TOO_FAR = "further from the exact result than its bound"
 
 
 class Bound(NamedTuple):
-    """What a result must be near: the exact one, float64, and how far a kernel may be before it rounds once."""
+    """Expected result: the exact value in float64, and the largest error before the final rounding."""
 
     exact: Tensor
     error: Tensor
 
 
 Expected = Tensor | Bound | None
-"""What the oracle gives: bits, a bound, or nothing."""
+"""Result of an oracle: exact bits, a bound, or no tensor."""
 
 
 class KernelCase(NamedTuple):
-    """A launcher with its inputs: what it gives, what the oracle does, and the bytes that a launch must move.
+    """A launcher with inputs, its oracle, and the bytes that a launch must move.
 
-    A second launch gives the same, but for steps of optimizers and histories, which go on.
+    Repeated launches return the same results, except for optimizer steps and histories, which advance.
     """
 
     launch: Callable[[], Sequence[Tensor | None]]
@@ -43,22 +43,22 @@ class KernelCase(NamedTuple):
     moved: int
 
     def is_right(self) -> bool:
-        """Whether each result of a launch is what the oracle's is."""
-        found = self.launch()
-        return all(agrees(one, other) for one, other in zip(found, self.oracle(), strict=True))
+        """Whether each result of a launch agrees with the oracle."""
+        results = self.launch()
+        return all(agrees(result, expected) for result, expected in zip(results, self.oracle(), strict=True))
 
 
 class KernelRow(NamedTuple):
-    """A launcher in the registry of kernels.
+    """One launcher in the registry of kernels.
 
     Args:
         kernels: names of the Triton kernels that its cases launch.
-        make: gives the case of a matrix x, with the options of a case. The matrix says shape, dtype and device; values
-            that need not have all of its magnitudes are drawn anew.
-        cases: options by name, as the self-test prints it.
-        timed: names of those that benchmarks measure.
-        uneven: a small shape that takes each kernel several programs, of which the last ones are not full.
-        otherwise: what is said of a case that is not right.
+        make: builds a case from a matrix x and the options of the case. The matrix gives shape, dtype and device;
+            makers that do not need its range of magnitudes draw their own values.
+        cases: options by name, as the self-test prints the name.
+        timed: names of the cases that benchmarks measure.
+        uneven: a small shape that needs several programs per kernel, with partial last programs.
+        otherwise: message for a case that fails.
     """
 
     kernels: Collection[str]
@@ -70,41 +70,41 @@ class KernelRow(NamedTuple):
 
 
 def recipe_names() -> list[str]:
-    """Every recipe by its first name."""
+    """Primary name of each recipe."""
     return list({kind: name for name, kind in reversed(recipe.NAMES.items())}.values())[::-1]
 
 
 def agrees(found: Tensor | None, expected: Expected) -> bool:
-    """Whether a result has the bits that are expected, or is within its bound; no bound holds for NaN."""
+    """Whether a result has the expected bits, or is within its bound; NaN is within no bound."""
     if found is None or expected is None:
         return found is expected
     return is_near(found, expected) if isinstance(expected, Bound) else same_bits(found, expected)
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Bit for bit, and of one shape and dtype."""
+    """Whether shapes, dtypes and bits are equal."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (found, expected)))
 
 
 def is_near(found: Tensor, bound: Bound) -> bool:
-    """Within a bound after the one rounding to its dtype, which adds half a gap between neighbours.
+    """Whether a result is within its bound after one rounding to its dtype, which adds half an ulp.
 
-    What is exactly beyond the largest number of the dtype may have become infinite.
+    A result can be infinite if its bound extends beyond the largest number of the dtype.
     """
     exact, error = bound
     if found.shape != exact.shape:
         return False
     dtype = torch.finfo(found.dtype)
     smallest = max(TINY, dtype.smallest_normal * dtype.eps)
-    room = error + dtype.eps / 2 * (exact.abs() + error) + U * exact.abs() + 2 * smallest
-    overflown = (exact.abs() + room > dtype.max) & ~found.isnan()
-    return bool((((found.double() - exact).abs() <= room) | overflown).all())
+    tolerance = error + dtype.eps / 2 * (exact.abs() + error) + U * exact.abs() + 2 * smallest
+    overflown = (exact.abs() + tolerance > dtype.max) & ~found.isnan()
+    return bool((((found.double() - exact).abs() <= tolerance) | overflown).all())
 
 
 def random_like(x: Tensor, seed: int, shape: Sequence[int] | None = None) -> Tensor:
-    """Random numbers about as large as 3, of x's dtype and device, and of its shape if no other is given."""
+    """Random numbers with standard deviation 3 and x's dtype and device. `shape`: by default x's shape."""
     generator = torch.Generator(x.device).manual_seed(seed)
     size = tuple(x.shape if shape is None else shape)
     return (torch.randn(size, dtype=torch.float32, device=x.device, generator=generator) * 3).to(x.dtype)

@@ -1,7 +1,7 @@
-"""The self-test: every kernel against its oracle, and every native matrix product against float64.
+"""Self-test: every kernel against its oracle, and every native GEMM against float64.
 
-A check runs on an irregular shape, of which nothing divides, and on a large one; under Triton's interpreter, which runs
-kernels on the CPU slowly, on tiny ones.
+Compiled kernels run on an irregular shape, which no tile size divides, and on a large one. Triton's interpreter runs
+kernels slowly on the CPU, so interpreted kernels run on tiny shapes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from quantshard.tools.doctor.cases import OTHER_BITS, TOO_FAR, KernelRow, Shape
 from quantshard.tools.doctor.results import Result, UnavailableError, Watch, outcome_of, watched
 
 COMPILED: tuple[Shape, ...] = ((131, 257), (2048, 4096))
-"""Shapes on which compiled kernels are checked: irregular, and large."""
+"""Shapes for compiled kernels: irregular, and large."""
 INTERPRETED: tuple[Shape, ...] = ((5, 34), (16, 64))
-"""Those under the interpreter."""
+"""Shapes for interpreted kernels."""
 CPU_ROWS = 256
-"""At most so many rows are quantized on the CPU too."""
+"""Largest number of rows that the CPU quantizes for comparison."""
 PRODUCTS = ((131, 257, 200), (1024, 1536, 2048), *gemms.SMALL)
-"""Rows, columns and summed dim of matrix products."""
+"""Sizes (m, n, k) of GEMMs."""
 TOLD = 3
-"""At most so many shapes on which a check failed are named."""
+"""Largest number of failed shapes in a message."""
 
 
 class KernelCheck(NamedTuple):
-    """One check: whether a kernel is right on a shape (of a product also the summed dim) and device.
+    """One check: whether a kernel is correct on a shape (for a GEMM: m, n, k) and device.
 
-    `is_right` raises `UnavailableError` where it does not run. `otherwise`: what is said if it is not.
+    `is_right` raises `UnavailableError` if the kernel does not run. `otherwise`: message if the check fails.
     """
 
     name: str
@@ -44,16 +44,16 @@ class KernelCheck(NamedTuple):
 
 
 def run_checks(device: torch.device, watch: Watch | None = None) -> list[Result]:
-    """All checks, one after another, of which `watch` is told."""
-    why = why_no_kernels(device)
+    """Run all checks in order; `watch` receives progress."""
+    no_kernels_reason = why_no_kernels(device)
     shapes = INTERPRETED if kernels.INTERPRETED else COMPILED
-    asked = [(check, partial(_told, check, shapes, device, why)) for check in kernel_checks()]
-    asked += [(check, partial(_told, check, PRODUCTS, device, "")) for check in product_checks()]
-    return watched([(check.name, partial(outcome_of, check.name, told)) for check, told in asked], watch or Watch())
+    tasks = [(check, partial(_told, check, shapes, device, no_kernels_reason)) for check in kernel_checks()]
+    tasks += [(check, partial(_told, check, PRODUCTS, device, "")) for check in product_checks()]
+    return watched([(check.name, partial(outcome_of, check.name, run)) for check, run in tasks], watch or Watch())
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """Why kernels do not run on this device; empty if they do."""
+    """Reason why kernels do not run on this device; empty if they run."""
     if device.type == "cpu" and not kernels.INTERPRETED:
         return "kernels do not run on a CPU; plain PyTorch does their work"
     if not kernels.USABLE:
@@ -62,12 +62,12 @@ def why_no_kernels(device: torch.device) -> str:
 
 
 def _told(check: KernelCheck, shapes: Sequence[tuple[int, ...]], device: torch.device, why: str) -> str | None:
-    """What is wrong, or None."""
+    """Run a check on all shapes; returns an error text, or None."""
     if why:
         raise UnavailableError(why)
-    wrong = [shape for shape in shapes if not check.is_right(shape, device)]
-    more = f" and {len(wrong) - TOLD} more" if len(wrong) > TOLD else ""
-    return f"{check.otherwise}, of shape {' and '.join(map(_by, wrong[:TOLD]))}{more}" if wrong else None
+    failed = [shape for shape in shapes if not check.is_right(shape, device)]
+    more = f" and {len(failed) - TOLD} more" if len(failed) > TOLD else ""
+    return f"{check.otherwise}, of shape {' and '.join(map(_by, failed[:TOLD]))}{more}" if failed else None
 
 
 def _by(shape: tuple[int, ...]) -> str:
@@ -75,7 +75,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def random(shape: Shape, device: torch.device) -> Tensor:
-    """Bfloat16 numbers of many magnitudes, with zeros and a row of them; a new tensor."""
+    """A new bfloat16 tensor with values of many magnitudes, zeros, and a row of zeros."""
     return _random(shape).to(device, copy=True)
 
 
@@ -93,7 +93,7 @@ def _random(shape: Shape) -> Tensor:
 
 
 def kernel_checks() -> Iterator[KernelCheck]:
-    """The oracle of each format on the device that is checked and on a CPU; then the cases of the registry."""
+    """Checks of each format's oracle, on the device against a CPU, then the cases of the registry."""
     for fmt in quantize.QUANTIZED:
         yield KernelCheck(f"oracle {fmt.name}", partial(_oracle, fmt=fmt), "other bits than on a CPU")
     for row in registry.ROWS:
@@ -105,8 +105,8 @@ def _oracle(shape: Shape, device: torch.device, fmt: Format) -> bool:
     if device.type == "cpu":
         raise UnavailableError("this is a CPU")
     x = random(shape, device)[:CPU_ROWS]
-    here, there = numerics.quantize(x, fmt), numerics.quantize(x.cpu(), fmt)
-    return all(torch.equal(here[name].cpu(), part) for name, part in there.items())
+    parts, cpu_parts = numerics.quantize(x, fmt), numerics.quantize(x.cpu(), fmt)
+    return all(torch.equal(parts[name].cpu(), part) for name, part in cpu_parts.items())
 
 
 def _case(shape: Shape, device: torch.device, row: KernelRow, options: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _case(shape: Shape, device: torch.device, row: KernelRow, options: Mapping[s
 
 
 def product_checks() -> Iterator[KernelCheck]:
-    """One for each pair of formats that some hardware multiplies."""
+    """One check for each pair of formats that some hardware multiplies."""
     for left, right, native in gemms.pairs():
         yield KernelCheck(
             f"native GEMM {left.name} by {right.name}",

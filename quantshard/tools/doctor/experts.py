@@ -1,7 +1,7 @@
-"""The row of the registry of kernels for `kernels/experts/`, which work on the rows of many experts at once.
+"""Registry rows for `kernels/experts/`: kernels that process many experts in one launch.
 
-Codes and scales have the bits of the oracle's for each expert. Products are compared with float64: those of codes are
-exact, and tensor cores lose at most 2**-13 of each in a sum; then it is rounded once.
+For each expert, codes and scales have the oracle's bits. GEMMs are compared with float64: products of codes are exact,
+and tensor cores lose at most 2**-13 of each summand, before one final rounding.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if kernels.USABLE:
 
 SUMS = 2.0**-13
 PAST = 3.0
-"""The amax that delayed scaling remembers."""
+"""Amax in the histories of delayed scaling."""
 
 
 def experts_case(x: Tensor, recipe: str) -> KernelCase:
-    """Three experts, one of them without rows: of x's shape, how many rows and in_features there are."""
+    """Three experts, one of them without rows. The shape of x gives the number of rows and in_features."""
     rows, features = x.shape
     counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
     x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
@@ -57,11 +57,11 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
     def launch() -> list[Tensor]:
         a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
         b, b_transposed = layer.quantized(dy, TensorRole.GRAD_OUTPUT, segments, True)
-        held = layer.operands()
+        weight_operands = layer.operands()
         return [
             *_by_expert(a, spans), *_by_expert(b, spans),
-            grouped_matmul.rows_times_weights(a, held, segments, dtype, transposed=True),
-            grouped_matmul.rows_times_weights(b, held, segments, dtype, transposed=False),
+            grouped_matmul.rows_times_weights(a, weight_operands, segments, dtype, transposed=True),
+            grouped_matmul.rows_times_weights(b, weight_operands, segments, dtype, transposed=False),
             grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
             grouped.expert_sums(dy, segments), *_tables(layer._replace(counts=numbers).segments(x), segments),
         ]  # fmt: skip
@@ -77,7 +77,7 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
 
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
-    """With weights of random numbers, and histories that remember one amax."""
+    """A layer with random weights, and with histories that contain one amax."""
     cell, block = recipe.weight, backend.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
@@ -94,7 +94,7 @@ Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
 
 
 def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
-    """Of each expert's rows and their transpose."""
+    """Quantize each expert's rows and their transpose by the oracle."""
     first, second = cells(layer.call.recipe, role)
     assert first is not None and second is not None
     past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
@@ -111,41 +111,41 @@ def _known(layer: ExpertsLayer) -> list[int]:
 
 
 def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Codes and scales of the rows of each."""
+    """Iterate over the codes and scales of each expert's rows."""
     for expert, first, end, _ in spans:
         yield found.codes[first:end]
         yield found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
 
 
 def _tables(segments: ExpertSegments, known: ExpertSegments) -> tuple[Tensor, Tensor]:
-    """Spans, and as many tiles as it is known that there are."""
+    """Spans, and the first `len(known.tiles)` tiles."""
     return segments.spans, segments.tiles[: len(known.tiles)]
 
 
 Values = Sequence[tuple[Tensor, Tensor]]
-"""Of each expert's rows, quantized for the first product and for wgrad: float64."""
+"""For each expert: rows as quantized for the first GEMM and for wgrad, dequantized to float64."""
 
 
 def _values(expected: Oracles) -> Values:
-    return [(one.dequantize().double(), other.dequantize().double()) for one, other in expected]
+    return [(for_first.dequantize().double(), for_wgrad.dequantize().double()) for for_first, for_wgrad in expected]
 
 
 def _products(layer: ExpertsLayer, inputs: Values, gradients: Values) -> list[Bound]:
-    """fprop, dgrad and wgrad."""
+    """Bounds of fprop, dgrad and wgrad."""
     weights = [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
     y = [(p, w.t()) for (p, _), w in zip(inputs, weights, strict=True)]
     dx = [(p, w) for (p, _), w in zip(gradients, weights, strict=True)]
-    dw = [(one, other.t()) for (_, one), (_, other) in zip(gradients, inputs, strict=True)]
+    dw = [(dy, x.t()) for (_, dy), (_, x) in zip(gradients, inputs, strict=True)]
     return [product_bound(y, torch.cat), product_bound(dx, torch.cat), product_bound(dw, torch.stack)]
 
 
 def product_bound(pairs: Sequence[tuple[Tensor, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> Bound:
-    """Of the products of pairs of matrices, float64."""
+    """Bound of the GEMMs of float64 pairs, joined by `join`."""
     return Bound(join([a @ b for a, b in pairs]), SUMS * join([a.abs() @ b.abs() for a, b in pairs]))
 
 
 def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
-    """Of each expert's rows."""
+    """Bound of the sums over each expert's rows."""
     parts = [part.double() for part in dy.split(list(counts))]
     error = max(counts) * U * torch.stack([part.abs().sum(0) for part in parts])
     return Bound(torch.stack([part.sum(0) for part in parts]), error)

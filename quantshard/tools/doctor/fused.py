@@ -1,9 +1,8 @@
-"""Rows of the registry of kernels for `kernels/fused/`: normalizations, activations, rotary embeddings, in both
-directions and with the quantization of what they give; gradients of outputs, and their sums.
+"""Registry rows for `kernels/fused/`: normalizations, activations, rotary embeddings, gradients and their sums.
 
-Results are compared with float64 within the bounds that the heads of `kernels/fused/norm.py` and
-`kernels/fused/activation.py` derive, codes with what the oracle makes of these results, and rotations and sums with the
-oracle's, bit for bit.
+Normalizations and activations run in both directions, also with quantized results. Results are compared with float64
+within the bounds derived in `kernels/fused/norm.py` and `kernels/fused/activation.py`. Codes are compared with the
+oracle's codes of these results; rotations and sums have the oracle's bits.
 """
 
 from __future__ import annotations
@@ -35,20 +34,22 @@ if kernels.USABLE:
 
 EPS = 1e-5
 GATED = "swiglu"
-"""The activation whose results are quantized."""
+"""Activation for the cases with quantized results."""
 SUMMED = 3
-"""Weights that read one input: query, key and value."""
+"""Number of weights that read one input: query, key and value."""
 
 
 def _wanted(high: Tensor, fmt: Format, decoded: int = 0) -> tuple[KernelOutputs, list[Expected]]:
-    """How results are to be quantized, by rows and by columns, and what the oracle makes of them; `decoded`: values in
-    place of the codes by rows, or of both."""
+    """Request to quantize results by rows and by columns, and the oracle's outputs.
+
+    `decoded`: 1 for values instead of the rowwise codes, 2 for values of both.
+    """
     if fmt.transposable:
         request, expected = quantization(high, fmt, transposed=True)
         return KernelOutputs(request), [*expected, *results_of(None)]
     request, expected = quantization(high, fmt, decoded=decoded > 0)
-    other, more = quantization(high.t(), fmt, decoded=decoded > 1)
-    return KernelOutputs(request, other), [*expected, *more]
+    columnwise_request, columnwise_expected = quantization(high.t(), fmt, decoded=decoded > 1)
+    return KernelOutputs(request, columnwise_request), [*expected, *columnwise_expected]
 
 
 def _flat(targets: Targets) -> list[Tensor | None]:
@@ -63,7 +64,7 @@ def _bytes(expected: list[Expected]) -> int:
 
 
 class NormReference:
-    """A normalization of rows in float64, and how far a kernel may be from it: names as in `kernels/fused/norm.py`."""
+    """A normalization of rows in float64, with error bounds; names as in `kernels/fused/norm.py`."""
 
     def __init__(self, x: Tensor, p: kn.NormParameters, centered: bool) -> None:
         z, self.centered = x.double(), centered
@@ -80,39 +81,39 @@ class NormReference:
         self.unit_error = self.a * self.unit.abs() + self.b
 
     def result(self) -> Bound:
-        """Of forward."""
+        """Bound of forward."""
         scaled = self.unit * self.gamma
         error = self.unit_error * self.gamma.abs() + 4 * U * (scaled.abs() + self.beta.abs())
         return Bound(scaled + self.beta, error)
 
     def statistics(self) -> Bound:
-        """1/rms of the rows, float64 [rows]."""
+        """Bound of 1/rms of the rows, float64 [rows]."""
         return Bound(self.rstd[:, 0], (self.rstd_error * self.rstd)[:, 0])
 
     def gradients(self, dy: Tensor) -> list[Bound | None]:
-        """Of backward: dx, dgamma and, of LayerNorm, dbeta."""
+        """Bounds of backward: dx, dgamma and, for LayerNorm, dbeta."""
         dy, unit, rows = dy.double(), self.unit, dy.shape[0]
         g = dy * self.gamma
-        of_g = g.mean(1, keepdim=True) * self.centered
-        exact = (g - unit * (g * unit).mean(1, keepdim=True) - of_g) * self.rstd
+        centered_mean = g.mean(1, keepdim=True) * self.centered
+        exact = (g - unit * (g * unit).mean(1, keepdim=True) - centered_mean) * self.rstd
         mean_g, mean_g_unit = (t.abs().mean(1, keepdim=True) for t in (g, g * unit))
         error = (3 * self.a + (self.depth + 16) * U) * (g.abs() + unit.abs() * mean_g_unit + mean_g)
         error = self.rstd * (error + self.b * (unit.abs() * mean_g + mean_g_unit))
         sums_error = (dy.abs() * (self.unit_error + rows * U * unit.abs())).sum(0)
-        found: list[Bound | None] = [Bound(exact, error), Bound((dy * unit).sum(0), sums_error)]
-        return [*found, Bound(dy.sum(0), rows * U * dy.abs().sum(0)) if self.centered else None]
+        bounds: list[Bound | None] = [Bound(exact, error), Bound((dy * unit).sum(0), sums_error)]
+        return [*bounds, Bound(dy.sum(0), rows * U * dy.abs().sum(0)) if self.centered else None]
 
 
 def norm_parameters(x: Tensor, centered: bool, offset: float = 0.0) -> kn.NormParameters:
-    """Random ones for rows as long as those of x, in its dtype."""
+    """Random parameters for rows as long as x's, in x's dtype."""
     gamma, beta = (random_like(x, seed, x.shape[1:]) for seed in (8, 9))
     return kn.NormParameters(gamma, beta if centered else None, offset)
 
 
 def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
-    """RMSNorm, or `centered` LayerNorm, of rows: statistics, results and gradients.
+    """Statistics, results and gradients of RMSNorm or (`centered`) LayerNorm over rows.
 
-    `longer`: of few rows that are longer than backward holds in registers.
+    `longer`: a few rows that exceed what backward holds in registers.
     """
     if longer:
         x = x.new_empty(2, kn.LONGEST + x.shape[1])
@@ -133,8 +134,11 @@ def norm_case(x: Tensor, centered: bool, longer: bool = False) -> KernelCase:
 
 
 def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
-    """LayerNorm with quantization, by rows and by columns: the amax, or those of rows and columns, and the oracle's
-    codes of its results; `decoded`: values in place of those by rows."""
+    """LayerNorm quantized by rows and by columns: the amax, or amaxes of rows and columns, and codes.
+
+    The expected codes are the oracle's codes of the kernel's own results. `decoded`: values instead of the rowwise
+    codes.
+    """
     x, p = random_like(x, 0), norm_parameters(x, True)
     high = torch.empty_like(x)
     kn.normalize_and_quantize(x, kn.norm_statistics(x, EPS, True)[0], p, KernelOutputs(high=high))
@@ -143,10 +147,10 @@ def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase
 
     def launch() -> list[Tensor | None]:
         amax, rows, cols = (torch.zeros(size, dtype=torch.float32, device=x.device) for size in ((), *x.shape))
-        of_rows = (rows, cols) if by_rows else (None, None)
-        asked = None if by_rows else amax
-        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=asked, of_rows=of_rows)
-        return [asked, *of_rows, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
+        row_and_col_amaxes = (rows, cols) if by_rows else (None, None)
+        amax_out = None if by_rows else amax
+        statistics, _ = kn.norm_statistics(x, EPS, True, parameters=p, amax=amax_out, of_rows=row_and_col_amaxes)
+        return [amax_out, *row_and_col_amaxes, *_flat(kn.normalize_and_quantize(x, statistics, p, outputs))]
 
     def oracle() -> list[Expected]:
         magnitudes = high.abs().float()
@@ -161,7 +165,7 @@ def norm_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase
 
 
 class ActivationReference:
-    """An activation in float64, and how far a kernel may be from it: names as in `kernels/fused/activation.py`."""
+    """An activation in float64, with error bounds; names as in `kernels/fused/activation.py`."""
 
     def __init__(self, gate: Tensor, name: str, up: Tensor | None) -> None:
         kind, self.x = ka.GATED.get(name, name), gate.double()
@@ -176,35 +180,35 @@ class ActivationReference:
         return torch.ones_like(self.value) if self.factor is None else self.factor
 
     def result(self) -> Bound:
-        """Of forward."""
+        """Bound of forward."""
         return self._near(self._up())
 
     def gradients(self, dh: Tensor) -> list[Bound | None]:
-        """Of backward: of the gate and, of a gated one, of what it is multiplied with."""
+        """Bounds of backward: gradient of the gate and, for a gated activation, of the other factor."""
         d = dh.double() * self._up()
         error = (5 * self.z + 16) * U * self.weight + TINY * (1 + 3 * self.z)
         return [Bound(d * self.slope, error * d.abs()), None if self.factor is None else self._near(dh.double())]
 
 
 def _exact(x: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """act(x), act'(x), and the factors of the bounds of `kernels/fused/activation.py`: |z|, and (1 + |z|) s(z)."""
+    """act(x), act'(x), and the factors |z| and (1 + |z|) s(z) of the bounds in `kernels/fused/activation.py`."""
     if kind in ("relu", "srelu"):
         h = x.clamp(min=0)
         value, slope = (h, (x > 0).double()) if kind == "relu" else (h * h, 2 * h)
         return value, slope, torch.zeros_like(x), slope
-    one = torch.ones_like(x)
+    ones = torch.ones_like(x)
     if kind == "gelu":
         c = 2 * math.sqrt(2 / math.pi)
         z, dz = c * (x + 0.044715 * x**3), c * (1 + 3 * 0.044715 * x**2)
     else:
-        z, dz = (x, one) if kind == "silu" else (1.702 * x, 1.702 * one)
+        z, dz = (x, ones) if kind == "silu" else (1.702 * x, 1.702 * ones)
     s = torch.sigmoid(z)
     weight = (1 + z.abs() * (3 if kind == "gelu" else 1)) * s
     return x * s, s + x * s * torch.sigmoid(-z) * dz, z.abs(), weight
 
 
 def activation_case(x: Tensor, name: str) -> KernelCase:
-    """One of `ACTIVATIONS`: results and gradients."""
+    """Results and gradients of one of `ACTIVATIONS`."""
     gate, dh, up = (random_like(x, seed) for seed in range(3))
     gated = name in ka.GATED
 
@@ -223,44 +227,49 @@ def activation_case(x: Tensor, name: str) -> KernelCase:
 
 
 def activation_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
-    """A gated activation with quantization, forward and backward, by rows and by columns; `decoded`: values in place of
-    codes where nobody keeps them, forward by rows and backward both."""
+    """A gated activation quantized by rows and by columns, forward and backward.
+
+    `decoded`: values instead of codes for operands that are not saved: the rowwise one in forward, both in backward.
+    """
     gate, dh, up = (random_like(x, seed) for seed in range(3))
     highs = [torch.empty_like(x) for _ in range(3)]
     ka.activate_and_quantize(gate, GATED, up, KernelOutputs(high=highs[0]))
     ka.activate_backward_and_quantize(dh, gate, GATED, up, *(KernelOutputs(high=high) for high in highs[1:]))
-    (outputs, *of_gradients), expected = zip(
-        *(_wanted(high, fmt, decoded * passing) for high, passing in zip(highs, (1, 2, 2), strict=True)), strict=True
+    (outputs, *gradient_outputs), expected = zip(
+        *(_wanted(high, fmt, decoded * num_transient) for high, num_transient in zip(highs, (1, 2, 2), strict=True)),
+        strict=True,
     )
 
     def launch() -> list[Tensor | None]:
         forward = ka.activate_and_quantize(gate, GATED, up, outputs)
-        backward = ka.activate_backward_and_quantize(dh, gate, GATED, up, *of_gradients)
+        backward = ka.activate_backward_and_quantize(dh, gate, GATED, up, *gradient_outputs)
         return [part for targets in (forward, *backward) for part in _flat(targets)]
 
-    together = [part for parts in expected for part in parts]
-    return KernelCase(launch, lambda: together, 5 * bytes_of(x) + _bytes(together))
+    all_expected = [part for parts in expected for part in parts]
+    return KernelCase(launch, lambda: all_expected, 5 * bytes_of(x) + _bytes(all_expected))
 
 
 def measured_case(x: Tensor, block_shape: Pair, hadamard: bool = False) -> KernelCase:
-    """A normalization, and an activation forward and backward, as values beside the amaxes of their blocks, by rows and
-    by columns; `hadamard`: of columns alone, transformed."""
+    """High-precision results of a normalization and an activation (forward and backward), with amaxes of their blocks.
+
+    `hadamard`: only amaxes by columns, of transformed values.
+    """
     rows, dh, up = (random_like(x, seed) for seed in range(3))
     p, statistics = norm_parameters(rows, True), kn.norm_statistics(rows, EPS, True)[0]
-    one, two = None if hadamard else BlockAmaxes(block_shape), BlockAmaxes(block_shape, hadamard)
-    plan = amax.plan_amaxes((x.shape[0], x.shape[1]), one, two)
+    rowwise, columnwise = None if hadamard else BlockAmaxes(block_shape), BlockAmaxes(block_shape, hadamard)
+    plan = amax.plan_amaxes((x.shape[0], x.shape[1]), rowwise, columnwise)
     sizes = [0 if spans is None else math.prod(spans) for spans in (plan.spans, plan.other_spans)]
 
     def launch() -> list[Tensor | None]:
         highs = [torch.empty_like(x) for _ in range(4)]
         grids = plan.grids(x, len(highs))
-        of_norm, of_result, *of_gradients = (
-            KernelOutputs(high=high, measured=AmaxRequest(one, two, grid))
+        norm_outputs, result_outputs, *gradient_outputs = (
+            KernelOutputs(high=high, measured=AmaxRequest(rowwise, columnwise, grid))
             for high, grid in zip(highs, grids, strict=True)
         )
-        kn.normalize_and_quantize(rows, statistics, p, of_norm)
-        ka.activate_and_quantize(rows, GATED, up, of_result)
-        ka.activate_backward_and_quantize(dh, rows, GATED, up, *of_gradients)
+        kn.normalize_and_quantize(rows, statistics, p, norm_outputs)
+        ka.activate_and_quantize(rows, GATED, up, result_outputs)
+        ka.activate_backward_and_quantize(dh, rows, GATED, up, *gradient_outputs)
         return [
             *highs,
             *(
@@ -272,30 +281,32 @@ def measured_case(x: Tensor, block_shape: Pair, hadamard: bool = False) -> Kerne
 
     def oracle() -> list[Expected]:
         highs = launch()[:4]
-        found: list[Expected] = [*highs]
+        expected: list[Expected] = [*highs]
         for high in highs:
             assert high is not None
-            across = numerics.hadamard16(high.t()) if hadamard else high.t()
-            found.append(None if hadamard else numerics.block_amax(high, block_shape).view(-1))
-            found.append(numerics.block_amax(across, block_shape).view(-1))
-        return found
+            columns = numerics.hadamard16(high.t()) if hadamard else high.t()
+            expected.append(None if hadamard else numerics.block_amax(high, block_shape).view(-1))
+            expected.append(numerics.block_amax(columns, block_shape).view(-1))
+        return expected
 
     return KernelCase(launch, oracle, 9 * bytes_of(x))
 
 
 def gradient_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> KernelCase:
-    """The gradient of an output as it is, with its amax and the sum over its rows; `decoded`: as values, of both
-    directions."""
+    """A quantized gradient of an output, its amax, and the sum over its rows.
+
+    `decoded`: values instead of codes, in both orientations.
+    """
     dy = random_like(x, 0)
     request, expected = quantization(dy, fmt, transposed=fmt.transposable)
-    wanted = KernelOutputs(request)
+    outputs = KernelOutputs(request)
     if decoded:
-        wanted, expected = _wanted(dy, fmt, 2)
+        outputs, expected = _wanted(dy, fmt, 2)
 
     def launch() -> list[Tensor | None]:
         amax, sums = (torch.zeros(shape, dtype=torch.float32, device=x.device) for shape in ((), x.shape[1]))
-        found = _flat(*ka.quantize_gradients([dy], [wanted._replace(amax=amax, sums=sums)]))
-        return [amax, sums, *found[: len(expected)]]
+        results = _flat(*ka.quantize_gradients([dy], [outputs._replace(amax=amax, sums=sums)]))
+        return [amax, sums, *results[: len(expected)]]
 
     def oracle() -> list[Expected]:
         exact = dy.double()
@@ -309,11 +320,11 @@ def gradient_codes_case(x: Tensor, fmt: Format, decoded: bool = False) -> Kernel
 
 
 def rotary_case(x: Tensor, interleaved: bool) -> KernelCase:
-    """Queries of [rows, 2, heads, features], as many features as x has about twice over, forward and backward."""
+    """Rotation of [rows, 2, heads, features] queries, forward and backward; about twice as many features as x."""
     heads, features = (x.shape[1] // 128, 128) if x.shape[1] % 128 == 0 else (3, 2 * max(x.shape[1] // 12, 1))
     t, dy = (random_like(x, seed, (x.shape[0], 2, heads, features)) for seed in range(2))
     angles = RotaryPositionEmbedding(features, interleaved=interleaved)(x.shape[0], device=x.device)
-    both = kr.tables(angles)
+    cos_sin = kr.tables(angles)
 
     def oracle() -> list[Expected]:
         with kernel_dispatch.kernels_only_on():
@@ -323,8 +334,8 @@ def rotary_case(x: Tensor, interleaved: bool) -> KernelCase:
 
     return KernelCase(
         lambda: [
-            kr.rotate(t, *both, interleaved=interleaved),
-            kr.rotate(dy, *both, interleaved=interleaved, backward=True),
+            kr.rotate(t, *cos_sin, interleaved=interleaved),
+            kr.rotate(dy, *cos_sin, interleaved=interleaved, backward=True),
         ],
         oracle,
         4 * bytes_of(t),
@@ -332,7 +343,7 @@ def rotary_case(x: Tensor, interleaved: bool) -> KernelCase:
 
 
 def rounded_sum_case(x: Tensor) -> KernelCase:
-    """Gradients of an input from several weights: float32, rounded to the dtype of x."""
+    """Sum of float32 gradients of an input from several weights, rounded to the dtype of x."""
     parts = [x.float() * 0.1**number for number in range(SUMMED)]
 
     def oracle() -> list[Expected]:
@@ -343,27 +354,35 @@ def rounded_sum_case(x: Tensor) -> KernelCase:
 
 
 def cross_entropy_case(x: Tensor) -> KernelCase:
-    """Of logits: -log p of targets, log(Z) of their softmax, and the gradient, with a factor for each row, against
-    float64."""
+    """-log p of targets, log(Z) of the softmax, and the gradient of logits with a factor for each row.
+
+    Results are compared with float64.
+    """
     logits = random_like(x, 0) * 4
     rows, cols = logits.shape
     targets = torch.arange(rows, device=x.device) * 7 % cols
-    factors, of_entropy = random_like(x, 1, (rows,)).float(), torch.full((), 0.5, dtype=torch.float32, device=x.device)
+    factors, entropy_factor = (
+        random_like(x, 1, (rows,)).float(),
+        torch.full((), 0.5, dtype=torch.float32, device=x.device),
+    )
     exact = logits.double()
-    given = exact.logsumexp(-1).float()
+    log_z32 = exact.logsumexp(-1).float()
 
     def launch() -> list[Tensor | None]:
-        return [*ke.cross_entropies(logits, targets), ke.logits_gradient(logits, targets, given, factors, of_entropy)]
+        return [
+            *ke.cross_entropies(logits, targets),
+            ke.logits_gradient(logits, targets, log_z32, factors, entropy_factor),
+        ]
 
     def oracle() -> list[Expected]:
-        log_z, chosen = exact.logsumexp(-1), exact.gather(1, targets[:, None])[:, 0]
+        log_z, target_logits = exact.logsumexp(-1), exact.gather(1, targets[:, None])[:, 0]
         spread, steps = exact.amax(1) - exact.amin(1), -(cols // -ke.COLS)
         error = ((steps + 2) * (spread + 4) + math.log2(ke.COLS) + 4) * U
-        found = [Bound(value, error + 2 * U * value.abs()) for value in (log_z - chosen, log_z)]
-        z, factor = exact - given.double()[:, None], factors.double()[:, None]
+        bounds = [Bound(value, error + 2 * U * value.abs()) for value in (log_z - target_logits, log_z)]
+        z, factor = exact - log_z32.double()[:, None], factors.double()[:, None]
         gradient = z.exp() * factor - 0.5 * (torch.arange(cols, device=x.device) == targets[:, None])
-        near = (2 * z.abs() + 6) * U * factor.abs() * z.exp()
-        return [*found, Bound(gradient, near + U * gradient.abs() + TINY * factor.abs())]
+        error_of_gradient = (2 * z.abs() + 6) * U * factor.abs() * z.exp()
+        return [*bounds, Bound(gradient, error_of_gradient + U * gradient.abs() + TINY * factor.abs())]
 
     return KernelCase(launch, oracle, 3 * bytes_of(logits))
 
@@ -372,11 +391,11 @@ def cross_entropy_case(x: Tensor) -> KernelCase:
 
 
 def _of_formats(words: str) -> dict[str, dict[str, Any]]:
-    """Formats of operands of GEMMs: those that blocks along rows or square blocks make of one copy."""
-    found = (
+    """Cases for GEMM operand formats of one copy with blocks along rows or square blocks."""
+    formats = (
         f for f in QUANTIZED if len(f.copies) == 1 and (f.copies[Orientation.ROWWISE].block[0] == 1 or f.transposable)
     )
-    cases: dict[str, dict[str, Any]] = {f"{words} + quantize {fmt.name}": {"fmt": fmt} for fmt in found}
+    cases: dict[str, dict[str, Any]] = {f"{words} + quantize {fmt.name}": {"fmt": fmt} for fmt in formats}
     decoded = [name for name, options in cases.items() if is_decoded(options["fmt"])]
     return cases | {f"{name}, decoded": {**cases[name], "decoded": True} for name in decoded}
 

@@ -1,4 +1,4 @@
-"""How fast this machine is: memory, quantization, matrix products and a disk, each in about a second."""
+"""Speed of this machine: memory, quantization, GEMMs and a disk, each measured in about a second."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from quantshard.tools.doctor.results import Result, UnavailableError, Watch, fir
 from quantshard.tools.doctor.timing import bounded, bytes_of
 
 RATE, FLOPS = "GB/s", "TFLOP/s"
-"""Units: 1e9 bytes and 1e12 operations a second."""
+"""Units: 1e9 bytes and 1e12 operations per second."""
 SECONDS = 1.0
-"""What one probe may take, about."""
+"""Approximate duration of a probe."""
 FILE, PIECE = 256 << 20, 16 << 20
-"""Bytes of the file that probes the disk, and of what is written and synced at once."""
+"""Bytes of the probe's file, and bytes per write and sync."""
 NEAR = 2.0**-7
-"""What a product's first rows may be apart from what they must be, of their norm."""
+"""Largest error of the first rows of a GEMM, relative to their norm."""
 
 
 class ProbeSizes(NamedTuple):
-    """Of the matrix that is copied and quantized, and of the square ones that are multiplied."""
+    """Shape of the matrix to copy and quantize (`rows`, `cols`), and side of the square GEMMs (`product`)."""
 
     rows: int
     cols: int
@@ -42,7 +42,7 @@ ON_GPU, ON_CPU = ProbeSizes(16384, 14336, 8192), ProbeSizes(256, 2048, 512)
 
 
 def run_probes(device: torch.device, folder: Path, watch: Watch | None = None) -> list[Result]:
-    """All probes, one after another, of which `watch` is told; `folder`: whose disk is probed."""
+    """Run all probes in order; `watch` receives progress. `folder`: a folder on the disk to probe."""
     tasks = [(name, partial(outcome_of, name, measure, unit)) for name, unit, measure in _probes(device, folder)]
     after = torch.cuda.empty_cache if device.type == "cuda" else lambda: None
     return watched(tasks, watch or Watch(), after)
@@ -61,7 +61,7 @@ def _probes(device: torch.device, folder: Path) -> Iterator[tuple[str, str, Call
 
 
 def _sizes(device: torch.device) -> ProbeSizes:
-    """Of a GPU, so that the oracle, which checks what is timed, fits into its free memory."""
+    """Choose sizes so that the oracle that checks the timed kernels fits into the GPU's free memory."""
     if device.type != "cuda":
         return ON_CPU
     free = torch.cuda.mem_get_info(device)[0]
@@ -76,66 +76,67 @@ def _matrix(device: torch.device, sizes: ProbeSizes) -> Tensor:
 
 
 def probe_copy(device: torch.device, sizes: ProbeSizes) -> float:
-    """Bytes read and written by a copy."""
+    """Measure a copy, in bytes read and written."""
     x = _matrix(device, sizes)
-    other = torch.empty_like(x)
-    return 2 * bytes_of(x) / bounded(lambda: other.copy_(x), device.type, SECONDS) / 1e6
+    destination = torch.empty_like(x)
+    return 2 * bytes_of(x) / bounded(lambda: destination.copy_(x), device.type, SECONDS) / 1e6
 
 
 def _weights() -> Iterator[tuple[str, Format]]:
-    """Formats in which recipes store weights, each once."""
-    seen = set()
+    """Iterate over the distinct weight formats of recipes, as (recipe name, format)."""
+    names = set()
     for name in recipe_names():
         cell = recipe.resolve(name).weight
-        if cell is not None and cell.format.name not in seen:
-            seen.add(cell.format.name)
+        if cell is not None and cell.format.name not in names:
+            names.add(cell.format.name)
             yield name, cell.format
 
 
 def probe_quantize(device: torch.device, sizes: ProbeSizes, fmt: Format) -> float:
-    """Bytes that must be read and written to quantize one way: by the kernel, or by the oracle where none runs."""
+    """Measure rowwise quantization by the kernel (without kernels: by the oracle), in bytes read and written."""
     x = _matrix(device, sizes)
     if kernels.INTERPRETED:
         raise UnavailableError("kernels are interpreted")
     if checks.why_no_kernels(device):
         parts = numerics.quantize(x, fmt)
-        took = bounded(lambda: numerics.quantize(x, fmt), device.type, SECONDS)
-        return bytes_of(x, *parts.values()) / took / 1e6
+        duration = bounded(lambda: numerics.quantize(x, fmt), device.type, SECONDS)
+        return bytes_of(x, *parts.values()) / duration / 1e6
     case = quantize.quantize_case(x, fmt)
     return case.moved / bounded(case.launch, device.type, SECONDS) / 1e6
 
 
 def probe_product(device: torch.device, sizes: ProbeSizes, kind: str) -> float | str:
-    """Operations of a product of square matrices by PyTorch's kernel, checked on some of its rows."""
+    """Measure a square GEMM of PyTorch, in operations, and check its first rows."""
     size = sizes.product
     try:
-        made = products.KINDS[kind](size, size, size, device.type)
-        first = made.call()[: products.CHECKED_ROWS].float()
-    except (RuntimeError, NotImplementedError, ValueError) as error:  # PyTorch's, where there is no such kernel
+        gemm = products.KINDS[kind](size, size, size, device.type)
+        first = gemm.call()[: products.CHECKED_ROWS].float()
+    # PyTorch raises these if it has no such kernel.
+    except (RuntimeError, NotImplementedError, ValueError) as error:
         raise UnavailableError(first_line(error)) from None
-    if not (first - made.expected).norm() <= NEAR * made.expected.norm():
+    if not (first - gemm.expected).norm() <= NEAR * gemm.expected.norm():
         return "another product"
-    return 2 * size**3 / bounded(made.call, device.type, SECONDS) / 1e9
+    return 2 * size**3 / bounded(gemm.call, device.type, SECONDS) / 1e9
 
 
 def probe_write(folder: Path, speeds: list[float]) -> float:
-    """Bytes written to a file and synced. It is read too, before it is gone, and that speed appended to `speeds`."""
+    """Measure writes with sync to a file, and append the speed of reading the file back to `speeds`."""
     piece = torch.randint(0, 256, (PIECE,), dtype=torch.uint8, device="cpu").numpy().tobytes()
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            start, written = time.perf_counter(), 0
-            while written < FILE and time.perf_counter() - start < 2 * SECONDS:
-                written += file.write(piece)
+            start, size = time.perf_counter(), 0
+            while size < FILE and time.perf_counter() - start < 2 * SECONDS:
+                size += file.write(piece)
                 os.fsync(file.fileno())
-            speed = written / (time.perf_counter() - start) / 1e9
-            speeds.append(_read(file, written))
+            speed = size / (time.perf_counter() - start) / 1e9
+            speeds.append(_read(file, size))
     except OSError as error:
         raise UnavailableError(f"cannot write there: {error.strerror}") from None
     return speed
 
 
 def _read(file: BinaryIO, size: int) -> float:
-    """Bytes of a file read from the disk, as far as the system lets its cache be dropped."""
+    """Measure reading a file from the disk, after asking the system to drop its cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file.seek(0)
@@ -146,7 +147,7 @@ def _read(file: BinaryIO, size: int) -> float:
 
 
 def probe_read(speeds: list[float]) -> float:
-    """What `probe_write` saw when it read its file."""
+    """Return the read speed that `probe_write` measured."""
     if not speeds:
         raise UnavailableError("nothing could be written")
     return speeds[0]

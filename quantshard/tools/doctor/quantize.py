@@ -1,4 +1,4 @@
-"""Rows of the registry of kernels for `kernels/quantize/`, which quantize, measure, dequantize, transpose a matrix."""
+"""Registry rows for `kernels/quantize/`, which quantize, measure, dequantize and transpose matrices."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def trained_formats() -> set[str]:
 
 
 def timed_of(cases: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """Those of cases, each of a format, that recipes train with."""
+    """Names of the cases with formats that recipes train with."""
     return tuple(name for name, options in cases.items() if options["fmt"].name in trained_formats())
 
 
 def is_decoded(fmt: Format) -> bool:
-    """True for what recipes quantize activations into along rows: it may be decoded at once."""
+    """Whether recipes quantize activations to this format along rows, so that kernels can decode it at once."""
     return fmt.copies[Orientation.ROWWISE].block[0] == 1 and len(fmt.copies) == 1 and fmt.name in trained_formats()
 
 
 def encodings_of(fmt: Format) -> tuple[Encoding, Encoding]:
-    """Those of codes and scales."""
+    """Encodings of codes and scales."""
     copy = fmt.copies[Orientation.ROWWISE]
     return copy.codes.encoding, copy.scale.encoding
 
 
 def is_kept(fmt: Format) -> bool:
-    """True for what optimizers alone store: 16-bit codes, which Adam's kernel writes."""
+    """Whether only optimizers store this format: 16-bit codes, which Adam's kernel writes."""
     return encodings_of(fmt)[0].bits > 8
 
 
 QUANTIZED = tuple(fmt for fmt in FORMATS.values() if not is_kept(fmt))
-"""The formats that kernels quantize into."""
+"""Formats that kernels quantize to."""
 
 
 def quantization(
@@ -65,44 +65,47 @@ def quantization(
     transposed: bool = False,
     decoded: bool = False,
 ) -> tuple[QuantizeRequest, list[Expected]]:
-    """How one copy of a format is to be quantized, and what of it the oracle makes, as `results_of` gives it.
+    """Request to quantize one copy of a format, and the oracle's result in the order of `results_of`.
 
-    With amaxes given where its blocks reach beyond a tile. `transposed`: the codes of the transpose too. `words`:
-    random words, for stochastic rounding. `decoded`: values in place of codes and scales.
+    The request includes amaxes if blocks are larger than a tile. `transposed`: also the codes of the transpose.
+    `words`: random words, for stochastic rounding. `decoded`: values instead of codes and scales.
     """
     copy = fmt.copies[which]
-    drawn = None if words is None else dict.fromkeys(Orientation, words.tensor(x.device))
-    parts = numerics.quantize(x, fmt, scaling, words=drawn)
-    known = numerics.block_amax(x, copy.block) if ALL in copy.block else None
+    words_by_orientation = None if words is None else dict.fromkeys(Orientation, words.tensor(x.device))
+    parts = numerics.quantize(x, fmt, scaling, words=words_by_orientation)
+    amaxes = numerics.block_amax(x, copy.block) if ALL in copy.block else None
     by_columns = producers.read_by_columns(copy)
-    spec = QuantizeSpec(copy, scaling, (0, 0), transposed, by_columns, "" if known is None else "amaxes")
-    request = QuantizeRequest(spec._replace(decoded=decoded), known, parts.get("amax"), words)
+    spec = QuantizeSpec(copy, scaling, (0, 0), transposed, by_columns, "" if amaxes is None else "amaxes")
+    request = QuantizeRequest(spec._replace(decoded=decoded), amaxes, parts.get("amax"), words)
     if decoded:
         shape = (x.shape[0], x.shape[1] + (-x.shape[1] % 16 if scaling.random_hadamard else 0))
         return request, [numerics.dequantize(copy, parts, shape).to(x.dtype), None, None]
-    across = None
+    transposed_codes = None
     if transposed:
-        across = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
-    return request, [parts[copy.codes.name], parts[copy.scale.name], across]
+        transposed_codes = numerics.transpose_parts(fmt, parts, (x.shape[0], x.shape[1]))[copy.codes.name]
+    return request, [parts[copy.codes.name], parts[copy.scale.name], transposed_codes]
 
 
 def results_of(output: QuantizedOutput | None) -> list[Tensor | None]:
-    """Codes, scales and codes of the transpose."""
+    """Codes, scales, and codes of the transpose."""
     return [None] * 3 if output is None else [output.codes, output.scale, output.transposed]
 
 
 def quantize_case(
     x: Tensor, fmt: Format, transposed: bool = False, next_amax: bool = False, which: Orientation = Orientation.ROWWISE
 ) -> KernelCase:
-    """Codes and scales of one copy, and the transpose's codes; the amax for the next step in the same pass."""
+    """Codes and scales of one copy.
+
+    `transposed`: also the codes of the transpose. `next_amax`: also the amax for the next step, in the same pass.
+    """
     if is_kept(fmt):
         raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
     request, expected = quantization(x, fmt, which=which, transposed=transposed)
-    seen = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
-    largest = x.abs().amax().float() if next_amax else None
+    next_amax_out = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
+    expected_amax = x.abs().amax().float() if next_amax else None
     return KernelCase(
-        lambda: [*results_of(matrix.quantize_matrix(x, request, None, seen)[0]), seen],
-        lambda: [*expected, largest], bytes_of(x, *_tensors(expected)),
+        lambda: [*results_of(matrix.quantize_matrix(x, request, None, next_amax_out)[0]), next_amax_out],
+        lambda: [*expected, expected_amax], bytes_of(x, *_tensors(expected)),
     )  # fmt: skip
 
 
@@ -111,32 +114,46 @@ def _tensors(expected: Iterable[Expected]) -> list[Tensor]:
 
 
 def _quantize_cases() -> Cases:
-    """Every copy of every format; with the transpose where blocks are square, and where one scale is delayed."""
-    found: Cases = {}
+    """Every copy of every format; with the transpose for square blocks, and with the next amax for tensor scales."""
+    cases: Cases = {}
     for fmt in FORMATS.values():
         name = f"quantize {fmt.name}"
-        found[name] = {"fmt": fmt}
+        cases[name] = {"fmt": fmt}
         if is_kept(fmt):
             continue
-        found |= {f"{name}, {which.value}": {"fmt": fmt, "which": which} for which in list(fmt.copies)[1:]}
-        ways: Cases = {name: {"fmt": fmt}}
+        cases |= {
+            f"{name}, {orientation.value}": {"fmt": fmt, "which": orientation} for orientation in list(fmt.copies)[1:]
+        }
+        variants: Cases = {name: {"fmt": fmt}}
         if fmt.transposable:
-            ways[f"{name} + transpose"] = {"fmt": fmt, "transposed": True}
-        found |= ways
+            variants[f"{name} + transpose"] = {"fmt": fmt, "transposed": True}
+        cases |= variants
         if fmt.copies[Orientation.ROWWISE].block == (ALL, ALL):
-            found |= {f"{way} + next amax": options | {"next_amax": True} for way, options in ways.items()}
-    return found
+            cases |= {f"{variant} + next amax": options | {"next_amax": True} for variant, options in variants.items()}
+    return cases
 
 
 def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling, decoded: int = 0) -> KernelCase:
-    """Codes and scales by rows and, with scales of their own, by columns; `decoded`: values in place of the codes by
-    rows, or of both."""
-    padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)  # what the transform sees of a column
+    """Codes and scales by rows and, with separate scales, by columns.
+
+    `decoded`: 1 for values instead of the rowwise codes, 2 for values of both.
+    """
+    # The transform pads columns to a multiple of 16.
+    padded = x.shape[0] + (-x.shape[0] % 16 if scaling.random_hadamard else 0)
     shapes = [(x.shape[0], x.shape[1]), (x.shape[1], padded)]
-    words = [RandomBits(5, 1, 0, shape, transposed=turned) for turned, shape in zip((False, True), shapes, strict=True)]
-    (one, by_rows), (two, by_columns) = (
-        quantization(values, fmt, way, words=drawn if way.stochastic_rounding else None, decoded=number < decoded)
-        for number, (values, drawn, way) in enumerate(
+    words = [
+        RandomBits(5, 1, 0, shape, transposed=is_transposed)
+        for is_transposed, shape in zip((False, True), shapes, strict=True)
+    ]
+    (rowwise, by_rows), (columnwise, by_columns) = (
+        quantization(
+            values,
+            fmt,
+            direction_scaling,
+            words=bits if direction_scaling.stochastic_rounding else None,
+            decoded=number < decoded,
+        )
+        for number, (values, bits, direction_scaling) in enumerate(
             (
                 (x, words[0], Scaling(stochastic_rounding=scaling.stochastic_rounding)),
                 (x.t(), words[1], scaling),
@@ -145,35 +162,35 @@ def quantize_both_case(x: Tensor, fmt: Format, scaling: Scaling, decoded: int = 
     )
     expected = [*by_rows, *by_columns]
     return KernelCase(
-        lambda: [part for output in matrix.quantize_matrix(x, one, two) for part in results_of(output)],
+        lambda: [part for output in matrix.quantize_matrix(x, rowwise, columnwise) for part in results_of(output)],
         lambda: expected, bytes_of(x, *_tensors(expected)),
     )  # fmt: skip
 
 
 def _both_cases() -> Cases:
-    """With transform and stochastic rounding where blocks lie along rows and within a tile."""
-    found: Cases = {}
+    """Formats with blocks along rows; with stochastic rounding and transform for blocks within a tile."""
+    cases: Cases = {}
     for fmt in QUANTIZED:
         block = fmt.copies[Orientation.ROWWISE].block
         if fmt.transposable or len(fmt.copies) > 1 or block[0] != 1:
             continue
         name = f"quantize {fmt.name}, both directions"
-        found[name] = {"fmt": fmt, "scaling": Scaling()}
+        cases[name] = {"fmt": fmt, "scaling": Scaling()}
         if is_decoded(fmt):
-            found[f"{name}, the first decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 1}
-            found[f"{name}, decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 2}
+            cases[f"{name}, the first decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 1}
+            cases[f"{name}, decoded"] = {"fmt": fmt, "scaling": Scaling(), "decoded": 2}
         if ALL not in block:
             rounded = f"{name} + stochastic_rounding"
-            found[rounded] = {"fmt": fmt, "scaling": Scaling(stochastic_rounding=True)}
-            turned = Scaling(stochastic_rounding=True, random_hadamard=True)
-            found[f"{rounded} + random_hadamard"] = {"fmt": fmt, "scaling": turned}
+            cases[rounded] = {"fmt": fmt, "scaling": Scaling(stochastic_rounding=True)}
+            transformed = Scaling(stochastic_rounding=True, random_hadamard=True)
+            cases[f"{rounded} + random_hadamard"] = {"fmt": fmt, "scaling": transformed}
             if is_decoded(fmt):
-                found[f"{rounded} + random_hadamard, decoded"] = {"fmt": fmt, "scaling": turned, "decoded": 2}
-    return found
+                cases[f"{rounded} + random_hadamard, decoded"] = {"fmt": fmt, "scaling": transformed, "decoded": 2}
+    return cases
 
 
 def amax_case(x: Tensor, fmt: Format) -> KernelCase:
-    """Of the blocks of the first scale of a format."""
+    """Amaxes of the blocks of a format's first scale."""
     part = next(c for c in fmt.components if c.role is Role.SCALE)
     expected = numerics.block_amax(x, part.block_shape)
     return KernelCase(lambda: [amax.block_amax(x, part.block_shape)], lambda: [expected], bytes_of(x, expected))
@@ -184,7 +201,7 @@ def scales_case(x: Tensor, fmt: Format) -> KernelCase:
     copy, scaling = fmt.copies[Orientation.ROWWISE], Scaling()
     grids = numerics.amaxes(x, fmt)
     expected = [
-        made(grids, fmt, scaling, x.dtype)[copy.scale.name] for made in (numerics.scales, numerics.encode_scales)
+        compute(grids, fmt, scaling, x.dtype)[copy.scale.name] for compute in (numerics.scales, numerics.encode_scales)
     ]
     grid = grids[copy.scale.name]
     return KernelCase(
@@ -193,12 +210,14 @@ def scales_case(x: Tensor, fmt: Format) -> KernelCase:
 
 
 def dequantize_case(x: Tensor, fmt: Format, dtype: torch.dtype = torch.bfloat16) -> KernelCase:
-    """Codes and scales to values."""
+    """Values from codes and scales."""
     copy, shape, parts = fmt.copies[Orientation.ROWWISE], (x.shape[0], x.shape[1]), numerics.quantize(x, fmt)
     expected = numerics.dequantize(copy, parts, shape).to(dtype)
-    read = [parts[c.name] for c in fmt.components if c.copy is Orientation.ROWWISE]
+    inputs = [parts[c.name] for c in fmt.components if c.copy is Orientation.ROWWISE]
     return KernelCase(
-        lambda: [dequantize.dequantize(copy, parts, shape, dtype=dtype)], lambda: [expected], bytes_of(expected, *read)
+        lambda: [dequantize.dequantize(copy, parts, shape, dtype=dtype)],
+        lambda: [expected],
+        bytes_of(expected, *inputs),
     )
 
 
@@ -213,27 +232,30 @@ def _together(extremes: Tensor) -> Tensor:
 
 
 def values_case(x: Tensor) -> KernelCase:
-    """Counts and amax of values that were not quantized, of which some are neither finite nor zero."""
-    seen = x.clone()
-    for place, value in enumerate((math.inf, math.nan, 0.0)):
-        seen.view(-1)[place : place + 1] = value
+    """Counts and amax of values that are not quantized, with an infinity, a NaN and a zero."""
+    values = x.clone()
+    for index, value in enumerate((math.inf, math.nan, 0.0)):
+        values.view(-1)[index : index + 1] = value
 
     def launch() -> list[Tensor | None]:
         sums, extremes = _statistics_rows(3, x.device)
-        error.add_values(sums, extremes, seen)
+        error.add_values(sums, extremes, values)
         return [sums.sum(0), _together(extremes)]
 
     def oracle() -> list[Expected]:
         (sums,), (extremes,) = _statistics_rows(1, x.device)
-        quantization_error.add_values_(sums, extremes, seen)
+        quantization_error.add_values_(sums, extremes, values)
         return [sums, extremes]
 
     return KernelCase(launch, oracle, bytes_of(x))
 
 
 def words_case(x: Tensor, quads: bool = False, stored: bool = False) -> KernelCase:
-    """Random words of a part of a matrix, whose rows begin with whole calls of Philox or not; `stored`: the draw is in
-    memory, as in a captured step."""
+    """Random words of a part of a matrix.
+
+    `quads`: rows start at a multiple of a Philox call's four words. `stored`: the draw is in memory, as in a captured
+    step.
+    """
     rows, cols = x.shape
     width = (cols + 7) // 4 * 4 + (0 if quads else 1)
     draw = torch.tensor(70, dtype=torch.int64, device=x.device) if stored else 70
@@ -246,7 +268,7 @@ def words_case(x: Tensor, quads: bool = False, stored: bool = False) -> KernelCa
 
 
 def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
-    """Counts, extremes and squares of the error of one copy, some of whose values saturate."""
+    """Counts, extremes and squared errors of one copy; some values saturate."""
     copy, exact = fmt.copies[Orientation.ROWWISE], numerics.hadamard16(x) if hadamard else x
     amaxes = {name: grid * 0.75 for name, grid in numerics.amaxes(exact, fmt).items()}
     parts, multipliers = numerics.scales_and_multipliers(amaxes, fmt, Scaling(), x.dtype)
@@ -265,12 +287,12 @@ def error_case(x: Tensor, fmt: Format, hadamard: bool = False) -> KernelCase:
         bound = (math.log2(exact.numel()) + 4) * 2.0**-23 * squares + 2.0**-21 * squares.prod().sqrt()
         return [sums[:6], extremes, Bound(squares, bound)]
 
-    read = [parts[c.name] for c in fmt.components if c.copy is Orientation.ROWWISE]
-    return KernelCase(launch, oracle, bytes_of(x, *read))
+    inputs = [parts[c.name] for c in fmt.components if c.copy is Orientation.ROWWISE]
+    return KernelCase(launch, oracle, bytes_of(x, *inputs))
 
 
 def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
-    """Bytes; `blocks`: and the scales of their blocks of 128 x 128, to which a poison of 0 is added."""
+    """Transposed bytes. `blocks`: also the scales of their 128 x 128 blocks, with a NaN flag of 0 added."""
     codes = x.view(torch.uint8)[:, : x.shape[1]].contiguous()
     if not blocks:
         return KernelCase(
@@ -288,17 +310,17 @@ def transpose_case(x: Tensor, blocks: bool = False) -> KernelCase:
 
 
 def swizzle_case(x: Tensor, fmt: Format, turned: bool = False) -> KernelCase:
-    """A stored matrix as products with swizzled scales read it; `turned`: its transpose."""
-    copy, given, read = _stored_of(x, fmt)
+    """A stored matrix in the layout of GEMMs with swizzled scales. `turned`: its transpose."""
+    copy, matrices, inputs = _stored_of(x, fmt)
     return KernelCase(
-        lambda: _bytes_of_results(swizzle.SwizzleRequest(copy, given, turned).finish()),
-        lambda: _swizzled_by_oracle(copy, given, turned),
-        bytes_of(*(read if turned else read[1:]), *_tensors(_swizzled_by_oracle(copy, given, turned))),
+        lambda: _bytes_of_results(swizzle.SwizzleRequest(copy, matrices, turned).finish()),
+        lambda: _swizzled_by_oracle(copy, matrices, turned),
+        bytes_of(*(inputs if turned else inputs[1:]), *_tensors(_swizzled_by_oracle(copy, matrices, turned))),
     )  # fmt: skip
 
 
 def _stored_of(x: Tensor, fmt: Format) -> tuple[OrientedCodes, list[kernel_dispatch.StoredMatrix], list[Tensor]]:
-    """A stored matrix as `kernel_dispatch.swizzle` takes it, under a poison of 0; and its codes and scales."""
+    """A stored matrix as an argument of `kernel_dispatch.swizzle`, with a NaN flag of 0; and its codes and scales."""
     copy, parts = fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt)
     zero = torch.zeros((), dtype=torch.float32, device=x.device)
     codes, grid = parts[copy.codes.name], parts[copy.scale.name]
@@ -314,34 +336,41 @@ def _swizzled_by_oracle(
 
 
 def _bytes_of_results(made: Sequence[kernel_dispatch.SwizzledMatrix]) -> list[Tensor | None]:
-    ((across, laid, second),) = made
-    return [None if across is None else across.view(torch.uint8), laid.view(torch.uint8), second]
+    ((codes, swizzled_scales, second_scale),) = made
+    return [None if codes is None else codes.view(torch.uint8), swizzled_scales.view(torch.uint8), second_scale]
 
 
 def ready_case(x: Tensor, fmt: Format, weight: Format | None = None, turned: bool = False) -> KernelCase:
-    """Codes and scales as products read them; and in the same launch the matrix stored as `weight`, as `swizzle_case`
-    has it."""
+    """Codes and scales in the layout of GEMMs.
+
+    `weight`: format of a stored matrix to swizzle in the same launch (see `swizzle_case`).
+    """
     copy, parts = fmt.copies[Orientation.ROWWISE], numerics.quantize(x, fmt)
     request = QuantizeRequest(QuantizeSpec(copy, Scaling(), ready=True), second_amax=parts.get("amax"))
-    laid = swizzling.swizzled(parts[copy.scale.name])
-    second = parts.get("amax")
+    swizzled_scales = swizzling.swizzled(parts[copy.scale.name])
+    second_amax = parts.get("amax")
     unit = 1.0 / (copy.codes.encoding.max * copy.scale.encoding.max)
     expected: list[Tensor | None] = [
-        parts[copy.codes.name], laid, None if second is None else (second * unit).view(1, 1)
+        parts[copy.codes.name], swizzled_scales, None if second_amax is None else (second_amax * unit).view(1, 1)
     ]  # fmt: skip
-    read, stored = [x], None if weight is None else _stored_of(x, weight)
-    if stored is not None:
-        expected += _swizzled_by_oracle(*stored[:2], turned)
-        read += stored[2]
+    inputs, weight_args = [x], None if weight is None else _stored_of(x, weight)
+    if weight_args is not None:
+        expected += _swizzled_by_oracle(*weight_args[:2], turned)
+        inputs += weight_args[2]
 
     def launch() -> list[Tensor | None]:
-        laid = None if stored is None else swizzle.SwizzleRequest(*stored[:2], turned)
-        ((found, _),) = matrix.quantize_matrices([x], [KernelOutputs(request)], laid)
-        assert found is not None
-        codes, scale = (getattr(part, "base", part).view(torch.uint8) for part in (found.codes, found.scale))
-        return [codes, scale, found.second_scale, *([] if laid is None else _bytes_of_results(laid.finish()))]
+        weight_request = None if weight_args is None else swizzle.SwizzleRequest(*weight_args[:2], turned)
+        ((output, _),) = matrix.quantize_matrices([x], [KernelOutputs(request)], weight_request)
+        assert output is not None
+        codes, scale = (getattr(part, "base", part).view(torch.uint8) for part in (output.codes, output.scale))
+        return [
+            codes,
+            scale,
+            output.second_scale,
+            *([] if weight_request is None else _bytes_of_results(weight_request.finish())),
+        ]
 
-    return KernelCase(launch, lambda: expected, bytes_of(*read, *_tensors(expected)))
+    return KernelCase(launch, lambda: expected, bytes_of(*inputs, *_tensors(expected)))
 
 
 QUANTIZE, BOTH = _quantize_cases(), _both_cases()

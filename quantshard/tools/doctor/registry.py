@@ -1,9 +1,11 @@
-"""The registry of kernels: a row for each launcher, with its oracle and its cases, listed here and nowhere else.
+"""Registry of kernels: one row for each launcher, with its oracle and its cases.
 
-The self-test checks the cases, benchmarks/kernels.py times some of them, and the tests of kernels run them on shapes of
-their own, compile them for GPUs, and find that no Triton kernel lacks a row. So a new kernel is a file in `kernels/`
-and a row, in the file beside this one that is named after the kernel's folder. It stands here and not beside the
-kernel, since many oracles are modules and optimizers, floors above the kernels; and it can be listed without Triton.
+The self-test checks the cases, benchmarks/kernels.py times some of them, and the kernel tests run them on other shapes,
+compile them for GPUs, and check that every Triton kernel has a row. To add a kernel, add a file in `kernels/` and a row
+in the file here that is named after the kernel's folder.
+
+The registry lives here because many oracles are modules and optimizers, which `kernels/` must not import. It can be
+listed without Triton.
 """
 
 from __future__ import annotations

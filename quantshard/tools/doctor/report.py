@@ -1,6 +1,6 @@
-"""The report of `quantshard doctor`: what this machine is, the self-test and the probes, as tables and as JSON.
+"""Report of `quantshard doctor`: this machine, the self-test and the probes, as tables and as JSON.
 
-It holds no name of a host or user, and no path.
+The report contains no host name, no user name and no path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quantshard.tools.doctor.results import NOT_HERE, OK, WRONG, Result, Watch
 from quantshard.version import __version__
 
 VERSION = 1
-"""Of the keys of the JSON; larger where one of them changes its meaning."""
+"""Version of the JSON keys; it increases if a key changes its meaning."""
 
 _TRITON = ("triton", "pytorch-triton", "triton-windows")
 _STYLES = {OK: "green", WRONG: "bold red", NOT_HERE: "dim"}
@@ -39,9 +39,9 @@ _STYLES = {OK: "green", WRONG: "bold red", NOT_HERE: "dim"}
 
 @dataclass(frozen=True)
 class MachineReport:
-    """What `diagnose` found. rich prints it as tables.
+    """The result of `diagnose`; rich prints it as tables.
 
-    `about`: the keys of the JSON before "checks". `probes`: None where they were skipped.
+    `about`: the keys of the JSON before "checks". `probes`: None if the probes were skipped.
     """
 
     about: dict[str, Any]
@@ -50,44 +50,46 @@ class MachineReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no check or probe is `WRONG`."""
         return all(result.state != WRONG for result in (*self.checks, *(self.probes or ())))
 
     def to_json(self) -> str:
-        """The whole report; docs/doctor.md says what its keys are."""
-        measured = None if self.probes is None else [asdict(result) for result in self.probes]
-        tested = [{key: asdict(result)[key] for key in ("name", "state", "reason")} for result in self.checks]
-        return json.dumps({**self.about, "checks": tested, "probes": measured, "ok": self.ok}, indent=1)
+        """Return the whole report; docs/doctor.md documents the keys."""
+        probe_results = None if self.probes is None else [asdict(result) for result in self.probes]
+        check_results = [{key: asdict(result)[key] for key in ("name", "state", "reason")} for result in self.checks]
+        return json.dumps({**self.about, "checks": check_results, "probes": probe_results, "ok": self.ok}, indent=1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield _render(self)
 
 
 def is_report(head: bytes) -> bool:
-    """Whether a file that begins so is a report as JSON, or empty."""
+    """Whether a file with this beginning is empty or a JSON report."""
     return not head or re.match(rb'\{\s*"version": \d+,\s*"quantshard": "', head) is not None
 
 
 def diagnose(folder: Path | None, watch: Watch | None = None, device: torch.device | None = None) -> MachineReport:
-    """Look at this machine, run the self-test and, unless `folder` is None, the probes.
+    """Describe this machine, run the self-test and, unless `folder` is None, the probes.
 
     Args:
-        folder: where the disk is probed.
-        watch: told what runs, as it runs.
-        device: default: the first GPU, or the CPU where there is none.
+        folder: folder on the disk to probe.
+        watch: receives progress.
+        device: default: the first GPU, or the CPU without a GPU.
     """
     device = device or (torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
     about = describe_machine(device)
-    tested = tuple(checks.run_checks(device, watch))
-    return MachineReport(about, tested, None if folder is None else tuple(probes.run_probes(device, folder, watch)))
+    check_results = tuple(checks.run_checks(device, watch))
+    return MachineReport(
+        about, check_results, None if folder is None else tuple(probes.run_probes(device, folder, watch))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """The keys of the JSON that need no run."""
-    why = checks.why_no_kernels(device)
+    """Return the keys of the JSON that need no measurement."""
+    no_kernels_reason = checks.why_no_kernels(device)
     return {
         "version": VERSION,
         "quantshard": __version__,
@@ -102,7 +104,10 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "gloo": dist.is_available() and dist.is_gloo_available(),
             "nccl": _nccl(),
         },
-        "kernels": {"run": "no" if why else "interpreted" if kernels.INTERPRETED else "compiled", "reason": why},
+        "kernels": {
+            "run": "no" if no_kernels_reason else "interpreted" if kernels.INTERPRETED else "compiled",
+            "reason": no_kernels_reason,
+        },
         "formats": _formats(device),
         "recipes": {name: backend.gemm_path(recipe.resolve(name).weight, device)[0] for name in cases.recipe_names()},
     }
@@ -120,23 +125,23 @@ def _version(*names: str) -> str | None:
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"type": device.type, "name": _cpu_name(), "count": 1, "threads": torch.get_num_threads()}
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,
-        "name": found.name,
+        "name": properties.name,
         "count": torch.cuda.device_count(),
-        "capability": [found.major, found.minor],
-        "memory_bytes": found.total_memory,
-        "multiprocessors": found.multi_processor_count,
+        "capability": [properties.major, properties.minor],
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
     }
 
 
 def _cpu_name() -> str:
     try:
-        told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     except OSError:
-        told = None
-    return told[1] if told else platform.machine()
+        match = None
+    return match[1] if match else platform.machine()
 
 
 def _nccl() -> str | None:
@@ -146,13 +151,13 @@ def _nccl() -> str | None:
 
 
 def _formats(device: torch.device) -> list[dict[str, str]]:
-    """Of those that are operands of matrix products."""
-    found = []
+    """GEMM path and reason for each format that can be a GEMM operand."""
+    rows = []
     for fmt in FORMATS.values():
         if fmt.copies[Orientation.ROWWISE].codes.encoding.bits <= 8:
             path, reason = backend.gemm_path(QuantSpec(fmt), device)
-            found.append({"name": fmt.name, "gemm": path, "reason": reason})
-    return found
+            rows.append({"name": fmt.name, "gemm": path, "reason": reason})
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------- printing
@@ -211,7 +216,7 @@ def _paths(about: dict[str, Any]) -> Table:
 
 
 def _lines(title: str, results: tuple[Result, ...]) -> Table:
-    """A line for each; those that do not run here for the same reason in one."""
+    """Table with one line per result; results that are `NOT_HERE` for the same reason share a line."""
     table, absent = _table(title, "", "reason"), dict[str, list[str]]()
     for result in results:
         if result.state == NOT_HERE:
@@ -228,7 +233,7 @@ def _speeds(results: tuple[Result, ...]) -> Table:
     table = _table("probe", "", "")
     table.columns[1].justify = "right"
     for result in results:
-        shown = result.state if result.value is None else f"{result.value:.4g}"
+        text = result.state if result.value is None else f"{result.value:.4g}"
         style = _STYLES[result.state] if result.value is None else ""
-        table.add_row(result.name, Text(shown, style=style), Text(result.reason or result.unit))
+        table.add_row(result.name, Text(text, style=style), Text(result.reason or result.unit))
     return table

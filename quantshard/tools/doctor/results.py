@@ -1,4 +1,4 @@
-"""What a check or a probe found, in a line that can be shown to anybody."""
+"""Results of checks and probes, as lines without private information."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ _LONGEST = 200
 
 
 class UnavailableError(Exception):
-    """Raised by a check or probe of what this machine does not have; the message says why."""
+    """Raised by a check or probe if this machine lacks what it needs; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the report. `state`: `OK`, `WRONG` or `NOT_HERE`, with a reason for the last two. `value`, `unit`:
-    what a probe measured."""
+    """One line of the report.
+
+    `state`: `OK`, `WRONG` or `NOT_HERE`. `reason`: explanation of the last two. `value`, `unit`: the measurement of a
+    probe.
+    """
 
     name: str
     state: str
@@ -32,19 +35,19 @@ class Result:
 
 
 class Watch:
-    """Is told what runs, as it runs. This one says nothing."""
+    """Receives progress of checks and probes; this base class ignores it."""
 
     def begin(self, name: str, number: int, count: int) -> None:
-        """The check or probe `number`, from 1, of `count` begins."""
+        """Called before check or probe `number` (from 1) of `count`."""
 
     def end(self, result: Result, seconds: float) -> None:
-        """It ended, after so many seconds."""
+        """Called after it, with its duration."""
 
 
 def watched(
     tasks: Sequence[tuple[str, Callable[[], Result]]], watch: Watch, after: Callable[[], object] = lambda: None
 ) -> list[Result]:
-    """The results of tasks, each by its name, one after another; `after`: called after each."""
+    """Run named tasks one after another and return their results. `after`: called after each task."""
     results = []
     for number, (name, task) in enumerate(tasks, 1):
         watch.begin(name, number, len(tasks))
@@ -56,27 +59,29 @@ def watched(
 
 
 def outcome_of(name: str, measure: Callable[[], float | str | None], unit: str = "") -> Result:
-    """What `measure` returns or raises: a value, nothing, or in words what is wrong. No error gets past it."""
+    """Convert what `measure` returns or raises to a result: a value, None, or an error text. Never raises."""
     try:
-        told = measure()
-    except UnavailableError as why:
-        return Result(name, NOT_HERE, str(why), unit=unit)
+        outcome = measure()
+    except UnavailableError as reason:
+        return Result(name, NOT_HERE, str(reason), unit=unit)
     except torch.cuda.OutOfMemoryError:
         return Result(name, NOT_HERE, "the device has not enough free memory", unit=unit)
-    except Exception as error:  # a kernel that fails to compile must not stop the report
+    # A kernel that fails to compile must not stop the report.
+    except Exception as error:
         return Result(name, WRONG, first_line(error), unit=unit)
-    if isinstance(told, str):
-        return Result(name, WRONG, told, unit=unit)
-    return Result(name, OK, "", told, unit)
+    if isinstance(outcome, str):
+        return Result(name, WRONG, outcome, unit=unit)
+    return Result(name, OK, "", outcome, unit)
 
 
 def first_line(error: BaseException) -> str:
-    """The class and the first line of an error, without paths, which name users; of a compiler's, also the last."""
+    """Class and first line of an error, without paths, because these can name users. For compiler errors, also the last
+    line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = lines[0] + (f" ... {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else "")
     return f"{type(error).__name__}: {without_paths(text)}"[:_LONGEST]
 
 
 def without_paths(text: str) -> str:
-    """A text with `<path>` for every absolute path."""
+    """Replace every absolute path in a text by `<path>`."""
     return _PATH.sub("<path>", text)

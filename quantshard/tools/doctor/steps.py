@@ -1,5 +1,6 @@
-"""Rows of the registry of kernels for `kernels/optimizer/`, which are over many tensors: steps of optimizers, amax
-histories, and gradients that are too large. All have the bits of plain PyTorch.
+"""Registry rows for `kernels/optimizer/`: optimizer steps, amax histories, and checks of gradients.
+
+These kernels process many tensors in one launch and have the bits of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ if kernels.USABLE:
     from quantshard.kernels.optimizer import multi_tensor
 
 SMALL: tuple[Shape, ...] = ((16, 32), (3, 34))
-"""Weights that are stepped beside one of the shape that is asked for."""
+"""Shapes of additional weights in each step."""
 LIMIT = 1e4
-"""Gradients beyond it are too large."""
+"""Magnitude above which a gradient counts as too large."""
 
 
 _OPTIMIZERS: Mapping[str, Callable[..., MasterOptimizer]] = {"Adam": FusedAdam, "Lion": Lion, "Muon": Muon}
 
 
 def weights(shapes: Sequence[Shape], device: str) -> Iterator[Tensor]:
-    """Random float32 matrices."""
+    """Iterate over random float32 matrices."""
     generator = torch.Generator(device).manual_seed(0)
     for shape in shapes:
         yield torch.randn(shape, dtype=torch.float32, device=device, generator=generator).mul_(0.02)
 
 
 def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
-    """The same, each with a random gradient of a dtype."""
+    """Give each parameter a random gradient of `dtype`, and return the parameters."""
     generator = torch.Generator(params[0].device).manual_seed(1)
     for param in params:
         grad = torch.randn(param.shape, dtype=torch.float32, device=param.device, generator=generator).mul_(1e-3)
@@ -51,8 +52,9 @@ def with_gradients(params: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Pa
 def stepped(
     recipe: str, shapes: Sequence[Shape], device: str, by: str = "Adam", **options: Any
 ) -> tuple[list[nn.Parameter], MasterOptimizer]:
-    """Weights as a recipe stores them (bfloat16, if it stores none), with bfloat16 gradients, and their optimizer."""
-    torch.manual_seed(0)  # for the keys of random words
+    """Weights as a recipe stores them (by default bfloat16), with bfloat16 gradients, and their optimizer."""
+    # Keys of random words come from torch's generator.
+    torch.manual_seed(0)
     cell = recipes.resolve(recipe).weight
     params = [
         nn.Parameter(w.bfloat16() if cell is None else quantize_weight(w, cell, dtype=torch.bfloat16))
@@ -63,8 +65,10 @@ def stepped(
 
 
 def step_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any) -> KernelCase:
-    """The second step of an optimizer: weights and states."""
-    (params, optimizer), (others, plain) = (stepped(recipe, shapes, device, **options) for _ in range(2))
+    """Second step of an optimizer: weights and states."""
+    (params, optimizer), (oracle_params, oracle_optimizer) = (
+        stepped(recipe, shapes, device, **options) for _ in range(2)
+    )
 
     def launch() -> list[Tensor]:
         with kernel_dispatch.kernels_only_on(device):
@@ -73,9 +77,9 @@ def step_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any)
 
     def oracle() -> list[Tensor]:
         with kernel_dispatch.kernels_only_on():
-            plain.step()
-            plain.step()
-        return _held(others, plain)
+            oracle_optimizer.step()
+            oracle_optimizer.step()
+        return _held(oracle_params, oracle_optimizer)
 
     weights = [part for param in params for part in _stored(param)]
     states = launch()[len(weights) :]
@@ -84,14 +88,14 @@ def step_case(recipe: str, shapes: Sequence[Shape], device: str, **options: Any)
 
 
 def _held(params: Iterable[nn.Parameter], optimizer: MasterOptimizer) -> list[Tensor]:
-    """What weights and then states are stored in."""
+    """Storage tensors of all weights, then of all states."""
     states = chain.from_iterable(state.values() for state in optimizer.state.values())
     return [part for tensor in (*params, *states) for part in _stored(tensor)]
 
 
 def _stored(tensor: Tensor) -> list[Tensor]:
-    held = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return list(held.quantized_storage.components.values()) if isinstance(held, QuantizedTensor) else [held]
+    value = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return list(value.quantized_storage.components.values()) if isinstance(value, QuantizedTensor) else [value]
 
 
 def _step_of(x: Tensor, recipe: str, options: dict[str, Any]) -> KernelCase:
@@ -99,29 +103,33 @@ def _step_of(x: Tensor, recipe: str, options: dict[str, Any]) -> KernelCase:
 
 
 def histories_case(x: Tensor) -> KernelCase:
-    """As many histories as x has rows, of two lengths: amaxes with zeros, infinities and NaN that they take in."""
+    """Histories of two lengths, one for each row of x, that record amaxes with zeros, infinities and NaN."""
     generator = torch.Generator().manual_seed(0)
     lengths = [*(16 + number % 2 * 5 for number in range(x.shape[0])), x.shape[0]]
-    *kept, amaxes = (
+    *kernel_histories, amaxes = (
         torch.rand(n, dtype=torch.float32, generator=generator, device="cpu").to(x.device) for n in lengths
     )
-    for at, odd in enumerate((0.0, float("inf"), float("nan"))):
-        amaxes[at::7] = odd
-    others = [history.clone() for history in kept]
+    for offset, special in enumerate((0.0, float("inf"), float("nan"))):
+        amaxes[offset::7] = special
+    oracle_histories = [history.clone() for history in kernel_histories]
 
-    def recorded(histories: list[Tensor], *types: str) -> list[Tensor]:
+    def record(histories: list[Tensor], *types: str) -> list[Tensor]:
         with kernel_dispatch.kernels_only_on(*types):
             delayed_scaling.record_amaxes_(histories, amaxes)
-            pasts = [delayed_scaling.history_amaxes(histories, most_recent) for most_recent in (False, True)]
-        return [*histories, *pasts]
+            amaxes_to_scale_by = [
+                delayed_scaling.history_amaxes(histories, most_recent) for most_recent in (False, True)
+            ]
+        return [*histories, *amaxes_to_scale_by]
 
     return KernelCase(
-        lambda: recorded(kept, x.device.type), lambda: recorded(others), 3 * bytes_of(*kept) + 3 * bytes_of(amaxes)
+        lambda: record(kernel_histories, x.device.type),
+        lambda: record(oracle_histories),
+        3 * bytes_of(*kernel_histories) + 3 * bytes_of(amaxes),
     )
 
 
 def too_large_case(x: Tensor) -> KernelCase:
-    """Which of some tensors, of all dtypes that kernels read, have a number beyond a limit or none at all; amaxes."""
+    """Flags of tensors that exceed a limit or have NaN, and amaxes; tensors of all dtypes that kernels read."""
     generator = torch.Generator(x.device).manual_seed(0)
     shape = (x.shape[0], x.shape[1])
     tensors = [
@@ -129,12 +137,14 @@ def too_large_case(x: Tensor) -> KernelCase:
         for dtype in kernel_dispatch.KERNEL_DTYPES
         for _ in range(3)
     ]
-    for tensor, odd in zip(tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True):
-        tensor[-1, -1] = odd
+    for tensor, last_value in zip(
+        tensors, (2e4, float("nan"), 1.0, float("inf"), 1.0, -2e4, 1.0, 2e4, 1.0), strict=True
+    ):
+        tensor[-1, -1] = last_value
 
     def oracle() -> list[Tensor]:
-        beyond = torch.stack([numerics.exceeds(tensor, LIMIT) for tensor in tensors])
-        return [beyond, torch.stack([tensor.abs().amax().float() for tensor in tensors]).nan_to_num()]
+        is_too_large = torch.stack([numerics.exceeds(tensor, LIMIT) for tensor in tensors])
+        return [is_too_large, torch.stack([tensor.abs().amax().float() for tensor in tensors]).nan_to_num()]
 
     return KernelCase(
         lambda: [multi_tensor.exceeding(tensors, LIMIT), multi_tensor.tensor_amaxes(tensors).nan_to_num()],
@@ -149,7 +159,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     ", lean8": {"preset": "lean8"},
     ", no masters": {"master_weights": False},
 }
-"""Options of `FusedAdam` that are checked."""
+"""Options of `FusedAdam` to check."""
 
 STEPS: dict[str, dict[str, Any]] = {
     "Adam, current, capturable": {"recipe": "current", "options": {"capturable": True}},

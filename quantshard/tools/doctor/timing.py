@@ -1,4 +1,4 @@
-"""Times of calls on a device, and the bytes that they move."""
+"""Timing of calls on a device, and sizes of tensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 WARMUP = 3
-"""Calls that are not counted."""
+"""Number of calls that are not timed."""
 
 
 def milliseconds(call: Callable[[], Any], repeats: int, device: str, warmup: int = WARMUP) -> list[float]:
-    """Times of `repeats` calls on a device of this type, after some that are not counted."""
+    """Time `repeats` calls on a device of type `device`, after `warmup` calls that are not timed."""
     for _ in range(warmup):
         call()
     if device != "cuda":
@@ -35,12 +35,12 @@ def milliseconds(call: Callable[[], Any], repeats: int, device: str, warmup: int
 
 
 def bounded(call: Callable[[], Any], device: str, seconds: float = 1.0, most: int = 20) -> float:
-    """The median time of a call in milliseconds, of as many calls as take about so many seconds; of one, at least."""
+    """Median time of a call in milliseconds, over as many calls as fit in about `seconds`; at least one."""
     first = milliseconds(call, 1, device, warmup=1)[0]
     repeats = min(most, int(seconds * 1e3 / max(first, 1e-3)) - 2)
     return statistics.median(milliseconds(call, repeats, device, warmup=0)) if repeats > 0 else first
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
-    """Bytes of plain tensors; None has none."""
+    """Total bytes of plain tensors; None counts as 0."""
     return sum(t.numel() * t.itemsize for t in tensors if t is not None)
