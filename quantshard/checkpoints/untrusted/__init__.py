@@ -1,1 +1,1 @@
-"""Reading files that anybody may have written: nothing in them is run."""
+"""Readers of untrusted checkpoint files: no code in a file is executed."""

@@ -1,4 +1,4 @@
-"""Comparing the files of a checkpoint with its manifest before anything of them is loaded."""
+"""Compares the files of a checkpoint with its manifest before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
 from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.errors import warn_user
 
-_LATER = 10**9  # nanoseconds: clocks of hosts that share a file system differ
+# Nanoseconds; clocks of hosts that share a file system differ.
+_LATER = 10**9
 
 
 class NoManifestWarning(UserWarning):
-    """A checkpoint without a manifest is loaded: whether its files are those of one save cannot be told."""
+    """A checkpoint without a manifest is loaded, so its files cannot be verified to be of one save."""
 
 
 def check_share(path: Path_, described: Manifest, files: Collection[str]) -> None:
-    """Compare this rank's share of some files, the same on all ranks, with the manifest.
+    """Compare this rank's share of `files` (the same on all ranks) with the manifest.
 
     Raises:
-        DamagedError: naming the first file of the share that is not as the manifest says.
+        DamagedError: a file of the share differs from the manifest; the message names the first one.
     """
     sizes = {name: described.files[name].bytes if name in described.files else 0 for name in files}
-    mine = share(sizes, agreement.rank(), agreement.rank_count())
-    transfer.expect(sum(sizes[name] for name in mine))
-    compare_files(path, described, mine)
+    names = share(sizes, agreement.rank(), agreement.rank_count())
+    transfer.expect(sum(sizes[name] for name in names))
+    compare_files(path, described, names)
 
 
 def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> None:
     """Compare files with the manifest.
 
     Raises:
-        DamagedError: naming the first that is not as it says.
+        DamagedError: a file differs from the manifest; the message names the first one.
     """
     for name in names:
         problem = f"its {METADATA_FILE} names the file {name}, and its {MANIFEST} does not"
         if name in described.files:
-            found = manifest.wrong_file(path, name, described.files[name])
-            if found is None:
+            difference = manifest.wrong_file(path, name, described.files[name])
+            if difference is None:
                 continue
-            problem = found
+            problem = difference
         raise DamagedError(
             f"{path} is damaged or incomplete: {problem}; nothing was loaded. Restore its files or choose another "
             "checkpoint"
@@ -53,27 +54,28 @@ def compare_files(path: Path_, described: Manifest, names: Iterable[str]) -> Non
 
 
 def share(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
-    """Which files one of so many ranks compares: each falls to one rank, about as many bytes to each.
+    """Files that one of `count` ranks compares: each file falls to one rank, and each rank gets about as many bytes.
 
-    Ranks take them in the order of the ranks that wrote them. Where FSDP2 cuts, that is what a rank reads again when it
-    loads, on as many ranks or on others; it finds it in memory then, if there is room.
+    Files are assigned in the order of the ranks that wrote them. Under FSDP2, a rank then loads mostly the files that
+    it compared, on the same or a different number of ranks, and finds them in the page cache.
     """
     total = max(1, sum(sizes.values()))
-    found, before = [], 0
+    names, offset = [], 0
     for name in sorted(sizes, key=_by_writer):
-        if min((2 * before + sizes[name]) * count // (2 * total), count - 1) == rank:  # where its middle lies
-            found.append(name)
-        before += sizes[name]
-    return found
+        # The middle of a file decides its rank.
+        if min((2 * offset + sizes[name]) * count // (2 * total), count - 1) == rank:
+            names.append(name)
+        offset += sizes[name]
+    return names
 
 
 def _by_writer(name: str) -> tuple[list[int], str]:
-    """The order of DCP's files, `__RANK_NUMBER.distcp`."""
+    """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
 def warn_of_none(path: Path_, metadata: Metadata) -> None:
-    """Say that a checkpoint has no manifest, and what looks like files of another save. On rank 0."""
+    """Warn on rank 0 that a checkpoint has no manifest, and name files that look like another save's."""
     if agreement.rank() == 0:
         hints = "".join(f"; {hint}" for hint in _of_another_save(path, metadata))
         warn_user(
@@ -85,16 +87,18 @@ def warn_of_none(path: Path_, metadata: Metadata) -> None:
 
 
 def _of_another_save(path: Path_, metadata: Metadata) -> list[str]:
-    """Files that the metadata do not name, or that were written after them, in words."""
-    store, place = locate(path)
+    """Describe files that the metadata do not name, and files written after the metadata."""
+    store, folder = locate(path)
     if not isinstance(store, LocalStore):
         return []
-    named = {info.relative_path for info in metadata.storage_data.values()}
+    expected = {info.relative_path for info in metadata.storage_data.values()}
     try:
-        unnamed = sorted(name for name in store.names(place) if name.endswith(".distcp") and name not in named)
-        written = os.stat(store.join(place, METADATA_FILE)).st_mtime_ns
-        later = sorted(name for name in named if os.stat(store.join(place, name)).st_mtime_ns > written + _LATER)
+        unnamed = sorted(name for name in store.names(folder) if name.endswith(".distcp") and name not in expected)
+        metadata_time = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns
+        later = sorted(
+            name for name in expected if os.stat(store.join(folder, name)).st_mtime_ns > metadata_time + _LATER
+        )
     except OSError:
         return []
-    found = [(unnamed, f"are not named in its {METADATA_FILE}"), (later, f"were written after its {METADATA_FILE}")]
-    return [f"{len(names)} of its files (first: {names[0]}) {what}" for names, what in found if names]
+    findings = [(unnamed, f"are not named in its {METADATA_FILE}"), (later, f"were written after its {METADATA_FILE}")]
+    return [f"{len(names)} of its files (first: {names[0]}) {description}" for names, description in findings if names]

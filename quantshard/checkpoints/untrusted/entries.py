@@ -1,11 +1,10 @@
-"""One entry of a `.distcp` file: a tensor or a plain object as `torch.save` writes it, read without trusting it.
+"""Reads one entry of an untrusted `.distcp` file: a tensor or a plain object as `torch.save` writes it.
 
-What the caller wants saved is read here before it is written, so that nothing is saved that would not be read again.
+An entry is a zip archive of uncompressed records: a pickle, and the bytes of each storage. `pickles` decodes the
+pickle. Each tensor must lie within its storage, and a storage has the bytes of its record, so no more is allocated than
+the file holds. Checksums of records, which `torch.load` ignores, are verified too.
 
-An entry is an archive (zip) of uncompressed records: a pickle and the bytes of each storage. The pickle goes through
-`pickles`, the tensors are made here: each is shown to lie within its storage, whose bytes are those of the record, so
-that nothing is allocated that the file does not hold. Checksums of the records, which `torch.load` does not look at,
-are compared too.
+Values of the caller are also read back here before they are written, so that only readable values are saved.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from quantshard.read_limits import OBJECT_BYTES, OBJECT_VALUES, RECORDS_BYTES
 DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-"""Every dtype by its full name; `torch.half` and other second names are `torch.float16`."""
+"""Every dtype by its full name; aliases such as `torch.half` are listed as `torch.float16`."""
 
 NO_TENSORS = frozenset(dtype for name, dtype in DTYPES.items() if re.fullmatch(r"torch\.(q\w+|u?int[1-7])", name))
-"""Dtypes of which PyTorch cannot copy a tensor by itself: those of integers in a scale, and of fewer bits than 8."""
+"""Dtypes that a plain copy of a tensor does not support: quantized integers, and integers below 8 bits."""
 
 _TYPED_STORAGES = {
     f"torch.{name}Storage": dtype
@@ -51,16 +50,17 @@ _TENSOR, _TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v2", "torch._utils._re
 _PARAMETER = "torch._utils._rebuild_parameter"
 _ORDERED = "collections.OrderedDict"
 
-_LOCAL_HEADER = 30  # bytes before the name of a record
+# Bytes before the name of a record.
+_LOCAL_HEADER = 30
 _DEPTH, _DIMS = 32, 64
 _MOST = 1 << 62
 EMPTY_EXTENT = 1 << 24
-"""What the dims of a tensor without elements may multiply to, but for those that are 0."""
+"""Upper bound on the product of the nonzero dims of a tensor without elements."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """What a file would have called: the `name`, the arguments, and the state it would set. Nothing was called."""
+    """A call in a file that was not executed: `name`, arguments, and the state that it would set."""
 
     name: str
     args: tuple[Any, ...]
@@ -68,15 +68,17 @@ class RecordedCall:
 
 
 def read_entry(file: BinaryIO, offset: int, length: int, calls: Collection[str] = ()) -> Any:
-    """The tensor or object in `length` bytes of a file.
+    """Read the tensor or object in `length` bytes of a file.
 
-    None, numbers, strings, bytes, lists, tuples, sets, dicts, `torch.Size`, dtypes, devices, and tensors on the CPU.
-    `calls`: names, as "module.name", of classes and functions of other libraries; a `RecordedCall` stands for what they
-    made.
+    Supported values: None, numbers, strings, bytes, lists, tuples, sets, dicts, `torch.Size`, dtypes, devices, and CPU
+    tensors.
+
+    Args:
+        calls: names ("module.name") of classes and functions of other libraries that are returned as `RecordedCall`.
 
     Raises:
-        NeedsCodeError: it holds anything else.
-        CheckpointError: it is damaged, or says more than its bytes hold.
+        NeedsCodeError: the entry holds anything else.
+        CheckpointError: the entry is damaged, or claims more than its bytes hold.
         OSError: the file cannot be read.
     """
     archive = _Archive(file, offset, length)
@@ -85,14 +87,16 @@ def read_entry(file: BinaryIO, offset: int, length: int, calls: Collection[str] 
 
 
 def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
-    """The bytes of an entry that is to be written, and what `read_entry` makes of them.
+    """Return the bytes of an entry to write, and the value that `read_entry` makes of them.
 
     Raises:
-        ConfigurationError: it would not be read again; `what` it is is said, down to the part that cannot be.
+        ConfigurationError: the value could not be read back; the message locates the part of `what` that cannot be
+            saved.
     """
     try:
         return _written_and_read(value)
-    except Exception as error:  # an object of the caller's can fail to be saved in any way
+    # The caller's objects can raise anything while they are saved.
+    except Exception as error:
         what, part, cause = _culprit(what, value, error)
         raise ConfigurationError(
             f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); save what says the same "
@@ -108,19 +112,19 @@ def _written_and_read(value: Any) -> tuple[bytes, Any]:
 
 
 def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Any, Exception]:
-    """The innermost part that cannot be read by itself: what it is, the part, and the error that it gives."""
+    """Find the innermost part that cannot be read back: its description, the part, and its error."""
     parts = dict(enumerate(value)) if type(value) in (list, tuple) else value
     if isinstance(parts, dict) and depth < _DEPTH:
         for key, part in parts.items():
             try:
                 _written_and_read(part)
-            except Exception as found:  # as above
-                return _culprit(f"{what}[{key!r}]", part, found, depth + 1)
+            except Exception as part_error:
+                return _culprit(f"{what}[{key!r}]", part, part_error, depth + 1)
     return what, value, error
 
 
 class _FileSlice(io.RawIOBase):
-    """Some bytes of a file, as a file."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -142,7 +146,7 @@ class _FileSlice(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1, /) -> bytes:
-        """Read the list of records, of which `zipfile` makes an object each, or a header."""
+        """Read a header or the list of records; bounded, because `zipfile` makes an object for each record."""
         if size > RECORDS_BYTES:
             raise ValueError(f"its list of records has more than {RECORDS_BYTES} bytes")
         return super().read(size) or b""
@@ -157,24 +161,24 @@ class _FileSlice(io.RawIOBase):
 
 
 class _Archive:
-    """The records of one entry, each found, checked to be what it says, and read when it is asked for."""
+    """The records of one entry; each is validated when it is read."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self.slice, self.length = _FileSlice(file, offset, length), length
         try:
-            listed = zipfile.ZipFile(self.slice).infolist()
+            records = zipfile.ZipFile(self.slice).infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, EOFError, OverflowError) as error:
             raise CheckpointError(f"it is no whole archive of torch.save ({error})") from error
-        self.records = {record.filename.partition("/")[2]: record for record in listed}
-        if len(self.records) != len(listed):
+        self.records = {record.filename.partition("/")[2]: record for record in records}
+        if len(self.records) != len(records):
             raise CheckpointError("its archive has two records of one name")
-        if sum(record.file_size for record in listed) > length:
+        if sum(record.file_size for record in records) > length:
             raise CheckpointError(f"its records claim more than its {length} bytes")
         if "byteorder" in self.records and self.record("byteorder") != b"little":
             raise CheckpointError("it was written on a big-endian machine")
 
     def record(self, name: str, limit: int = 1 << 16) -> bytes:
-        """The bytes of a record, at most `limit`."""
+        """Read a record of at most `limit` bytes."""
         if name in self.records and self.records[name].file_size > limit:
             raise CheckpointError(
                 f"its {name} has more than the {limit} bytes that are read of it; save what is large as tensors"
@@ -182,7 +186,7 @@ class _Archive:
         return self.storage(name).numpy().tobytes()
 
     def storage(self, name: str) -> Tensor:
-        """The bytes of a record, as uint8 [n] in memory of its own."""
+        """Read a record as uint8 [n] in memory of its own."""
         info = self.records.get(name)
         if info is None:
             raise CheckpointError(f"its archive has no record {name[:80]!r}")
@@ -195,18 +199,19 @@ class _Archive:
         start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.length:
             raise CheckpointError(f"its record {name[:80]!r} ends behind the entry")
-        found = torch.empty(info.file_size, dtype=torch.uint8, device="cpu")
-        view, at = found.numpy().data, 0
+        content = torch.empty(info.file_size, dtype=torch.uint8, device="cpu")
+        view, position = content.numpy().data, 0
         self.slice.seek(start)
-        while at < len(view) and (count := self.slice.readinto(view[at:])):
-            at += count
-        if at < len(view) or (info.CRC and zlib.crc32(view) != info.CRC):  # 0: torch.save was told to write none
+        while position < len(view) and (count := self.slice.readinto(view[position:])):
+            position += count
+        # A CRC of 0: torch.save was configured to write none.
+        if position < len(view) or (info.CRC and zlib.crc32(view) != info.CRC):
             raise CheckpointError(f"its record {name[:80]!r} is damaged: it is cut short or has another checksum")
-        return found
+        return content
 
 
 class _ValueDecoder:
-    """Plain values and tensors from the records of a pickle."""
+    """Converts the records of a pickle to plain values and tensors."""
 
     def __init__(self, archive: _Archive, calls: Collection[str]) -> None:
         self.archive, self.budget, self.depth = archive, OBJECT_VALUES, 0
@@ -221,15 +226,15 @@ class _ValueDecoder:
         if raw is None or isinstance(raw, bool | int | float | str | bytes):
             return raw
         self.depth += 1
-        found = self._container(raw)
+        value = self._container(raw)
         self.depth -= 1
-        return found
+        return value
 
     def keys(self, raw: Iterable[Any]) -> list[Any]:
-        """What a dict or set can be made of."""
-        found = list(map(self.value, raw))
-        pickles.check_keys(found)
-        return found
+        """Decode and check keys of a dict or set."""
+        keys = list(map(self.value, raw))
+        pickles.check_keys(keys)
+        return keys
 
     def _container(self, raw: Any) -> Any:
         if isinstance(raw, list | tuple):
@@ -257,22 +262,25 @@ class _ValueDecoder:
     def ordered(self, raw: PickleRecord) -> OrderedDict[Any, Any]:
         if raw.args:
             raise ValueError
-        return OrderedDict(self.value(raw.items or {}))  # without attributes, such as a module puts on its state dict
+        # Attributes, such as a module sets on its state dict, are dropped.
+        return OrderedDict(self.value(raw.items or {}))
 
     def tensor(self, raw: PickleRecord) -> Tensor:
         pid, offset, size, stride = raw.args[:4]
-        typed = raw.name == _TENSOR
-        rest = raw.args[6:] if typed else raw.args[7:]
-        if any(rest) or not (_is_count(offset) and is_shape(size) and _are_counts(stride)):
+        has_typed_storage = raw.name == _TENSOR
+        extra_args = raw.args[6:] if has_typed_storage else raw.args[7:]
+        if any(extra_args) or not (_is_count(offset) and is_shape(size) and _are_counts(stride)):
             raise ValueError
-        dtype, storage = self._storage(pid, None if typed else DTYPES[_name(raw.args[6])])
+        dtype, storage = self._storage(pid, None if has_typed_storage else DTYPES[_name(raw.args[6])])
         if len(size) != len(stride) or dtype in NO_TENSORS:
             raise ValueError
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if math.prod(size) else -1
-        if math.prod(size) * dtype.itemsize > storage.numel() or (last + 1) * dtype.itemsize > storage.numel():
+        last_index = (
+            offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if math.prod(size) else -1
+        )
+        if math.prod(size) * dtype.itemsize > storage.numel() or (last_index + 1) * dtype.itemsize > storage.numel():
             raise CheckpointError(f"its tensor of shape {list(size)} does not lie within its {storage.numel()} bytes")
-        whole = storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole.as_strided(size, stride, offset if math.prod(size) else 0)
+        elements = storage[: storage.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return elements.as_strided(size, stride, offset if math.prod(size) else 0)
 
     def _storage(self, pid: PickleRecord, dtype: torch.dtype | None) -> tuple[torch.dtype, Tensor]:
         if type(pid) is not PickleRecord or pid.name != PERSISTENT:
@@ -289,10 +297,10 @@ class _ValueDecoder:
         return dtype, self.storages[key]
 
     def parameter(self, raw: PickleRecord) -> Tensor:
-        found = self.value(raw.args[0])
-        if not isinstance(found, Tensor):
+        value = self.value(raw.args[0])
+        if not isinstance(value, Tensor):
             raise ValueError
-        return found
+        return value
 
     def set(self, raw: PickleRecord) -> set[Any]:
         (values,) = raw.args
@@ -304,7 +312,8 @@ class _ValueDecoder:
         text, encoding = raw.args
         if type(text) is not str or encoding != "latin1":
             raise ValueError
-        if id(text) not in self.encoded:  # one text may be made bytes many times
+        # A file can refer to one text many times.
+        if id(text) not in self.encoded:
             self.encoded[id(text)] = text.encode("latin1")
         return self.encoded[id(text)]
 
@@ -318,10 +327,10 @@ class _ValueDecoder:
 
 
 def size_of(raw: object) -> torch.Size:
-    """The `torch.Size` that a record stands for.
+    """Return the `torch.Size` that a record represents.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: the record is not a valid `torch.Size`.
     """
     if type(raw) is not PickleRecord or raw.name != "torch.Size" or raw.args is None or raw.state is not None:
         raise ValueError("no torch.Size")
@@ -332,8 +341,10 @@ def size_of(raw: object) -> torch.Size:
 
 
 def is_shape(value: object) -> bool:
-    """Whether sizes, of any types, can be those of a tensor: so many elements can be counted, and where there are none,
-    the other dims are not so large that whoever walks them does not come to an end."""
+    """Whether sizes of any type are a valid tensor shape.
+
+    The number of elements must be countable. Without elements, the other dims must be small enough to iterate over.
+    """
     if not _are_counts(value):
         return False
     extent = math.prod(size for size in value if size)  # type: ignore[attr-defined]
@@ -341,7 +352,7 @@ def is_shape(value: object) -> bool:
 
 
 def _name(raw: object) -> str:
-    """The name of what stands for itself."""
+    """Name of a record without a call, such as a dtype."""
     if type(raw) is not PickleRecord or raw.args is not None:
         raise ValueError
     return raw.name

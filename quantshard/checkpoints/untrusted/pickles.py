@@ -1,14 +1,13 @@
-"""Reading pickles that anybody may have written: a stack machine that makes records of what it is told to call.
+"""Reads untrusted pickles: a stack machine that records calls instead of executing them.
 
-`pickle.load` calls whatever a file names. Here nothing that a file names is imported or called: a name must be in a
-list that the caller gives, and a call of it becomes a `PickleRecord` of the name, the arguments and the state, which
-the caller then checks and makes something of. The operations are those that Python's pickler and torch's write for
-plain values, dataclasses and tensors (protocols 2 to 5); any other is an error, and so is a name that is not in the
-list.
+`pickle.load` calls whatever a file names. Here nothing is imported or called: every name must be in a list from the
+caller, and a call becomes a `PickleRecord` of name, arguments and state, which the caller validates. Supported are the
+operations that Python's pickler and torch emit for plain values, dataclasses and tensors (protocols 2 to 5); other
+operations and names raise.
 
-Time is linear in the length of the pickle, and memory in the containers that the caller allows. What it gives may be
-shared, or contain itself; who walks it counts. Dicts and sets take only keys that cannot be made to collide
-(`check_keys`), and the memo is a list.
+Time is linear in the length of the pickle, and memory in the number of containers that the caller allows. The result
+can contain shared or cyclic references, so callers must bound their traversal. Keys of dicts and sets cannot be made to
+collide (`check_keys`), and the memo is a list.
 """
 
 from __future__ import annotations
@@ -25,29 +24,30 @@ from quantshard.errors import CheckpointError
 from quantshard.read_limits import NUMBER_KEYS, PICKLED_CONTAINERS
 
 _INTEGER_BYTES = 32
-"""Longest integer that is read; sizes and offsets have 8 at most, the state of NumPy's default generator 17."""
+"""Longest integer to read: sizes and offsets have at most 8 bytes, the state of NumPy's default generator 17."""
 
 _KEY_LIMIT = 1 << 60
-"""Integers from here on may have equal hashes, many of which make a dict slow."""
+"""Integers from this limit on can share hashes, which makes a dict slow."""
 
 _MARKS = 1 << 10
-"""Containers that may be unfinished at once; picklers nest them, and Python's stops at its recursion limit."""
+"""Largest number of unfinished containers at once. Picklers nest containers up to Python's recursion limit."""
 
 _WEIGHTS: dict[type, int] = {dict: 3, set: 3}
-"""How many containers one counts as; Python takes 232 bytes for a dict of one entry, and 72 for a list."""
+"""Containers that one object counts as: Python needs 232 bytes for a dict of one entry, and 72 for a list."""
 
 _EQUAL_HASHES = 64
-"""More than that are aimed at: of floats, powers of two have up to 34."""
+"""More equal hashes than this are deliberate; among floats, up to 34 powers of two share one."""
 
 
 class NeedsCodeError(CheckpointError):
-    """It names what only running code could make. That is no damage: what was saved is no plain value."""
+    """A value that only running code could build. It is not a plain value, but also not damaged."""
 
 
 class PickleRecord:
-    """What a pickle wants made: `name`, as "module.name", of what it would call; its `args`; the `state` it would set.
+    """An object that a pickle would build.
 
-    A name that stands for itself, as a dtype does, has `args` None. `items`: what it would put into a dict's subclass.
+    `name`: "module.name" of the callable. `args`: its arguments; None for a bare name, such as a dtype. `state`: the
+    state to set. `items`: entries of a subclass of dict.
     """
 
     __slots__ = ("args", "items", "name", "state")
@@ -60,16 +60,16 @@ class PickleRecord:
 
 
 def load_pickle(data: bytes | memoryview, allowed: Container[str], containers: int = PICKLED_CONTAINERS) -> Any:
-    """What a pickle holds, with a `PickleRecord` in place of each object that is no plain value.
+    """Decode a pickle, with a `PickleRecord` in place of each object that is not a plain value.
 
     Args:
-        allowed: the names, as "module.name", that may stand in it.
-        containers: how many lists, tuples and records it may hold; a set or dict counts as three. Each takes up to 100
-            bytes of memory, for one byte of a file.
+        allowed: the names ("module.name") that are allowed in the pickle.
+        containers: the largest number of lists, tuples and records; a set or dict counts as three. Each takes up to 100
+            bytes of memory, for one byte of the file.
 
     Raises:
-        NeedsCodeError: it names something else. Nothing of it was run.
-        CheckpointError: it is damaged, cut short or no pickle.
+        NeedsCodeError: the pickle names anything else. Nothing was executed.
+        CheckpointError: the pickle is damaged, truncated, or not a pickle.
     """
     try:
         return _PickleMachine(bytes(data), allowed, containers).run()
@@ -78,7 +78,7 @@ def load_pickle(data: bytes | memoryview, allowed: Container[str], containers: i
 
 
 class _PickleMachine:
-    """The stack, the marks on it and the memo of one pickle. A lookup that fails says that the pickle is damaged."""
+    """Stack, marks and memo of one pickle. A failed lookup means that the pickle is damaged."""
 
     def __init__(self, data: bytes, allowed: Container[str], containers: int) -> None:
         self.data, self.allowed, self.at, self.containers = data, allowed, 0, containers
@@ -98,24 +98,24 @@ class _PickleMachine:
         return self.stack.pop()
 
     def take(self, count: int) -> bytes:
-        found = self.data[self.at : self.at + count]
-        if len(found) != count:
+        content = self.data[self.at : self.at + count]
+        if len(content) != count:
             raise IndexError(self.at)
         self.at += count
-        return found
+        return content
 
     def unsigned(self, count: int) -> int:
         if count == 1:
-            found = self.data[self.at]
+            number = self.data[self.at]
             self.at += 1
-            return found
+            return number
         return int.from_bytes(self.take(count), "little")
 
     def line(self) -> str:
         end = self.data.index(b"\n", self.at)
-        found = self.data[self.at : end]
+        content = self.data[self.at : end]
         self.at = end + 1
-        return found.decode("utf-8")
+        return content.decode("utf-8")
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -140,27 +140,29 @@ class _PickleMachine:
         mark = self.marks.pop()
         if mark > len(self.stack):
             raise IndexError(mark)
-        found = self.stack[mark:]
+        values = self.stack[mark:]
         del self.stack[mark:]
-        return found
+        return values
 
     def pop(self, count: int) -> list[Any]:
         if count > len(self.stack):
             raise IndexError(count)
-        found = self.stack[-count:]
+        values = self.stack[-count:]
         del self.stack[-count:]
-        return found
+        return values
 
     # Operations ------------------------------------------------------------------------------------------------------
 
     def named(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise TypeError
-        full = f"{module}.{name}"
-        if full not in self.allowed:
-            shown = "".join(c if c.isprintable() else "?" for c in full[:120])
-            raise NeedsCodeError(f"it names {shown}, which no checkpoint needs, so that nothing of it was read or run")
-        self.push_container(PickleRecord(full))
+        full_name = f"{module}.{name}"
+        if full_name not in self.allowed:
+            printable = "".join(c if c.isprintable() else "?" for c in full_name[:120])
+            raise NeedsCodeError(
+                f"it names {printable}, which no checkpoint needs, so that nothing of it was read or run"
+            )
+        self.push_container(PickleRecord(full_name))
 
     def call(self) -> None:
         function, args = self.pop(2)
@@ -170,10 +172,10 @@ class _PickleMachine:
 
     def build(self) -> None:
         (state,) = self.pop(1)
-        made = self.stack[-1]
-        if type(made) is not PickleRecord or made.args is None or made.state is not None:
+        record = self.stack[-1]
+        if type(record) is not PickleRecord or record.args is None or record.state is not None:
             raise TypeError
-        made.state = state
+        record.state = state
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -191,7 +193,8 @@ class _PickleMachine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is PickleRecord:  # an OrderedDict, a dict's subclass
+        # A subclass of dict, such as OrderedDict.
+        if type(target) is PickleRecord:
             target.items = {} if target.items is None else target.items
             target = target.items
         keys, values = items[::2], items[1::2]
@@ -201,14 +204,16 @@ class _PickleMachine:
         target.update(zip(keys, values, strict=True))
 
     def check_keys(self, target: Any, keys: list[Any]) -> None:
-        """Check keys before they are put into a dict or set, which may get others by other operations."""
+        """Check keys before they are added to a dict or set, which other operations can extend further."""
         if not all(map(_is_key, keys)):
             raise TypeError
         count = sum(type(key) is int for key in keys)
-        if count and len(target) + count > NUMBER_KEYS:  # few targets are so large
-            _, before = self.numbers.get(id(target), (None, 0))
-            self.numbers[id(target)] = (target, before + count)  # held, so that its id stays its own
-            _check_count(before + count)
+        # Count numbers only in large targets, which are few.
+        if count and len(target) + count > NUMBER_KEYS:
+            _, previous = self.numbers.get(id(target), (None, 0))
+            # The reference to the target keeps its id from being reused.
+            self.numbers[id(target)] = (target, previous + count)
+            _check_count(previous + count)
 
     def memoize(self) -> None:
         self.memo.append(self.stack[-1])
@@ -216,13 +221,15 @@ class _PickleMachine:
     def remember(self, place: int) -> None:
         if place < len(self.memo):
             self.memo[place] = self.stack[-1]
-        elif place == len(self.memo):  # as picklers count
+        # Picklers number the memo in order.
+        elif place == len(self.memo):
             self.memoize()
         else:
             raise IndexError(place)
 
     def frame(self) -> None:
-        self.take(8)  # how long it is, which helps whoever reads from a stream
+        # The frame's length matters only to readers of streams.
+        self.take(8)
 
     def long(self) -> None:
         count = self.unsigned(1)
@@ -264,7 +271,7 @@ def _tuple(count: int) -> Callable[[_PickleMachine], None]:
 
 
 PERSISTENT = "persistent"
-"""Name of the record of a storage that lies beside the pickle; its argument is what the pickle says of it."""
+"""Name of the record of a storage outside the pickle; its argument is the pickle's description of the storage."""
 
 _OPERATIONS: dict[bytes, Callable[[_PickleMachine], None]] = {
     pickle.PROTO: lambda m: None if m.unsigned(1) <= 5 else m.named("pickle protocol", "6 or later"),
@@ -311,7 +318,7 @@ _BY_CODE = {code[0]: operation for code, operation in _OPERATIONS.items()}
 
 
 def _is_key(value: Any) -> bool:
-    """What may be a key of a dict. No tuple: the hash of a deeply nested one overflows the interpreter's stack."""
+    """Whether a value can be a dict key. Tuples cannot: the hash of a deeply nested one overflows the stack."""
     if type(value) is int:
         return -_KEY_LIMIT < value < _KEY_LIMIT
     return type(value) in _SECRET or type(value) is PickleRecord
@@ -322,10 +329,10 @@ _HASHED = (*_SECRET, int, float, torch.Size, torch.dtype, torch.device)
 
 
 def check_keys(values: Collection[Any]) -> None:
-    """Check what is to be put into a dict or set: plain values, among them tuples that are nested a little at most.
+    """Check keys of a dict or set: plain values, possibly tuples with little nesting.
 
     Raises:
-        CheckpointError: they cannot be, or are such that it would take quadratic time.
+        CheckpointError: a key is not hashable, or the keys would take quadratic time.
     """
     if not _are_hashed(values):
         raise CheckpointError("it has a key that is no plain value")
@@ -340,10 +347,10 @@ def _are_hashed(values: Iterable[Any]) -> bool:
 
 
 def has_many_equal(hashes: Iterable[int]) -> bool:
-    """Whether some hash stands there more often than by chance."""
+    """Whether some hash occurs more often than by chance."""
     ordered, run = sorted(hashes), 0
-    for before, after in pairwise(ordered):
-        run = run + 1 if before == after else 0
+    for previous, current in pairwise(ordered):
+        run = run + 1 if previous == current else 0
         if run >= _EQUAL_HASHES:
             return True
     return False

@@ -1,7 +1,7 @@
-"""Reading a checkpoint's entries from files that anybody may have written: nothing in them is run.
+"""Reads entries of untrusted checkpoints; no code in a file is executed.
 
-`SafeReader` reads for DCP, which loads a rank's part of many entries with it and `SafePlanner` (`read_into`), and entry
-by entry for one process that looks at a checkpoint, whatever processes and meshes wrote it.
+`SafeReader` serves DCP, which loads a rank's part of many entries with `SafePlanner` (`read_into`). It also reads
+single entries in one process, whatever mesh wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from quantshard.errors import CheckpointError, LostRankError
 
 
 class DamagedError(CheckpointError):
-    """The files of a checkpoint cannot be read, whatever the model."""
+    """The files of a checkpoint cannot be read by any model."""
 
 
 class MissingError(DamagedError):
-    """There is no checkpoint, or an incomplete one; the next older one is looked for as in the place of a damaged."""
+    """A checkpoint does not exist or is incomplete. As for a damaged one, the next older checkpoint is tried."""
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint in a directory by its checked metadata; entries are decoded by `entries`, not by `torch.load`.
+    """Reads a checkpoint with validated metadata; `entries` decodes its entries instead of `torch.load`.
 
     Args:
-        path: the directory, or its URL.
-        metadata: what `read_metadata(path)` gave, if that was called before.
+        path: a directory or URL.
+        metadata: the result of `read_metadata(path)`; None to read it.
     """
 
     def __init__(self, path: Path_, metadata: Metadata | None = None) -> None:
@@ -61,21 +61,21 @@ class SafeReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self) -> Metadata:
-        """The checked metadata. Without DCP's keywords: there are no metadata of single ranks to fall back on."""
+        """Return the validated metadata. DCP's keywords are not supported: ranks have no metadata of their own."""
         if self._metadata is None:
             self._metadata = read_metadata(self.place)
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As DCP's."""
+        """See DCP's reader."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan, each file opened once and from its beginning to its end.
+        """Read the items of a plan; each file is opened once and read in order.
 
         Raises:
-            CheckpointError: naming the entry that is damaged or is not what the metadata say.
+            CheckpointError: an entry is damaged or contradicts the metadata; the message names the entry.
         """
         transfer.expect(sum(self.storage_data[item.storage_index].length for item in plan.items))
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
@@ -91,19 +91,19 @@ class SafeReader(FileSystemReader):
         return done
 
     def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Each chunk of a tensor with its values, one at a time in memory.
+        """Iterate over the chunks of a tensor with their values; one chunk is in memory at a time.
 
         Raises:
-            CheckpointError: naming the entry; it is damaged, or not what the metadata say.
+            CheckpointError: the entry is damaged or contradicts the metadata; the message names the entry.
         """
-        for chunk, found in self.stored(key):
-            assert isinstance(found, Tensor)
-            yield chunk, found
+        for chunk, values in self.stored(key):
+            assert isinstance(values, Tensor)
+            yield chunk, values
 
     def stored(
         self, key: str, calls: Collection[str] = ()
     ) -> Iterator[tuple[ChunkStorageMetadata, Tensor | RecordedCall]]:
-        """`pieces`, of which some may be what the `calls` of another library would make; see `entries.read_entry`."""
+        """Like `pieces`, but values can be a `RecordedCall` of a name in `calls` (see `entries.read_entry`)."""
         metadata = self.read_metadata()
         entry = metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
@@ -113,24 +113,25 @@ class SafeReader(FileSystemReader):
                 yield chunk, self._tensor(file, key, chunk.sizes, info, calls)
 
     def tensor(self, key: str) -> Tensor:
-        """A whole tensor, put together of its chunks, on the CPU.
+        """Read a whole tensor, assembled from its chunks, on the CPU.
 
         Raises:
-            CheckpointError: naming the entry; it is none, damaged, or not what the metadata say.
+            CheckpointError: the entry is not a tensor, is damaged, or contradicts the metadata; the message names the
+                entry.
         """
         entry = self.read_metadata().state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"it has no tensor {key}")
-        found = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        result = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for chunk, values in self.pieces(key):
-            found[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
-        return found
+            result[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = values
+        return result
 
     def content(self, key: str) -> bytes:
-        """The bytes of an entry that is no tensor.
+        """Read the bytes of an entry that is not a tensor.
 
         Raises:
-            CheckpointError: naming the entry; it is a tensor, or cannot be read.
+            CheckpointError: the entry is a tensor, or cannot be read; the message names the entry.
         """
         metadata = self.read_metadata()
         if not isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata):
@@ -141,20 +142,21 @@ class SafeReader(FileSystemReader):
             return file.read(info.length)
 
     def object(self, key: str) -> Any:
-        """The plain object in an entry that is no tensor.
+        """Read the plain object in an entry that is not a tensor.
 
         Raises:
-            CheckpointError: naming the entry; it is damaged, or no plain value.
+            CheckpointError: the entry is damaged, or not a plain value; the message names the entry.
         """
         return decoded(key, self.content(key))
 
     @contextmanager
     def damage_named(self, key: str) -> Iterator[None]:
-        """While it lasts, errors of reading an entry say that the checkpoint is damaged, and which: for who reads
-        several. That an object needs code to be read is no damage.
+        """Report errors in the block as damage of the entry `key`, with the checkpoint's path.
+
+        Use it to read several entries. A value that needs code to be read is not damage.
 
         Raises:
-            NeedsCodeError: as it is.
+            NeedsCodeError: unchanged.
             CheckpointError: any other, with the checkpoint's path.
         """
         try:
@@ -180,46 +182,46 @@ class SafeReader(FileSystemReader):
             file.seek(info.offset)
             planner.load_bytes(item, io.BytesIO(file.read(info.length)))
             return
-        found = self._tensor(file, key, self._sizes(item.storage_index), info)
-        assert isinstance(found, Tensor)
+        chunk = self._tensor(file, key, self._sizes(item.storage_index), info)
+        assert isinstance(chunk, Tensor)
         target = planner.resolve_tensor(item).detach()
-        part = found[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+        part = chunk[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
         if part.shape != target.shape:
             raise CheckpointError(f"{key} has {tuple(part.shape)} here where {tuple(target.shape)} are wanted")
         target.copy_(part)
         planner.commit_tensor(item, target)
 
     def _sizes(self, index: MetadataIndex) -> torch.Size:
-        """The sizes of a chunk, which an index hints at."""
+        """Sizes of a chunk; the index of a `MetadataIndex` is only a hint."""
         entry = self.read_metadata().state_dict_metadata[index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        at = index.index
-        hinted = entry.chunks[at : at + 1] if at is not None and at >= 0 else []
-        return next(chunk.sizes for chunk in (*hinted, *entry.chunks) if chunk.offsets == index.offset)
+        position = index.index
+        first_guess = entry.chunks[position : position + 1] if position is not None and position >= 0 else []
+        return next(chunk.sizes for chunk in (*first_guess, *entry.chunks) if chunk.offsets == index.offset)
 
     def _tensor(
         self, file: BinaryIO, key: str, size: torch.Size, info: Any, calls: Collection[str] = ()
     ) -> Tensor | RecordedCall:
-        """A chunk, shown to be the tensor that the metadata describe: DCP would cast or cut another."""
+        """Read a chunk and check it against the metadata; DCP would cast or slice a different tensor."""
         entry = self.read_metadata().state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         dtype = entry.properties.dtype
         try:
-            found = entries.read_entry(file, info.offset, info.length, calls)
-            if isinstance(found, RecordedCall):
-                return found
-            if not isinstance(found, Tensor) or found.dtype != dtype or found.shape != size:
-                what = f"{getattr(found, 'dtype', type(found).__name__)} {list(getattr(found, 'shape', ()))}"
-                raise CheckpointError(f"it is {what}, and the metadata say {dtype} {list(size)}")
+            value = entries.read_entry(file, info.offset, info.length, calls)
+            if isinstance(value, RecordedCall):
+                return value
+            if not isinstance(value, Tensor) or value.dtype != dtype or value.shape != size:
+                description = f"{getattr(value, 'dtype', type(value).__name__)} {list(getattr(value, 'shape', ()))}"
+                raise CheckpointError(f"it is {description}, and the metadata say {dtype} {list(size)}")
         except CheckpointError as error:
             raise CheckpointError(f"{key} cannot be read: {error}") from error
-        return found
+        return value
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Decodes entries that are not tensors by `entries`; DCP's own planner would unpickle them.
+    """Decodes entries that are not tensors by `entries`; DCP's default planner would unpickle them.
 
-    `left_out`: of the caller's own entries those that need code to be read, each with what is said of it.
+    `left_out`: the caller's own entries that need code to be read -> error text.
     """
 
     def __init__(self) -> None:
@@ -227,31 +229,31 @@ class SafePlanner(DefaultLoadPlanner):
         self.left_out: dict[str, str] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object where it belongs in the state dict.
+        """Put an object into the state dict.
 
         Raises:
-            CheckpointError: it is damaged, or no plain value and not the caller's own.
+            CheckpointError: the object is damaged, or needs code to be read and is not the caller's own.
         """
         key = read_item.dest_index.fqn
         try:
-            found = decoded(key, value.getvalue())
+            decoded_value = decoded(key, value.getvalue())
         except NeedsCodeError as error:
             if not key.startswith(f"{EXTRA}."):
                 raise
             self.left_out[key] = str(error)
             return
         if self.flatten_state_dict:
-            private_torch.set_element(self.original_state_dict, self.mappings[key], found)
+            private_torch.set_element(self.original_state_dict, self.mappings[key], decoded_value)
         else:
-            self.state_dict[key] = found
+            self.state_dict[key] = decoded_value
 
 
 def decoded(key: str, content: bytes) -> Any:
-    """The plain object in an entry that is no tensor.
+    """Decode the plain object in an entry that is not a tensor.
 
     Raises:
-        NeedsCodeError: naming the entry; it is no plain value.
-        CheckpointError: naming the entry; it is damaged.
+        NeedsCodeError: the entry is not a plain value; the message names the entry.
+        CheckpointError: the entry is damaged; the message names the entry.
     """
     try:
         return entries.read_entry(io.BytesIO(content), 0, len(content))
@@ -260,22 +262,22 @@ def decoded(key: str, content: bytes) -> Any:
 
 
 def why_unread(key: str, error: CheckpointError) -> str:
-    """What was wrong with an entry, without its name."""
+    """The problem with an entry, without its name."""
     return str(error).removeprefix(f"{key} cannot be read: ")
 
 
 def placeholder(stored: TensorStorageMetadata | BytesStorageMetadata) -> Tensor | None:
-    """What `read_into` reads a whole entry into: an empty tensor on the CPU, or None, which an object replaces."""
+    """Target for `read_into` to read a whole entry: an empty CPU tensor, or None to be replaced by an object."""
     if isinstance(stored, TensorStorageMetadata):
         return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
     return None
 
 
 def read_whole(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Entries of a checkpoint, tensors whole and on the CPU; each rank reads for itself.
+    """Read entries of a checkpoint, tensors whole and on the CPU; each rank reads independently.
 
     Raises:
-        CheckpointError: as of `read_into`.
+        CheckpointError: see `read_into`.
     """
     state: dict[str, Any] = {key: placeholder(metadata.state_dict_metadata[key]) for key in keys}
     if state:
@@ -284,34 +286,34 @@ def read_whole(path: Path_, metadata: Metadata, keys: Iterable[str]) -> dict[str
 
 
 def read_into(path: Path_, metadata: Metadata, state: dict[str, Any], no_dist: bool = False) -> dict[str, str]:
-    """Read entries into a state dict: tensors in place, a rank its own part. A collective call unless `no_dist`.
+    """Read entries into a state dict: tensors in place, for each rank its own part. A collective call unless `no_dist`.
 
     Returns:
-        The caller's own entries that were left out, since they need code to be read: what is said of each, by its key.
+        The caller's own entries that were left out because they need code to be read: key -> error text.
 
     Raises:
-        DamagedError: on every rank, with the first failure of any.
-        CheckpointError: no damage, but a rank has no memory for it, or was interrupted.
-        KeyboardInterrupt, SystemExit: it was this rank.
+        DamagedError: an entry could not be read; raised on every rank, with the first failure of any rank.
+        CheckpointError: a rank ran out of memory, or was lost or interrupted.
+        KeyboardInterrupt, SystemExit: this rank was interrupted.
     """
-    planner, alone = SafePlanner(), no_dist or process_groups.world() is None
+    planner, is_local = SafePlanner(), no_dist or process_groups.world() is None
     try:
         reader = SafeReader(path, metadata)
-        private_torch.load_checkpoint(state, storage_reader=reader, planner=planner, no_dist=alone)
+        private_torch.load_checkpoint(state, storage_reader=reader, planner=planner, no_dist=is_local)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
         if isinstance(error, CheckpointException):
-            agreement.raise_interrupt(error, 0 if alone else agreement.rank())
-        why = agreement.first_failure(error)
+            agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
+        reason = agreement.first_failure(error)
         if _lacks_memory(error):
-            raise CheckpointError(f"{path} cannot be read into the memory that there is: {why}") from error
+            raise CheckpointError(f"{path} cannot be read into the memory that there is: {reason}") from error
         if agreement.is_loss_of_a_rank(error):
-            raise LostRankError(f"{path} could not be read: another rank ended, or did not come: {why}") from error
+            raise LostRankError(f"{path} could not be read: another rank ended, or did not come: {reason}") from error
         raise DamagedError(
-            f"{path} is damaged or incomplete: {why}; restore its files or choose another checkpoint"
+            f"{path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"
         ) from error
     return planner.left_out
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    found = [f for f, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return any(isinstance(each, MemoryError | torch.OutOfMemoryError) for each in found)
+    errors = [f for f, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in errors)
