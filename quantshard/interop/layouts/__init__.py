@@ -1,4 +1,4 @@
-"""Layouts: a model's weights as other programs store them, in safetensors; export and import."""
+"""Import and export of a model's weights as safetensors in the layouts of other programs."""
 
 from quantshard.interop.layouts.inspection import inspect
 from quantshard.interop.layouts.loading import Import, load

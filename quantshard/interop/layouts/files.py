@@ -1,9 +1,9 @@
-"""Safetensors files: written as a stream, read slice by slice, and not believed.
+"""Writes safetensors files as a stream and reads untrusted ones slice by slice.
 
-A file is 8 bytes, the length of the header (little endian); the header, JSON: name -> dtype, shape and the range of
-bytes that holds the tensor; and these bytes. The `safetensors` library refuses headers that are too long, not JSON, or
-whose ranges overlap, have gaps or are of another length than dtype and shape say (tests/interop/layouts/test_files.py
-holds it to that); names of files in an index are checked here.
+A file consists of the header's length (8 bytes, little endian), the header (JSON: name -> dtype, shape and byte range)
+and the tensors' bytes. The `safetensors` library rejects headers that are too long, not JSON, or have byte ranges that
+overlap, leave gaps or do not match dtype and shape; tests/interop/layouts/test_files.py verifies this. File names in
+an index are checked here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DTYPES: Final = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""The dtypes that layouts have, as a header says them."""
+"""The dtypes used by layouts, with their names in a header."""
 
 _COMPANIONS: Final = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.*",
@@ -58,14 +58,14 @@ Described = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Tensors that lie in one file and are made together: their dtypes and shapes, and what makes them."""
+    """Tensors of one file that are computed together: their dtypes and shapes, and the function that computes them."""
 
     tensors: Described
     make: Callable[[], Mapping[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Total size of the tensors in bytes."""
         return sum(_nbytes(*described) for described in self.tensors.values())
 
 
@@ -79,9 +79,9 @@ def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def write_safetensors(
     folder: Path, groups: Sequence[TensorBatch], max_shard_bytes: int, metadata: Mapping[str, str]
 ) -> int:
-    """Write groups as sharded safetensors with their index; one group is in memory at a time. Returns the bytes.
+    """Write groups as sharded safetensors with an index, holding one group in memory at a time.
 
-    `metadata`: strings for the headers.
+    `metadata`: strings for the headers. Returns the total size of the tensors in bytes.
     """
     shards: list[list[TensorBatch]] = [[]]
     for group in groups:
@@ -102,20 +102,21 @@ def write_safetensors(
 
 def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
+    offset = 0
     for group in groups:
         for name, (dtype, shape) in group.tensors.items():
-            end = at + _nbytes(dtype, shape)
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, end]}
-            at = end
+            end = offset + _nbytes(dtype, shape)
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes, as the library writes them
+    # align tensors to 8 bytes, as the library does
+    text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for group in groups:
-            made = group.make()
+            values = group.make()
             for name, (dtype, shape) in group.tensors.items():
-                tensor = made[name]
+                tensor = values[name]
                 assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), (name, tensor.dtype, tensor.shape)
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 transfer.moved(tensor.nbytes)
@@ -124,20 +125,20 @@ def _write_file(path: Path, groups: Sequence[TensorBatch], metadata: Mapping[str
 
 
 def companions(folder: Path, *names: str) -> list[Path]:
-    """The files of a model's folder that describe it beside its weights: tokenizer, templates, how it generates; and
-    those of these names."""
-    wanted = (*names, *_COMPANIONS)
-    return [path for path in sorted(folder.iterdir()) if any(fnmatchcase(path.name, name) for name in wanted)
+    """List files that belong to a model's weights (tokenizer, chat templates, generation settings) and files that match
+    `names`."""
+    patterns = (*names, *_COMPANIONS)
+    return [path for path in sorted(folder.iterdir()) if any(fnmatchcase(path.name, name) for name in patterns)
             and (path.is_symlink() or not path.is_dir())]  # fmt: skip
 
 
 def copied_lines(copied: Sequence[Path]) -> list[str]:
-    """What is said of files that were copied."""
+    """Format a report line about copied files."""
     return [f"copied beside the weights: {', '.join(path.name for path in copied)}"] if copied else []
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file to disk."""
+    """Write a JSON file and sync it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
@@ -145,28 +146,30 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
-    """An object from a JSON file. `kind`: of the file, for its limit.
+    """Read a JSON object. `kind`: key of the size limit in `FILE_BYTES`.
 
     Raises:
-        CheckpointError: it is missing, longer than `FILE_BYTES` says or not a JSON object.
+        CheckpointError: the file is missing, too long or not a JSON object.
     """
     return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError, wide=True)
 
 
 class SafetensorsFiles:
-    """Safetensors files, a single one or those of a folder, as one table of tensors of which slices are read.
+    """One safetensors file, or all files of a folder, as a single table of tensors that can be read in slices.
 
     Args:
-        any_dtype: whether tensors may be of dtypes that no layout has, too.
+        path: the file or folder.
+        any_dtype: whether to also accept dtypes that no layout uses.
 
     Raises:
-        CheckpointError: there is none, an index names a file outside the folder or a tensor that is not in its file, a
-            header is not one, or a dtype is none of `DTYPES`.
+        CheckpointError: no file exists, an index names a file outside the folder or a tensor missing from its file, a
+            header is invalid, or a dtype is not supported.
     """
 
     def __init__(self, path: str | os.PathLike[str], any_dtype: bool = False) -> None:
         single = Path(path) if Path(path).name.endswith(SUFFIX) else None
-        self._follows = single is not None  # a link that the user has named
+        # follow a link only if the user named it
+        self._follows = single is not None
         self.folder = Path(path) if single is None else single.parent
         self._dtypes = set(DTYPES) | (set(_OTHER_DTYPES) if any_dtype else set())
         self._index: dict[str, str] = {}
@@ -198,14 +201,15 @@ class SafetensorsFiles:
 
     def _describe(self, file: str) -> None:
         try:
-            foreign.regular_size(self.folder / file, follow=self._follows)  # a pipe would be waited for
-            opened = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
-            found = {name: opened.get_slice(name) for name in opened.keys()}
-            described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
-            self.metadata.update(opened.metadata() or {})
+            # opening a pipe would block
+            foreign.regular_size(self.folder / file, follow=self._follows)
+            reader = self._open[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            slices = {name: reader.get_slice(name) for name in reader.keys()}
+            headers = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            self.metadata.update(reader.metadata() or {})
         except (SafetensorError, OSError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read as safetensors: {why(error)}") from None
-        for name, (dtype, shape) in described.items():
+        for name, (dtype, shape) in headers.items():
             if _BY_NAME.get(dtype) not in self._dtypes:
                 raise CheckpointError(f"{self.folder / file}: {name} is of dtype {dtype}, which no layout has")
             if not is_shape(shape):
@@ -223,21 +227,21 @@ class SafetensorsFiles:
         return name in self.tensors
 
     def names(self) -> Iterator[str]:
-        """Names of all tensors."""
+        """Iterate over the names of all tensors."""
         return iter(self.tensors)
 
     def read(self, name: str, *slices: slice) -> Tensor:
-        """A slice of a tensor; the rest is not read."""
+        """Read a slice of a tensor without reading the rest."""
         try:
-            opened = self._open[self._file_of[name]]
+            reader = self._open[self._file_of[name]]
             shape = self.tensors[name][1]
-            found = opened.get_slice(name)[tuple(slices)] if slices and shape else opened.get_tensor(name)
+            values = reader.get_slice(name)[tuple(slices)] if slices and shape else reader.get_tensor(name)
         except (SafetensorError, OSError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.folder}: {name} cannot be read: {why(error)}") from None
-        assert isinstance(found, Tensor)
-        transfer.moved(found.nbytes)
-        return found
+        assert isinstance(values, Tensor)
+        transfer.moved(values.nbytes)
+        return values
 
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
+        """Return the total size of all tensors in bytes."""
         return sum(_nbytes(dtype, shape) for dtype, shape in self.tensors.values())

@@ -1,6 +1,7 @@
-"""What `quantshard inspect` shows of safetensors files: weights by the names, dtypes and scales of any layout.
+"""Inspection of safetensors files for `quantshard inspect`. Recognizes weights by the names, dtypes and scales of any
+layout.
 
-No configuration is asked for, so that a file alone can be looked into; data are read some rows at a time.
+Needs no configuration, so a single file can be inspected. Tensors are read in batches of rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BYTES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class _KeySuffixes:
-    """How the names of a weight's codes, scales and second scale end; the second one divides or multiplies."""
+    """Suffixes of the keys of a weight's codes, scales and second scale, and whether the second scale divides."""
 
     codes: str
     scale: str
@@ -40,13 +41,14 @@ class _KeySuffixes:
 
 
 def _names_of_layouts() -> tuple[_KeySuffixes, ...]:
-    found = {_KeySuffixes("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
+    suffixes = {_KeySuffixes("_qdata", "_scale"): None}  # torchao's: l._weight_qdata, l._weight_scale
     for layout in LAYOUTS.values():
         if not layout.is_plain:
             codes, scale = layout.codes_key.removeprefix("weight"), layout.scale_key.removeprefix("weight")
             second = (layout.second.key.removeprefix("weight"), layout.second.divides) if layout.second else ()
-            found[_KeySuffixes(codes, scale, *second)] = None
-    return tuple(sorted(found, key=lambda names: names.second is None))  # whoever has two scales has a first one, too
+            suffixes[_KeySuffixes(codes, scale, *second)] = None
+    # layouts with a second scale first, because their weights also match the suffixes of layouts without one
+    return tuple(sorted(suffixes, key=lambda names: names.second is None))
 
 
 _NAMES: Final = _names_of_layouts()
@@ -54,7 +56,7 @@ _NAMES: Final = _names_of_layouts()
 
 @dataclass(frozen=True)
 class _StoredWeight:
-    """The keys of a tensor and of its scales. `encoding`: that of its codes, None for a tensor in high precision."""
+    """The keys of a tensor and its scales. `encoding`: encoding of the codes; None for a tensor in high precision."""
 
     codes: str
     encoding: Encoding | None = None
@@ -69,15 +71,16 @@ class _StoredWeight:
 
 @suggests_names
 def inspect(path: Path_, data: bool = True) -> Inspection:
-    """Look into a checkpoint directory, or into safetensors files: one, or those of a directory.
+    """Inspect a checkpoint directory, a safetensors file, or a directory of safetensors files.
 
-    Not a collective call; nothing in the files is run, and one chunk, or some rows, are in memory at a time.
+    Not a collective call. Runs no code from the files and holds one chunk, or a batch of rows, in memory at a time.
 
     Args:
-        data: whether to read scales and codes; else metadata, headers and tags alone are read.
+        path: the directory or file.
+        data: whether to read scales and codes, not only metadata, headers and tags.
 
     Raises:
-        CheckpointError: it is none of these, or damaged.
+        CheckpointError: `path` is neither a checkpoint nor safetensors, or is damaged.
     """
     check_arguments("inspect", PATH, path=path)
     if _is_exported(path):
@@ -88,11 +91,11 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
 
 
 def _is_exported(path: Path_) -> bool:
-    store, place = locate(path)
-    if place.endswith(SUFFIX):
+    store, location = locate(path)
+    if location.endswith(SUFFIX):
         return True
     try:
-        return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(place))
+        return not is_complete(path) and any(name.endswith(SUFFIX) for name in store.names(location))
     except NotADirectoryError:
         raise CheckpointError(f"{path} is a file, and no checkpoint, which is a folder, nor {SUFFIX}") from None
     except OSError as error:
@@ -100,16 +103,16 @@ def _is_exported(path: Path_) -> bool:
 
 
 class _SafetensorsInspector:
-    """Safetensors files, weight by weight."""
+    """Inspects safetensors files weight by weight."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self.files = files
 
     def inspection(self, path: str, data: bool) -> Inspection:
-        """A row for each weight of the files. `data`: whether codes and scales are read, for figures of them.
+        """Return one row per weight. `data`: whether to read codes and scales for statistics.
 
         Raises:
-            CheckpointError: the files hold no tensors, or cannot be read.
+            CheckpointError: the files hold no tensors or cannot be read.
         """
         rows = tuple(self._row(weight, data) for weight in self._weights())
         if not rows:
@@ -117,28 +120,28 @@ class _SafetensorsInspector:
         return Inspection(path, rows, (), None)
 
     def _weights(self) -> list[_StoredWeight]:
-        """Tensors, each with its scales, in the order of their names."""
-        found = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
-        taken = {key for weight in found for key in weight.keys}
-        found += [_StoredWeight(key) for key in self.files.names() if key not in taken]
-        return sorted(found, key=lambda weight: weight.codes)
+        """Return all tensors, grouped with their scales and sorted by name."""
+        weights = [weight for key in self.files.names() if (weight := self._with_scales(key)) is not None]
+        used_keys = {key for weight in weights for key in weight.keys}
+        weights += [_StoredWeight(key) for key in self.files.names() if key not in used_keys]
+        return sorted(weights, key=lambda weight: weight.codes)
 
     def _with_scales(self, key: str) -> _StoredWeight | None:
-        """The quantized weight whose codes have this key; None if they are no codes."""
+        """Return the quantized weight that has this key for its codes, or None if the tensor does not hold codes."""
         encoding = _ELEMENTS.get(self.files.tensors[key][0])
         if encoding is None:
             return None
         for names in _NAMES:
             base = key.removesuffix(names.codes)
             scale, second = base + names.scale, None if names.second is None else base + names.second
-            there = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
-            fits = there and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
+            has_keys = key.endswith(names.codes) and scale in self.files and (second is None or second in self.files)
+            fits = has_keys and self._is_grid(scale, key) and (second is None or self._bytes(second) > 0)
             if fits and (encoding is E2M1) <= (second is not None):
                 return _StoredWeight(key, encoding, scale, second, names.divides)
         return None
 
     def _is_grid(self, scale: str, codes: str) -> bool:
-        """Whether the shape of a tensor can be that of scales of codes."""
+        """Return whether a tensor's shape fits scales of these codes."""
         dims = len(self.files.tensors[scale][1])
         return dims <= 1 or dims <= len(self.files.tensors[codes][1])
 
@@ -160,14 +163,14 @@ class _SafetensorsInspector:
         return math.prod(shape) * dtype.itemsize
 
     def _shape(self, weight: _StoredWeight) -> tuple[int, ...]:
-        """The shape of a weight's values: a byte holds two codes of four bits."""
+        """Return the shape of a weight's values; one byte holds two 4-bit codes."""
         shape = self.files.tensors[weight.codes][1]
         if weight.encoding is None or not shape:
             return shape
         return (*shape[:-1], shape[-1] * (8 // weight.encoding.bits))
 
     def _tag(self, weight: _StoredWeight) -> str:
-        """How a weight is stored, in words: its dtype, or its encoding, its scales' and their block."""
+        """Describe how a weight is stored: its dtype, or the encodings of its codes and scales and the block size."""
         if weight.encoding is None or weight.scale is None:
             return _said(self.files.tensors[weight.codes][0])
         dtype, grid = self.files.tensors[weight.scale]
@@ -175,28 +178,28 @@ class _SafetensorsInspector:
         return f"{weight.encoding.name}, {scale} a {_block(self._shape(weight), grid)}"
 
     def _figures(self, weight: _StoredWeight) -> TensorStatistics:
-        """Figures from the codes and scales of a quantized weight.
+        """Compute statistics of a quantized weight's codes and scales.
 
         Raises:
             CheckpointError: they cannot be read.
         """
         assert weight.encoding is not None and weight.scale is not None
-        found = TensorStatistics()
+        statistics = TensorStatistics()
         for codes in self._rows(weight.codes):
             elements, zeros, saturated = count_codes(codes.view(torch.uint8), weight.encoding)
-            found.elements, found.zeros = found.elements + elements, found.zeros + zeros
-            found.saturated += saturated
+            statistics.elements, statistics.zeros = statistics.elements + elements, statistics.zeros + zeros
+            statistics.saturated += saturated
         second = self._second(weight)
-        for stored in self._rows(weight.scale):
-            values = (numerics.decode(stored, E8M0) if stored.dtype == torch.uint8 else stored.float()) * second
+        for scales in self._rows(weight.scale):
+            values = (numerics.decode(scales, E8M0) if scales.dtype == torch.uint8 else scales.float()) * second
             if values.numel():
                 bad = int((~values.isfinite() | (values < 0)).sum())
                 if bad:
-                    found.wrong.append(f"{weight.scale}: {bad} of {values.numel()} scales are not finite")
+                    statistics.wrong.append(f"{weight.scale}: {bad} of {values.numel()} scales are not finite")
                 low, high = float(values.min()), float(values.max())
-                before = found.scales or (low, high)
-                found.scales = (min(before[0], low), max(before[1], high))
-        return found
+                scale_range = statistics.scales or (low, high)
+                statistics.scales = (min(scale_range[0], low), max(scale_range[1], high))
+        return statistics
 
     def _second(self, weight: _StoredWeight) -> float:
         if weight.second is None:
@@ -207,9 +210,10 @@ class _SafetensorsInspector:
         return value
 
     def _rows(self, key: str) -> Iterator[Tensor]:
-        """The values of a tensor, some rows at a time."""
+        """Yield a tensor's values in batches of rows."""
         shape = self.files.tensors[key][1]
-        if not shape or 0 in shape:  # of rows without columns there may be very many
+        # a tensor without columns can have a huge number of rows
+        if not shape or 0 in shape:
             yield self.files.read(key)
             return
         step = max(1, _BYTES_AT_ONCE // max(self._bytes(key) // max(shape[0], 1), 1))
@@ -218,7 +222,7 @@ class _SafetensorsInspector:
 
 
 def _block(shape: tuple[int, ...], grid: tuple[int, ...]) -> str:
-    """What one scale is for, from the shapes of values and scales."""
+    """Name the block that one scale covers, from the shapes of values and scales."""
     if all(n == 1 for n in grid):
         return "tensor"
     if len(grid) == 1:

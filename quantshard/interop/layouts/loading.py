@@ -1,8 +1,8 @@
-"""Import: a model's weights from safetensors of any layout, each rank reading the slices that it holds.
+"""Import a model's weights from safetensors of any layout. Each rank reads only the slices of its shards.
 
-Codes and scales are copied bit for bit where the grids agree. Values in high precision are quantized, which is what
-they are loaded for; quantized ones that do not fit are refused, or, with `lossy`, dequantized and quantized anew, a few
-weights at a time. Nothing is unpickled.
+Codes and scales are copied bit for bit if the layout's blocks and encodings match. Values in high precision are
+quantized. Quantized values that do not fit raise an error or, with `lossy`, are dequantized and requantized in batches.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from quantshard.tensor import components, requantize, state_keys
 from quantshard.tensor.storage import QuantizedStorage
 
 BATCH_BYTES: Final = 2**28
-"""Float32 values that are quantized together, on all ranks: as many weights as fit, or one larger one."""
+"""Size in float32 of the weights that all ranks quantize together. A batch has at least one weight."""
 
 _SKIPPED: Final = ("rotary_emb.inv_freq", "input_scale", "input_global_scale", "k_scale", "v_scale")
-"""Endings of the names of tensors that are no part of a weight: tables of rotary embeddings, scales of activations and
-of the KV cache. A load passes over them."""
+"""Suffixes of tensors that are not part of a weight and are ignored: rotary embedding tables, and scales of activations
+and the KV cache."""
 
 
 @dataclass
 class Import:
-    """What an import did, by our names.
+    """The result of an import, by our names.
 
-    `copied`: codes and scales bit for bit, or values as they were. `quantized`: from high precision. `requantized`:
-    name -> why codes could not be copied. `rounded`: float32 values in a parameter of fewer bits, or gamma - 1 that has
-    more bits than a parameter with `zero_centered_gamma`.
+    `copied`: tensors copied bit for bit, as codes and scales or as values. `quantized`: weights quantized from high
+    precision. `requantized`: name -> reason why codes could not be copied. `rounded`: float32 values rounded to a
+    narrower parameter dtype, or values of gamma - 1 that have more bits than a parameter with `zero_centered_gamma`.
     """
 
     path: Path
@@ -60,15 +60,15 @@ class Import:
     rounded: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """A report."""
-        found = [
+        """Format the report, one string per line."""
+        lines = [
             f"{self.path}: {self.layout.name if self.layout else 'high precision'}; {len(self.copied)} tensors copied "
             f"bit for bit, {len(self.quantized)} weights quantized, {len(self.requantized)} requantized"
         ]
-        found += table.lossy_lines(self.requantized)
+        lines += table.lossy_lines(self.requantized)
         if self.rounded:
-            found.append(f"rounded {len(self.rounded)} tensors to the parameters' dtype (first: {self.rounded[0]})")
-        return found
+            lines.append(f"rounded {len(self.rounded)} tensors to the parameters' dtype (first: {self.rounded[0]})")
+        return lines
 
 
 @suggests_names
@@ -81,53 +81,54 @@ def load(
     config: Mapping[str, Any] | None = None,
     lossy: bool = False,
 ) -> Import:
-    """Load weights of any layout, or in high precision, into a model. A collective call of all processes.
+    """Load weights of any layout, or in high precision, into a model. A collective call on all processes.
 
-    Build the optimizer afterwards: its masters start from the file's values where these are in high precision.
-    Trainable weights keep them on the CPU until the first step.
+    Build the optimizer afterwards: its masters start from the file's values if these are in high precision. Trainable
+    weights keep these values on the CPU until the first step.
 
     Args:
-        path: a folder of safetensors with config.json, which says the layout; see `LAYOUTS`.
-        model: whole or sharded (FSDP2, tensor parallelism), not on the meta device.
-        names: our names -> theirs. Default: as for an export.
-        config: instead of config.json.
-        lossy: quantize anew what cannot be copied.
+        path: a folder of safetensors with config.json, which specifies the layout; see `LAYOUTS`.
+        model: an unsharded or sharded model (FSDP2, tensor parallelism), not on the meta device.
+        names: map from our names to the external names. Default: as in `export`.
+        config: configuration to use instead of config.json.
+        lossy: requantize weights that cannot be copied.
 
     Raises:
-        CheckpointError: a file is damaged or missing, a tensor is missing, unknown or of another shape, or cannot be
-            copied, or what is to be quantized is infinite or NaN; on every rank, if so on one. Nothing was written,
-            unless it is that, or a file cannot be read any more.
-        ConfigurationError: the pieces of a parameter are not where their offsets say.
+        CheckpointError: a file is damaged or missing; a tensor is missing, unknown, of another shape or not copyable;
+            or a value to quantize is infinite or NaN. All ranks raise if one does. The model is unchanged unless the
+            cause is a non-finite value or a file that became unreadable.
+        ConfigurationError: a parameter's shards are not where their offsets imply.
     """
     agreement.alike(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
     components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # else a forward without backward may have left the gathered copies in place
+            # a forward without backward leaves the unsharded copies in place
+            module.reshard()
     with loading(f"the load of {path}", model) as load:
         loader = agreement.alike(lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config)))
         loader.judge(lossy)
         load.writes = True
         loader.write()
-        # it wrote all parameters; what an earlier, failed load may have left in buffers it has not, as files have none
+        # all parameters are written, but the files have no buffers, which an earlier failed load may have changed
         load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
 
 
 def check(path: str | os.PathLike[str], model: nn.Module, *, names: Names | None = None) -> None:
-    """See that the files have the weights of a model, which may be on the meta device; only headers are read.
+    """Check that files contain a model's weights, reading only headers. The model can be on the meta device.
 
     Raises:
         CheckpointError: a tensor is missing, unknown or of another shape.
-        ConfigurationError: the layout of the files is not that of the model's recipe.
+        ConfigurationError: the files' layout does not match the model's recipe.
     """
     loader = _LayoutLoader(local(path, "safetensors files"), model, names, None)
     for item in loader.items:
         if item.is_stored_quantized and loader.layout is not None:
-            found = table.import_verdict(None if item.storage is None else item.storage.cell, loader.layout)
-            if item.storage is None or found.kind != EXACT:
+            verdict = table.import_verdict(None if item.storage is None else item.storage.cell, loader.layout)
+            if item.storage is None or verdict.kind != EXACT:
                 raise ConfigurationError(
-                    f"{path}: {item.name} cannot be copied: {found.why}; take a recipe of the same codes and blocks, "
+                    f"{path}: {item.name} cannot be copied: {verdict.why}; take a recipe of the same codes and blocks, "
                     "or import it first, with --lossy"
                 )
 
@@ -141,7 +142,7 @@ def _filled(loader: _LayoutLoader) -> _LayoutLoader:
 
 @dataclass
 class _ParameterSlices:
-    """A parameter and where its rows are: their name -> runs of rows."""
+    """A parameter and the location of its rows: external name -> runs of rows."""
 
     name: str
     param: nn.Parameter
@@ -156,14 +157,14 @@ class _ParameterSlices:
         return None if quantized is None else quantized.quantized_storage
 
     def extents(self) -> list[tuple[int, int]]:
-        """The local part, along each dim."""
+        """Return the range of the local shard along each dim."""
         if self.storage is not None:
             return list(self.storage.shard.extents)
         first, local = private_torch.global_offset(self.param), private_torch.local_tensor(self.param)
         return [(start, start + size) for start, size in zip(first, local.shape, strict=True)]
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Our rows start...stop - 1 in order, as (their name, their first row, how many)."""
+        """Yield our rows start...stop - 1 in order, as (external name, first external row, count)."""
         every = sorted((run.ours, name, run) for name, runs in self.pieces.items() for run in runs)
         for first, name, run in every:
             low, high = max(start, first), min(stop, first + run.length)
@@ -172,12 +173,14 @@ class _ParameterSlices:
 
 
 class _LayoutLoader:
-    """Finds in the headers of the files where each parameter comes from, alike on all ranks; then reads and writes."""
+    """Locates each parameter in the headers of the files, with the same result on all ranks, then reads and writes
+    them."""
 
     def __init__(self, path: Path, model: nn.Module, names: Names | None, config: Mapping[str, Any] | None) -> None:
-        given = config is not None
-        has_file = os.path.lexists(path / CONFIGURATION)  # a broken link too: it is refused, and no missing file
-        self.config = dict(config or {}) if given or not has_file else files.read_layout_json(path / CONFIGURATION)
+        has_config = config is not None
+        # a broken link counts as existing, so that reading it raises
+        has_file = os.path.lexists(path / CONFIGURATION)
+        self.config = dict(config or {}) if has_config or not has_file else files.read_layout_json(path / CONFIGURATION)
         self.tied = is_tied(self.config)
         self.files = SafetensorsFiles(path)
         self.layout = table.detect(self.config.get("quantization_config"), self.files.names(), str(path))
@@ -185,8 +188,8 @@ class _LayoutLoader:
         self.zero_centered = set() if files_center_gamma(self.config) else set(state_keys.zero_centered_gammas(model))
         self.taken: set[str] = set()
         named = dict(model.named_parameters())
-        chosen = names or default_names(named)
-        self.items = [self._item(name, param, chosen) for name, param in named.items()]
+        name_map = names or default_names(named)
+        self.items = [self._item(name, param, name_map) for name, param in named.items()]
         unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
@@ -211,37 +214,38 @@ class _LayoutLoader:
         return "model.embed_tokens.weight" if tied else name
 
     def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
-        """Check that the tensors of a weight of theirs are as the layout says. Returns whether it is quantized."""
+        """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
         rows, layout = sum(run.length for run in runs), self.layout
-        wanted: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
+        expected: dict[str, tuple[Any, tuple[int, ...]]] = {theirs: (None, (rows, *param.shape[1:]))}
         stem = theirs.removesuffix("weight")
         is_quantized = layout is not None and theirs != stem and stem + layout.scale_key in self.files
         if is_quantized and layout is not None:
-            wanted = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
-        for key, (dtype, shape) in wanted.items():
+            expected = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
+        for key, (dtype, shape) in expected.items():
             if key not in self.files:
                 what = "which this model has" if key == ours else f"which is {ours} of this model"
                 raise CheckpointError(f"{self.report.path} lacks {key}, {what}")
-            held, found = self.files.tensors[key]
-            of_scale = dtype == torch.float32 and held in (torch.bfloat16, torch.float16)  # some write these instead
-            is_value = dtype is None and held.is_floating_point and held.itemsize > 1  # float8 has scales
+            dtype_, size = self.files.tensors[key]
+            # some programs write scales in half precision
+            is_half_scale = dtype == torch.float32 and dtype_ in (torch.bfloat16, torch.float16)
+            is_value = dtype is None and dtype_.is_floating_point and dtype_.itemsize > 1  # float8 would need scales
             is_scale = dtype is not None and layout is not None and key != stem + layout.codes_key
-            same = found == shape or (is_scale and _flat(found) == _flat(shape))
-            if not same or not (held == dtype or of_scale or is_value):
+            shape_matches = size == shape or (is_scale and _flat(size) == _flat(shape))
+            if not shape_matches or not (dtype_ == dtype or is_half_scale or is_value):
                 raise CheckpointError(
-                    f"{self.report.path}: {key} is {str(held).removeprefix('torch.')} {list(found)}, but as {ours} of "
+                    f"{self.report.path}: {key} is {str(dtype_).removeprefix('torch.')} {list(size)}, but as {ours} of "
                     f"this model it must be {str(dtype or 'high precision').removeprefix('torch.')} {list(shape)}"
                 )
-        self.taken |= wanted.keys()
+        self.taken |= expected.keys()
         return is_quantized
 
-    # Which are copied ------------------------------------------------------------------------------------------------
+    # Selection of copies --------------------------------------------------------------------------------------------
 
     def judge(self, lossy: bool) -> None:
-        """Find what cannot be copied, by the scales of the local parts; all ranks get one answer.
+        """Determine which weights cannot be copied, from the scales of the local shards; all ranks agree.
 
         Raises:
-            CheckpointError: there is such a weight, and `lossy` is not given.
+            CheckpointError: a weight cannot be copied and `lossy` is False.
         """
         reasons = agreement.alike(lambda: {item.name: self._why_not(item) for item in self.items})
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
@@ -253,28 +257,28 @@ class _LayoutLoader:
                 )
 
     def _other_recipe(self) -> str:
-        """Which recipe would take the codes as they are, where the model is not of it already."""
-        own = None if self.layout is None else table.recipe_of(self.layout)
-        if own is None:
+        """Suggest a recipe that would copy the codes, unless the model already uses it."""
+        recipe_name = None if self.layout is None else table.recipe_of(self.layout)
+        if recipe_name is None:
             return "build the model with a recipe of the same blocks, or "
-        cell = resolve(own).weight
+        cell = resolve(recipe_name).weight
         if all(item.storage is None or item.storage.cell == cell for item in self.items):
             return ""
-        return f"build the model with recipe {own!r}, whose weights these are, or "
+        return f"build the model with recipe {recipe_name!r}, whose weights these are, or "
 
     def _why_not(self, item: _ParameterSlices) -> str | None:
         if not item.is_stored_quantized:
             return None
         assert self.layout is not None
         storage = item.storage
-        found = table.import_verdict(None if storage is None else storage.cell, self.layout)
-        if storage is None or found.kind != EXACT:
-            return found.why
+        verdict = table.import_verdict(None if storage is None else storage.cell, self.layout)
+        if storage is None or verdict.kind != EXACT:
+            return verdict.why
         fmt = storage.cell.format
         scale = fmt.copies[Orientation.ROWWISE].scale
         extents = storage.shard.resident(scale)
         rows, cols = storage.shard.global_shape
-        start, stop = (min(entry * scale.block_shape[0], rows) for entry in extents[0])  # covers may be ALL
+        start, stop = (min(entry * scale.block_shape[0], rows) for entry in extents[0])  # block_shape can be ALL
         try:
             item.grid = conversion.our_grid(self._scales(item, start, stop), self.layout, fmt, extents, cols)
             item.amax = self._amax(item)
@@ -283,19 +287,20 @@ class _LayoutLoader:
         return None
 
     def _scales(self, item: _ParameterSlices, start: int, stop: int) -> Tensor:
-        """Their scales of our rows start...stop - 1: [rows, their blocks along a row], in the encoding's storage."""
+        """Read the scales of our rows start...stop - 1: [rows, external blocks per row], in the encoding's storage
+        dtype."""
         assert self.layout is not None
-        layout, found = self.layout, []
+        layout, scales = self.layout, []
         height = layout.block[0]
         for name, first, length in item.runs(start, stop):
             key = name.removesuffix("weight") + layout.scale_key
             low, high = first // height, ceil_div(first + length, height)
             # a scale of shape [] has no rows to slice
-            read = self.files.read(key, slice(low, high)) if self.files.tensors[key][1] else self.files.read(key)
-            grid = conversion.stored_scale(layout, read)
-            found.append(grid[torch.arange(first, first + length, device="cpu") // height - low])
-        if found:
-            return torch.cat(found)
+            entries = self.files.read(key, slice(low, high)) if self.files.tensors[key][1] else self.files.read(key)
+            grid = conversion.stored_scale(layout, entries)
+            scales.append(grid[torch.arange(first, first + length, device="cpu") // height - low])
+        if scales:
+            return torch.cat(scales)
         blocks = ceil_div(item.param.shape[1], min(layout.block[1], max(item.param.shape[1], 1)))
         return torch.empty(0, blocks, dtype=layout.scale.storage, device="cpu")
 
@@ -305,24 +310,24 @@ class _LayoutLoader:
         if second is None:
             return None
         assert item.storage is not None
-        found = []
+        amaxes = []
         for name in item.pieces:
-            noted = self.files.metadata.get(NOTED_AMAX + name)
-            stored = self.files.read(name.removesuffix("weight") + second.key)
-            found.append(conversion.amax_of(stored, item.storage.cell.format, second.divides, _float(noted)))
-        if not all(torch.equal(one, found[0]) for one in found):
+            recorded = self.files.metadata.get(NOTED_AMAX + name)
+            scale = self.files.read(name.removesuffix("weight") + second.key)
+            amaxes.append(conversion.amax_of(scale, item.storage.cell.format, second.divides, _float(recorded)))
+        if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
             raise InexactConversionError("its parts have different second scales, and it is one weight here")
-        return found[0]
+        return amaxes[0]
 
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """Copy, and quantize in batches; a collective call."""
+        """Copy weights, then quantize the others in batches. A collective call."""
         transfer.expect(self.files.nbytes())
         batch: list[_ParameterSlices] = []
         for item in agreement.alike(self._copy_what_may_be):
-            # numel of a DTensor is that of the whole, so all ranks make the same batches: each is a collective call
-            if batch and sum(4 * one.param.numel() for one in (*batch, item)) > BATCH_BYTES:
+            # numel of a DTensor is global, so all ranks form the same batches for this collective call
+            if batch and sum(4 * member.param.numel() for member in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
                 batch = []
             batch.append(item)
@@ -330,17 +335,17 @@ class _LayoutLoader:
             self._quantize(batch)
 
     def _copy_what_may_be(self) -> list[_ParameterSlices]:
-        """Write all that needs no quantization, and return the rest."""
-        anew = []
+        """Write all parameters that need no quantization and return the others."""
+        remaining = []
         for item in self.items:
             storage = item.storage
             if storage is None:
                 self._fill(item)
             elif not item.is_stored_quantized or item.name in self.report.requantized:
-                anew.append(item)
+                remaining.append(item)
             else:
                 self._copy(item, storage)
-        return anew
+        return remaining
 
     def _copy(self, item: _ParameterSlices, storage: QuantizedStorage) -> None:
         assert self.layout is not None
@@ -351,9 +356,9 @@ class _LayoutLoader:
                 rows, cols = storage.shard.resident(component)
                 value = self._rows(item, self.layout.codes_key, rows, cols, torch.uint8)
             else:
-                found = item.grid if component.role is Role.SCALE else item.amax
-                assert found is not None
-                value = found
+                converted = item.grid if component.role is Role.SCALE else item.amax
+                assert converted is not None
+                value = converted
             pairs.append((live[component.name], value))
         components.write_components(item.param, pairs)
         storage.forget_amaxes()
@@ -367,20 +372,20 @@ class _LayoutLoader:
         cols: tuple[int, int] | None,
         viewed: torch.dtype | None,
     ) -> Tensor:
-        """A rectangle of a weight of ours, read from the tensors `key` of theirs; `cols`: in entries of the file."""
+        """Read a rectangle of our weight from the external tensors `key`. `cols`: columns in entries of the file."""
         across = () if cols is None else (slice(*cols),)
-        found = []
+        parts = []
         for name, first, length in item.runs(*rows):
             whole = name if key == "weight" else name.removesuffix("weight") + key
             part = self.files.read(whole, slice(first, first + length), *across)
-            found.append(part if viewed is None else part.view(viewed))
-        if found:
-            return torch.cat(found) if len(found) > 1 else found[0]
+            parts.append(part if viewed is None else part.view(viewed))
+        if parts:
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
         shape = (0,) if cols is None else (0, cols[1] - cols[0])
         return torch.empty(shape, dtype=viewed or torch.float32, device="cpu")
 
     def _values(self, item: _ParameterSlices) -> Tensor:
-        """The local part's values: float32 of a quantized weight, else as they are stored."""
+        """Return the local shard's values: float32 if stored quantized, otherwise in the stored dtype."""
         extents = item.extents()
         if not item.is_stored_quantized:
             return self._rows(item, "weight", extents[0], extents[1] if len(extents) > 1 else None, None)
@@ -388,34 +393,35 @@ class _LayoutLoader:
         assert self.layout.element is not None
         (r0, r1), (c0, c1) = extents
         packed, element = 8 // self.layout.element.bits, self.layout.element
-        # a piece may begin or end inside a byte of two codes: whole bytes are read, and the other codes dropped
+        # a shard can begin or end inside a byte of two codes: read whole bytes and drop the extra codes
         codes = self._rows(item, self.layout.codes_key, (r0, r1), (c0 // packed, ceil_div(c1, packed)), torch.uint8)
         numbers = numerics.unpack(codes, element, codes.shape[1] * packed)[:, c0 % packed :][:, : c1 - c0]
         scale = numerics.decode(self._scales(item, r0, r1), self.layout.scale)
         second = self.layout.second
-        if second is not None and r1 > r0:  # q, k and v, one weight here, have second scales of their own
-            of_rows = [
+        if second is not None and r1 > r0:
+            # q, k and v form one weight in this model, but each has its own second scale
+            row_scales = [
                 self.files.read(name.removesuffix("weight") + second.key).reshape(1).expand(length)
                 for name, _, length in item.runs(r0, r1)
             ]
-            factor = torch.cat(of_rows)[:, None]
+            factor = torch.cat(row_scales)[:, None]
             scale = scale / factor if second.divides else scale * factor
         return numerics.decode(numbers, element) * scale[:, torch.arange(c0, c1, device="cpu") // self.layout.block[1]]
 
     def _finite_values(self, item: _ParameterSlices) -> Tensor:
-        """The local values of a weight that is to be quantized.
+        """Return the local values of a weight to quantize.
 
         Raises:
-            CheckpointError: one is infinite or NaN.
+            CheckpointError: a value is infinite or NaN.
         """
         values = self._values(item)
-        told = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
-        if told:
-            raise CheckpointError(f"{item.name}: {told}; codes saturate, which would hide it")
+        problem = requantize.non_finite(values, components.storage_of(item.param).shard.origin)
+        if problem:
+            raise CheckpointError(f"{item.name}: {problem}; codes saturate, which would hide it")
         return values
 
     def _fill(self, item: _ParameterSlices) -> None:
-        """Write a parameter in high precision, and report whether its values were copied or rounded."""
+        """Write a high-precision parameter and record whether its values were copied or rounded."""
         values, local = self._values(item), private_torch.local_tensor(item.param)
         is_rounded = values.dtype.itemsize > local.dtype.itemsize
         if components.canonical_name(item.name) in self.zero_centered:
@@ -427,27 +433,27 @@ class _LayoutLoader:
 
     def _quantize(self, batch: Sequence[_ParameterSlices]) -> None:
         values = agreement.alike(lambda: [self._finite_values(item) for item in batch])
-        kept: list[tuple[QuantizedStorage, Tensor]] = []
+        initial_values: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
             if item.param.requires_grad and not item.is_stored_quantized:
-                kept.append((storage, value.to("cpu", copy=True)))
+                initial_values.append((storage, value.to("cpu", copy=True)))
             if item.name not in self.report.requantized:
                 self.report.quantized.append(item.name)
         pairs = zip(batch, values, strict=True)
-        # judged by `_finite_values`; it drops the initial values that were kept, so those of the file come afterwards
+        # `_finite_values` checked the values; requantize_ drops stored initial values, so store the file's afterwards
         requantize.requantize_([(item.param, value.to(item.param.device)) for item, value in pairs], assume_finite=True)
-        for storage, value in kept:
+        for storage, value in initial_values:
             storage.keep_initial_values(value)
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its last dims of size 1: programs store one scale as [] or [1, 1], a row's as [N] or [N, 1]."""
+    """Strip trailing dims of size 1: programs store a scalar scale as [] or [1, 1], and row scales as [N] or [N, 1]."""
     return _flat(shape[:-1]) if shape and shape[-1] == 1 else shape
 
 
 def _float(noted: str | None) -> float | None:
-    # a damaged note is as good as none: `conversion.amax_of` then takes the nearest float32
+    # ignore a damaged entry: `conversion.amax_of` then uses the nearest float32
     try:
         return None if noted is None else float.fromhex(noted)
     except (ValueError, OverflowError):
@@ -455,5 +461,5 @@ def _float(noted: str | None) -> float | None:
 
 
 def _united(found: dict[str, str]) -> dict[str, str]:
-    """What any rank found, in one order on all of them; of several reasons for a weight the lowest rank's."""
-    return {name: why for one in reversed(agreement.gathered(found)) for name, why in one.items()}
+    """Merge the reasons of all ranks in an order common to all. For each weight, the lowest rank's reason wins."""
+    return {name: why for reasons in reversed(agreement.gathered(found)) for name, why in reasons.items()}

@@ -1,7 +1,7 @@
-"""Names: which weight of another program's model each of ours is, and how a fused one is cut into theirs.
+"""Maps from our weight names to the names in external files, including how a fused weight is split.
 
-A map is a table, our name -> theirs, in which `{n}` stands for a number. `LLAMA` is that of models made of
-`TransformerLayer` as the command line builds them; a TOML file gives another:
+A map is a table from our name to the external name ("theirs"), in which `{n}` stands for a number. `LLAMA` is the map
+for models of `TransformerLayer` as the command line builds them. A TOML file defines another map:
 
     [names]
     "layers.{n}.self_attention.proj.weight" = "model.layers.{n}.self_attn.o_proj.weight"
@@ -23,14 +23,14 @@ from quantshard.interop.layouts.conversion import RowRun, whole_run
 from quantshard.read_limits import FILE_BYTES
 
 ORDERS: Final = ("interleaved", "stacked")
-"""Orders of the rows of a fused weight of queries, keys and values: group by group, or one behind the other."""
+"""Row orders of a fused weight of queries, keys and values: interleaved by group, or stacked one after the other."""
 
 _LAYER, _ATTENTION, _MLP = "layers.{n}.", "self_attention.", "layernorm_mlp."
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """Heads of the queries, heads of keys and values."""
+    """Number of query heads and number of key/value heads."""
 
     queries: int
     groups: int
@@ -38,18 +38,18 @@ class HeadCounts:
 
 @dataclass(frozen=True)
 class Names:
-    """A map: `plain`, our name -> theirs; `fused`, our name -> (order of its rows, their names of q, k and v).
-    `identity`: all other names stay as they are."""
+    """A name map. `plain`: our name -> external name. `fused`: our name -> (row order, external names of q, k and v).
+    `identity`: names in neither table stay the same."""
 
     plain: Mapping[str, str]
     fused: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     identity: bool = False
 
     def theirs(self, ours: str, rows: int, heads: HeadCounts | None) -> dict[str, list[RowRun]]:
-        """The weights of theirs that one of ours, of so many rows, holds: their name -> its rows. Empty: not mapped.
+        """Return the external weights that one of our weights contains: external name -> its rows. Empty: not mapped.
 
         Raises:
-            ConfigurationError: a fused weight, without the numbers of heads or not of so many rows.
+            ConfigurationError: the weight is fused and `heads` is missing or does not match `rows`.
         """
         general, numbers = _general(ours)
         if general in self.plain:
@@ -67,23 +67,23 @@ class Names:
 
 
 def _numbered(name: str, number: str) -> str:
-    """A name of theirs with its number; nothing else in braces means anything, as it would to `str.format`."""
+    """Fill in the number of an external name. Unlike with `str.format`, other braces have no meaning."""
     return name.replace("{n}", number)
 
 
 def _general(name: str) -> tuple[str, str]:
-    """A name with its first number as {n}, and that number."""
-    found = re.search(r"(?<=\.)\d{1,19}(?=\.)", name)
-    if found is None:
+    """Return a name with its first number replaced by {n}, and that number."""
+    match = re.search(r"(?<=\.)\d{1,19}(?=\.)", name)
+    if match is None:
         return name, ""
-    return name[: found.start()] + "{n}" + name[found.end() :], found[0]
+    return name[: match.start()] + "{n}" + name[match.end() :], match[0]
 
 
 def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list[RowRun]]:
-    """The rows of queries, of keys and of values in a fused weight.
+    """Return the rows of queries, keys and values in a fused weight.
 
     Raises:
-        ConfigurationError: the rows are not those of so many heads.
+        ConfigurationError: the number of rows does not match the numbers of heads.
     """
     size, rest = divmod(rows, heads.queries + 2 * heads.groups)
     if rest or heads.queries % heads.groups:
@@ -127,27 +127,28 @@ def _llama() -> Names:
 
 
 LLAMA: Final = _llama()
-"""Llama, Qwen3 and their like in transformers, from models of `TransformerLayer` with RMSNorm and swiglu."""
+"""Names of Llama, Qwen3 and similar models in transformers, for models of `TransformerLayer` with RMSNorm and
+swiglu."""
 
 IDENTITY: Final = Names({}, identity=True)
-"""Of a model that has the names of its files, as one of transformers after `quantshard.convert`."""
+"""Map for a model that uses the files' own names, such as a transformers model after `quantshard.convert`."""
 
 _OURS: Final = "_weight"
-"""How names end that modules of several weights give them, and no model of another library."""
+"""Suffix of weight names in our modules with several weights, which models of other libraries do not use."""
 
 
 def default_names(ours: Iterable[str]) -> Names:
-    """The map where none was asked for: Llama's for a model of `TransformerLayer`, else the model's own names."""
-    held = list(ours)
-    is_llama = all(_general(name)[0] in LLAMA.plain or _general(name)[0] in LLAMA.fused for name in held)
-    return LLAMA if is_llama or any(name.endswith(_OURS) for name in held) else IDENTITY
+    """Choose the default map: `LLAMA` for a model of `TransformerLayer`, otherwise the model's own names."""
+    all_names = list(ours)
+    is_llama = all(_general(name)[0] in LLAMA.plain or _general(name)[0] in LLAMA.fused for name in all_names)
+    return LLAMA if is_llama or any(name.endswith(_OURS) for name in all_names) else IDENTITY
 
 
 def read_names(path: Path) -> Names:
-    """A map from a TOML file; see above.
+    """Read a map from a TOML file; the module docstring describes the format.
 
     Raises:
-        ConfigurationError: the file is missing, longer than `FILE_BYTES` says, not TOML, or not a map.
+        ConfigurationError: the file is missing, exceeds its `FILE_BYTES` limit, is not TOML, or is not a map.
     """
     content = read_toml(path, FILE_BYTES["settings"], follow=True)
     plain, fused = content.get("names", {}), content.get("fused", {})
@@ -171,13 +172,13 @@ def _fused(path: Path, name: str, value: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def check_distinct(found: Iterable[str]) -> None:
-    """Raise if two weights of ours would have one name.
+    """Check that no two weights map to the same name.
 
     Raises:
-        ConfigurationError: naming it.
+        ConfigurationError: two weights share a name.
     """
-    seen: set[str] = set()
+    names: set[str] = set()
     for name in found:
-        if name in seen:
+        if name in names:
             raise ConfigurationError(f"two weights would be named {name}; correct the map of names")
-        seen.add(name)
+        names.add(name)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model's weights: formats, shapes, values, masters; read one weight at a time."""
+"""Reads a model's weights from a checkpoint: formats, shapes, values and masters, one weight at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INPUT_HISTORY: Final = f"input_{AMAX_HISTORY}"
 
 @dataclass(frozen=True)
 class CheckpointWeight:
-    """A weight of a checkpoint: its name in the model, shape, format tag (None: in high precision) and stored dtype."""
+    """A weight of a checkpoint: name in the model, shape, format tag (None: high precision) and stored dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,22 +41,22 @@ class CheckpointWeight:
 
     @property
     def rows(self) -> int:
-        """Its first dim; 1 for a number."""
+        """Size of the first dim; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def format(self) -> Format:
-        """The format of one that is quantized."""
+        """Format of a quantized weight."""
         assert self.tag is not None
         return cell_of_tag(self.tag).format
 
 
 class CheckpointModel:
-    """A checkpoint's model.
+    """The model stored in a checkpoint.
 
     Raises:
-        CheckpointError: it is incomplete or damaged, or a weight's components do not fit each other.
-        ConfigurationError: a weight is of a format that this release does not know.
+        CheckpointError: the checkpoint is incomplete or damaged, or a weight's components do not fit each other.
+        ConfigurationError: this release does not know a weight's format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -73,22 +73,22 @@ class CheckpointModel:
         self._masters = self._master_keys()
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
-    # What there is ---------------------------------------------------------------------------------------------------
+    # Contents ---------------------------------------------------------------------------------------------------------
 
     def _weights(self) -> dict[str, CheckpointWeight]:
-        found, taken = {}, set[str]()
+        weights, components_seen = {}, set[str]()
         for key, entry in self._entries.items():
             is_tag = key.endswith(FORMAT_SUFFIX) and tuple(entry.size) == (FORMAT_TAG_BYTES,)
             if is_tag and entry.properties.dtype == torch.uint8:
                 name = key.removesuffix(FORMAT_SUFFIX)
-                found[name] = self._quantized(name, taken)
+                weights[name] = self._quantized(name, components_seen)
         if not self._prefix:
-            taken |= {key for key in self._entries if key.startswith(OPTIMIZER)}
+            components_seen |= {key for key in self._entries if key.startswith(OPTIMIZER)}
         for key, entry in self._entries.items():
             is_state = key.endswith(_STATES) and (key.endswith(AMAX_HISTORY) or entry.properties.dtype == torch.int64)
-            if key not in taken and key not in found and not is_state:
-                found[key] = CheckpointWeight(key, tuple(entry.size), None, entry.properties.dtype)
-        return {key: found[key] for key in self._entries if key in found}
+            if key not in components_seen and key not in weights and not is_state:
+                weights[key] = CheckpointWeight(key, tuple(entry.size), None, entry.properties.dtype)
+        return {key: weights[key] for key in self._entries if key in weights}
 
     def _quantized(self, name: str, taken: set[str]) -> CheckpointWeight:
         tag = self._tensor(name + FORMAT_SUFFIX)
@@ -105,26 +105,26 @@ class CheckpointModel:
         for component in fmt.components:
             key = name + component.key_suffix
             entry = self._entries.get(key)
-            wanted = sharding.whole(shape).component_shape(component)
-            if entry is None or tuple(entry.size) != wanted or entry.properties.dtype != component.encoding.storage:
-                found = "missing" if entry is None else f"{entry.properties.dtype} {tuple(entry.size)}"
+            expected = sharding.whole(shape).component_shape(component)
+            if entry is None or tuple(entry.size) != expected or entry.properties.dtype != component.encoding.storage:
+                actual = "missing" if entry is None else f"{entry.properties.dtype} {tuple(entry.size)}"
                 raise CheckpointError(
-                    f"{self.path} is damaged: {key} is {found}, and a {text} weight {shape} has "
-                    f"{component.encoding.storage} {wanted}"
+                    f"{self.path} is damaged: {key} is {actual}, and a {text} weight {shape} has "
+                    f"{component.encoding.storage} {expected}"
                 )
             taken.add(key)
         taken.add(name + FORMAT_SUFFIX)
         return CheckpointWeight(name, shape, text, torch.uint8)
 
     def _master_keys(self) -> dict[str, str]:
-        """Name of a parameter -> the key of its master, where the optimizer has one and was told names."""
+        """Map parameter names to the keys of their masters, for parameters that the optimizer recorded by name."""
         states = {name: f"{state}{MASTER}" for name, state in self._states.items()}
-        held = self._stored.keys()
-        return {name: key for name, key in states.items() if not held.isdisjoint((key, key + REMAINDER_SUFFIX))}
+        keys = self._stored.keys()
+        return {name: key for name, key in states.items() if not keys.isdisjoint((key, key + REMAINDER_SUFFIX))}
 
     def _state_keys(self) -> dict[str, str]:
-        """Name of a parameter -> how the keys of its states begin, where the optimizer was told names."""
-        found: dict[str, str] = {}
+        """Map parameter names to the key prefix of their states, for parameters that the optimizer recorded by name."""
+        prefixes: dict[str, str] = {}
         for key in self._stored:
             if not key.startswith(f"{OPTIMIZER}param_groups.") or not key.endswith(".param_names"):
                 continue
@@ -132,26 +132,26 @@ class CheckpointModel:
             if not are_named(names, numbers):
                 raise CheckpointError(f"{self.path} is damaged: {key} does not name the parameters of its group")
             states = [f"{OPTIMIZER}state.{number}." for number in numbers]
-            found.update(zip(map(components.canonical_name, names), states, strict=True))
-        return found
+            prefixes.update(zip(map(components.canonical_name, names), states, strict=True))
+        return prefixes
 
     def states(self) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-        """Name of a parameter -> dtype and shape of each state that the optimizer has of it, where it was told names.
+        """Map parameter names to dtype and shape of each optimizer state, for parameters recorded by name.
 
         Raises:
             CheckpointError: a list of names is damaged.
         """
         keys = {start: name for name, start in self._states.items()}
-        found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+        states_by_name: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for key, entry in self._stored.items():
             start, _, state = key.rpartition(".")
             if f"{start}." in keys and isinstance(entry, TensorStorageMetadata):
                 described = entry.properties.dtype, tuple(entry.size)
-                found.setdefault(keys[f"{start}."], {})[state] = described
-        return found
+                states_by_name.setdefault(keys[f"{start}."], {})[state] = described
+        return states_by_name
 
     def state_key(self, name: str, state: str) -> str:
-        """The key of a state of a parameter, of those that `states` has."""
+        """Return the checkpoint key of one of the states listed by `states`."""
         return self._states[name] + state
 
     def _object(self, key: str) -> Any:
@@ -162,105 +162,108 @@ class CheckpointModel:
         return decoded(key, content)
 
     def has_master(self, name: str) -> bool:
-        """Whether the optimizer kept a high-precision master of a weight, and was told the weight's name."""
+        """Return whether the optimizer kept a master of this weight and recorded its name."""
         return name in self._masters
 
     def has_average(self, name: str) -> bool:
-        """Whether the optimizer kept an average of a weight, and was told the weight's name."""
+        """Return whether the optimizer kept an average of this weight and recorded its name."""
         return self._states.get(name, "") + AVERAGE in self._stored
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
     def parts(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
-        """The components of a quantized weight by name; of the last one asked for they are kept."""
+        """Return the components of a quantized weight by name. Those of the last weight stay cached."""
         if self._last is None or self._last[0] != weight.name:
-            self._last = None  # before the next is read, so that there is one at a time
-            wanted = weight.format.components
-            self._last = (weight.name, {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted})
+            # free the last weight before reading the next, so that only one is in memory
+            self._last = None
+            parts = weight.format.components
+            self._last = (weight.name, {c.name: self._tensor(weight.name + c.key_suffix) for c in parts})
         return self._last[1]
 
     def scales(self, weight: CheckpointWeight) -> Mapping[str, Tensor]:
-        """The components of a quantized weight but its codes."""
-        wanted = [c for c in weight.format.components if c.role is not Role.CODES]
-        return {c.name: self._tensor(weight.name + c.key_suffix) for c in wanted}
+        """Return the components of a quantized weight except its codes."""
+        parts = [c for c in weight.format.components if c.role is not Role.CODES]
+        return {c.name: self._tensor(weight.name + c.key_suffix) for c in parts}
 
     def plain(self, weight: CheckpointWeight) -> Tensor:
-        """A weight in high precision, in its stored dtype."""
+        """Return a high-precision weight in its stored dtype."""
         if self._last is None or self._last[0] != weight.name:
             self._last = None
             self._last = (weight.name, {"": self._tensor(weight.name)})
         return self._last[1][""]
 
     def values(self, weight: CheckpointWeight) -> Tensor:
-        """A weight's own values: float32, or in its stored dtype if it is in high precision."""
+        """Return a weight's values: float32 if quantized, otherwise in its stored dtype."""
         if weight.tag is None:
             return self.plain(weight)
         shape = (weight.shape[0], weight.shape[1])
         return numerics.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), shape)
 
     def master(self, weight: CheckpointWeight) -> Tensor:
-        """The master, float32; see `has_master`.
+        """Return the float32 master; see `has_master`.
 
         Raises:
-            CheckpointError: it is not of the weight's shape.
+            CheckpointError: the shape differs from the weight's.
         """
         start = self._masters[weight.name]
-        if start not in self._stored and weight.tag is not None:  # the high bytes are the weight's codes
+        if start not in self._stored and weight.tag is not None:
+            # the weight's codes are the high bytes
             low = self._expected(start + REMAINDER_SUFFIX, weight.shape, torch.uint8)
             return split_codes.dequantize(weight.format.copies[Orientation.ROWWISE], self.parts(weight), low)
-        if start not in self._stored:  # the upper halves are the weight itself
+        if start not in self._stored:
+            # the weight itself is the upper half
             low = self._expected(start + REMAINDER_SUFFIX, (*weight.shape, 2), torch.uint8)
             high = self._expected(self._prefix + weight.name, weight.shape, torch.bfloat16)
             return join_bfloat16(high, low.contiguous().view(torch.int16).reshape(weight.shape))
-        stored = self._expected(start, weight.shape)
-        cell = STATE_CELLS.get(stored.dtype)
+        state = self._expected(start, weight.shape)
+        cell = STATE_CELLS.get(state.dtype)
         if cell is None:
-            return stored.float()
+            return state.float()
         scale = cell.format.copies[Orientation.ROWWISE].scale
-        flat = weight.shape if len(weight.shape) == 2 else (1, stored.numel())
+        flat = weight.shape if len(weight.shape) == 2 else (1, state.numel())
         grid = sharding.whole((flat[0], flat[1])).component_shape(scale)
-        found = self._any(f"{start}_scale_inv")
-        if found.dtype != scale.encoding.storage or found.numel() != math.prod(grid):
+        scales = self._any(f"{start}_scale_inv")
+        if scales.dtype != scale.encoding.storage or scales.numel() != math.prod(grid):
             raise CheckpointError(
-                f"{self.path} is damaged: {start}_scale_inv is {found.dtype} {list(found.shape)}, of which "
+                f"{self.path} is damaged: {start}_scale_inv is {scales.dtype} {list(scales.shape)}, of which "
                 f"{scale.encoding.storage} {list(grid)} are needed"
             )
-        return _scaled(stored, found, cell.format).float()
+        return _scaled(state, scales, cell.format).float()
 
     def average(self, weight: CheckpointWeight) -> Tensor:
-        """The average, float32; see `has_average`.
+        """Return the float32 average; see `has_average`.
 
         Raises:
-            CheckpointError: it is not of the weight's shape.
+            CheckpointError: the shape differs from the weight's.
         """
         key = self._states[weight.name] + AVERAGE
-        found = self._expected(key, weight.shape)
-        if not found.is_floating_point():
-            raise CheckpointError(f"{self.path} is damaged: {key} is {found.dtype}, no average")
-        return found.float()
+        average = self._expected(key, weight.shape)
+        if not average.is_floating_point():
+            raise CheckpointError(f"{self.path} is damaged: {key} is {average.dtype}, no average")
+        return average.float()
 
     def input_amax(self, name: str) -> float | None:
-        """The largest amax that delayed scaling remembers of the input of a weight's layer; None if it knows none."""
+        """Return the largest amax in delayed scaling's history for the input of a weight's layer, or None."""
         module, _, weight = name.rpartition(".")
         layer = weight.split("_")[0] + "_" if weight.startswith("fc") else ""
         key = f"{module}.{layer}{_INPUT_HISTORY}" if module else f"{layer}{_INPUT_HISTORY}"
         if key not in self._entries:
             return None
-        found = self._tensor(key)
-        if not found.numel() or not found.is_floating_point():
-            raise CheckpointError(f"{self.path} is damaged: {key} is {found.dtype} {list(found.shape)}, no amaxes")
-        return float(found.max()) or None
+        history = self._tensor(key)
+        if not history.numel() or not history.is_floating_point():
+            raise CheckpointError(f"{self.path} is damaged: {key} is {history.dtype} {list(history.shape)}, no amaxes")
+        return float(history.max()) or None
 
     def _expected(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor that has this shape, and this dtype or any of numbers."""
-        found = self._any(key)
-        fits = found.is_floating_point() if dtype is None else found.dtype == dtype
-        if tuple(found.shape) != tuple(shape) or not (fits or found.dtype in STATE_CELLS):
+        """Read a tensor and check its shape and dtype (None: any floating-point dtype)."""
+        tensor = self._any(key)
+        fits = tensor.is_floating_point() if dtype is None else tensor.dtype == dtype
+        if tuple(tensor.shape) != tuple(shape) or not (fits or tensor.dtype in STATE_CELLS):
             raise CheckpointError(
-                f"{self.path} is damaged: {key} is {found.dtype} {list(found.shape)}, not {dtype or 'of numbers'} "
+                f"{self.path} is damaged: {key} is {tensor.dtype} {list(tensor.shape)}, not {dtype or 'of numbers'} "
                 f"{list(shape)}"
             )
-        return found
+        return tensor
 
     def _tensor(self, key: str) -> Tensor:
         return self._any(self._prefix + key)
@@ -273,13 +276,13 @@ class CheckpointModel:
 
 
 def are_named(names: object, numbers: object) -> bool:
-    """Whether a group of parameters, as an optimizer's state dict describes it, has a name for each of its numbers."""
+    """Return whether a parameter group of an optimizer's state dict has a name for each of its parameter numbers."""
     lists = isinstance(names, list) and isinstance(numbers, list) and len(names) == len(numbers)
     return lists and all(type(n) is str for n in names) and all(type(n) in (int, str) for n in numbers)  # type: ignore[attr-defined]
 
 
 def _scaled(stored: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    """A state in blocks along its rows -> float32 of its shape."""
+    """Dequantize a state with blocks along its rows to float32 of its shape."""
     copy = fmt.copies[Orientation.ROWWISE]
     flat = stored.reshape(1, -1) if stored.ndim != 2 else stored
     parts = {copy.codes.name: flat, copy.scale.name: scale.reshape(flat.shape[0], -1)}

@@ -1,8 +1,8 @@
-"""The layouts that other programs read: a layout is a row of data.
+"""The table of layouts that other programs read.
 
-A row says how a quantized weight is stored: the encodings of codes and scales, the block under one scale, the names,
-dtypes and shapes of its tensors, the direction of a second scale, and the JSON that tells a reader so. Whether one of
-our formats goes over exactly is arithmetic over the two rows (`verdict`), never a list.
+Each row describes how a quantized weight is stored: the encodings of codes and scales, the block size, the names,
+dtypes and shapes of its tensors, the direction of a second scale, and the JSON that describes the layout to readers.
+`verdict` computes from two rows whether a layout represents one of our formats exactly; nothing is listed by hand.
 
 Sources: DeepSeek-V3's README_WEIGHTS.md and transformers' FineGrainedFP8Config (hf-*), vLLM's and SGLang's
 quantization/fp8.py (vllm-fp8, sglang-mxfp8), compressed-tensors' quant_scheme.py and compressors, ModelOpt's unified
@@ -39,7 +39,7 @@ class ScaleShape(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SecondScale:
-    """The second scale of a weight, a float32: its name, its shape, and whether it divides or multiplies."""
+    """A weight's second scale (float32): its name, its shape, and whether it divides or multiplies."""
 
     key: str
     shape: ScaleShape
@@ -48,19 +48,21 @@ class SecondScale:
 
 @dataclass(frozen=True)
 class Layout:
-    """How quantized weights are stored in safetensors, and how `config.json` says so.
+    """How quantized weights are stored in safetensors, and how `config.json` describes them.
 
     Attributes:
-        name: what it is asked for by; `family` finds the row of several that takes a checkpoint's format exactly.
-        element, scale, block: of one weight; `element` is None for a plain layout, whose weights are of `dtype`.
-        codes_key, scale_key: what stands in place of "weight" in the names of the tensors.
-        scale_dtype, scale_shape: of the tensor of scales.
-        second: the second scale, if there is one.
-        whole_blocks: whether the columns must be a multiple of a block's.
-        input_scale: the name of the activations' scale, float32, where readers need one.
-        config: names of the modules left in high precision -> `quantization_config`.
-        producer: the same -> the content of `hf_quant_config.json`, where readers look for one.
-        readers: which programs read it.
+        name: name of the layout.
+        family: name shared by several layouts; selects the first layout that represents a checkpoint's format exactly.
+        element, scale, block: encodings and block size of a weight. `element` is None for a plain layout, which stores
+            weights in `dtype`.
+        codes_key, scale_key: names that replace "weight" in the keys of the tensors.
+        scale_dtype, scale_shape: dtype and shape of the tensor of scales.
+        second: the second scale, or None.
+        whole_blocks: whether the number of columns must be a multiple of the block's.
+        input_scale: name of the float32 activation scale, if readers need one.
+        config: function from the names of modules left in high precision to `quantization_config`.
+        producer: function from the same names to the content of `hf_quant_config.json`, if readers expect this file.
+        readers: programs that read the layout.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Layout:
         return self.element is None
 
     def row(self) -> Format:
-        """The format of ours with this element, scale and block in one copy: what is requantized into."""
+        """Return our format with this element, scale and block and a single copy, used for requantization."""
         for fmt in FORMATS.values():
             copy = fmt.copies[Orientation.ROWWISE]
             same = (copy.codes.encoding, copy.scale.encoding, copy.block) == (self.element, self.scale, self.block)
@@ -97,7 +99,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How one of our formats goes into a layout: "exact", "lossy" or "undefined", and what there is to say of it."""
+    """How a layout represents one of our formats: `kind` is "exact", "lossy" or "undefined"; `why` is the reason."""
 
     kind: str
     why: str = ""
@@ -111,20 +113,20 @@ COMPRESSED_TENSORS: Final = "compressed-tensors"
 
 
 def lossy_lines(requantized: Mapping[str, str]) -> list[str]:
-    """What a report says of weights (name -> why) that did not go over exactly."""
+    """Format the report lines for weights that were requantized (name -> reason)."""
     first = [f"the first {name}: {why}" for name, why in requantized.items()][:1]
     return [f"LOSSY: requantized {len(requantized)} weights, {line}" for line in first]
 
 
 def verdict(cell: QuantSpec | None, layout: Layout, has_input_amax: bool | None = None) -> Verdict:
-    """How a weight stored as `cell` (None: in high precision) goes into a layout.
+    """Return how a layout represents a weight stored as `cell` (None: in high precision).
 
-    `has_input_amax`: whether amaxes of activations are known; None: as the recipe's scaling keeps a history of them.
+    `has_input_amax`: whether amaxes of activations are available; None: if the recipe keeps a history of them.
     """
     if layout.is_plain:
         return _plain_verdict(cell, layout)
-    known = has_input_amax if has_input_amax is not None else bool(cell and cell.scaling.history)
-    if layout.input_scale and not known:
+    has_amaxes = has_input_amax if has_input_amax is not None else bool(cell and cell.scaling.history)
+    if layout.input_scale and not has_amaxes:
         return Verdict(UNDEFINED, "its readers need a scale of the activations, which only delayed scaling knows")
     if cell is None:
         return Verdict(LOSSY, "weights in high precision must be quantized")
@@ -153,7 +155,7 @@ def _plain_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
 
 
 def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
-    """How a weight of a layout goes into one stored as `cell` (None: in high precision)."""
+    """Return whether a weight of a layout can be copied into one stored as `cell` (None: in high precision)."""
     if layout.is_plain:
         return Verdict(EXACT) if cell is None else Verdict(LOSSY, "values are quantized, which they are loaded for")
     if cell is None:
@@ -176,28 +178,32 @@ def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
 
 
 def recipe_of(layout: Layout) -> str | None:
-    """The recipe whose weights take those of a layout as they are: without conditions before under some, by blocks of
-    the same size before others, and of these the smallest. None if there is none, and for high precision."""
-    found = []
+    """Return a recipe with weights that can be copied from a layout, or None if no recipe matches.
+
+    Prefers recipes that always match over recipes that match only some values, then equal blocks, then the smallest
+    blocks.
+    """
+    candidates = []
     for name in NAMES:
         cell = resolve(name).weight
-        if layout.is_plain or cell is None or cell.scaling.history:  # delayed: another recipe has its weights
+        if layout.is_plain or cell is None or cell.scaling.history:
+            # delayed scaling stores the same weights as another recipe
             continue
         verdict = import_verdict(cell, layout)
         if verdict.kind == EXACT:
             block = cell.format.copies[Orientation.ROWWISE].block
             area = math.prod(math.inf if size == ALL else size for size in block)
-            found.append((bool(verdict.why), block != layout.block, area, name))
-    return min(found)[-1] if found else None
+            candidates.append((bool(verdict.why), block != layout.block, area, name))
+    return min(candidates)[-1] if candidates else None
 
 
 def refines(theirs: int, ours: int) -> bool:
-    """Whether each of their blocks lies in one of ours, along one dim."""
+    """Return whether external blocks each lie inside one of our blocks, along one dim."""
     return theirs == ours or (theirs < ours and (ours == ALL or ours % theirs == 0))
 
 
 def said(block: tuple[int, int]) -> str:
-    """A block in words."""
+    """Format a block size for messages."""
     if block == (ALL, ALL):
         return "the whole tensor"
     return "x".join("row" if size == ALL else str(size) for size in block)
@@ -269,7 +275,7 @@ def _mxfp8(ignore: list[str]) -> dict[str, Any]:
 # The table
 
 LAYOUTS: Final[dict[str, Layout]] = {}
-"""Every layout by its name; of one family the coarser blocks come first."""
+"""All layouts by name; within a family, coarser blocks come first."""
 
 
 def _row(name: str, family: str, element: Encoding | None, **entries: Any) -> None:
@@ -343,18 +349,20 @@ _row("plain-bf16", "plain", None, dtype=torch.bfloat16, readers="all")
 
 
 def find(name: str, formats: set[str]) -> Layout:
-    """A layout from its name, or the first of a family that takes all of these formats (names, see `formats`) exactly.
+    """Return a layout by name, or the first of a family that represents all of these formats exactly.
+
+    `formats`: format tags of the weights; empty for weights in high precision.
 
     Raises:
-        ConfigurationError: there is no such layout, or none of the family takes them.
+        ConfigurationError: the layout does not exist, or no layout of the family is exact.
     """
     check_arguments("export", TEXT, layout=name)
     if name in LAYOUTS:
         return LAYOUTS[name]
     family = [layout for layout in LAYOUTS.values() if layout.family == name]
     if not family:
-        known = sorted({*LAYOUTS, *(layout.family for layout in LAYOUTS.values())})
-        raise ConfigurationError(f"unknown layout {name!r}; {meant(name, known)}choose one of: {', '.join(known)}")
+        choices = sorted({*LAYOUTS, *(layout.family for layout in LAYOUTS.values())})
+        raise ConfigurationError(f"unknown layout {name!r}; {meant(name, choices)}choose one of: {', '.join(choices)}")
     cells: list[QuantSpec | None] = [cell_of_tag(tag) for tag in formats] or [None]
     for layout in family:
         if all(verdict(cell, layout).kind == EXACT for cell in cells):
@@ -366,26 +374,26 @@ def find(name: str, formats: set[str]) -> Layout:
 
 
 def detect(config: Any, names: Iterable[str], where: str) -> Layout | None:
-    """The layout of files from their `quantization_config` and the names of their tensors; None: high precision.
+    """Identify the layout of files from their `quantization_config` and tensor names; None: high precision.
 
     Raises:
-        CheckpointError: it is none of `LAYOUTS`.
+        CheckpointError: no layout in `LAYOUTS` matches.
     """
     if config is None:
         return None
-    wanted = _signature(config) if isinstance(config, Mapping) else shown(config)
+    signature = _signature(config) if isinstance(config, Mapping) else shown(config)
     ends = {name.rpartition(".")[2] for name in names}
     for layout in LAYOUTS.values():
-        if not layout.is_plain and wanted == _signature(layout.config([])) and layout.scale_key in ends:
+        if not layout.is_plain and signature == _signature(layout.config([])) and layout.scale_key in ends:
             return layout
     raise CheckpointError(
-        f"{where}: its quantization_config ({shown(wanted, 200)}) is none of the layouts that are read: "
+        f"{where}: its quantization_config ({shown(signature, 200)}) is none of the layouts that are read: "
         f"{', '.join(name for name, layout in LAYOUTS.items() if not layout.is_plain)}"
     )
 
 
 def _signature(config: Config) -> tuple[str, ...]:
-    """The entries of a `quantization_config` by which layouts differ."""
+    """Return the entries of a `quantization_config` that distinguish layouts."""
     method = str(config.get("quant_method"))
     if "mxfp8" in method:
         return ("mxfp8",)
@@ -401,8 +409,10 @@ def _signature(config: Config) -> tuple[str, ...]:
 
 
 def cell_of_tag(tag: str) -> QuantSpec:
-    """What a checkpoint's format tag names. It does not say whether scales are powers of two: taken for granted here,
-    which whoever writes other scales than float32 checks by their values.
+    """Return the format and scaling that a checkpoint's format tag names.
+
+    A tag does not record whether scales are powers of two, so this is assumed. Writers of scales other than float32
+    must check the values.
 
     Raises:
         ConfigurationError: no format has this name.

@@ -1,7 +1,7 @@
-"""Export: a checkpoint's model as safetensors that other programs read, one weight in memory at a time.
+"""Export a checkpoint's model as safetensors for other programs, holding one weight in memory at a time.
 
-Codes and scales go over as bytes where the grids agree. Where they do not, the weight is refused with the numbers; or,
-with `lossy`, quantized anew, from its master where there is one.
+Codes and scales are copied as bytes if the layout's blocks and encodings match. Otherwise the export fails and reports
+the mismatch, or, with `lossy`, requantizes the weight (from its master if the checkpoint has one).
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.interop.layouts.table import EXACT, UNDEFINED, Layout
 
 LINEAR: Final = re.compile(r"_proj\.weight$")
-"""Finds, by their names, the weights that a quantized layout quantizes where the checkpoint is in high precision:
-embeddings, norms and the output head stay as they are."""
+"""Matches the weights that a quantized layout quantizes if the checkpoint is in high precision. Embeddings, norms and
+the output head stay in high precision."""
 
 _FUSED: Final = re.compile(r"\b(q|k|v|gate|up)_proj\b")
-"""What tells apart the names of weights that vLLM fuses: with a * in its place they are equal. (Those of q, k, v and of
-gate, up stay apart: one module is an attention, the other an MLP.)"""
+"""Projections that vLLM fuses: names that agree once each match is replaced by a * belong to one fused weight. (q, k, v
+and gate, up cannot collide, because they are in different modules.)"""
 
 MASTERS, WEIGHTS, AVERAGES = "masters", "weights", "ema"
-"""Of which an export takes values."""
+"""Values of `export(values=...)`."""
 
 NOTED_AMAX: Final = "quantshard.amax."
-"""Prefix of the entries of a header that note weights' amaxes, in hexadecimal digits and so exactly: the second scale
-is rounded, and an import of our own export brings every bit back (`conversion.amax_of`)."""
+"""Prefix of the header entries that record weights' amaxes in hexadecimal, hence exactly. The second scale is rounded;
+with the recorded amax, importing our own export restores every bit (`conversion.amax_of`)."""
 
 HEAD: Final = "lm_head"
 CONFIGURATION: Final = "config.json"
 _CONFIGURATION = ArgumentKind(f"{MAPPING.wanted}, or {PATH.wanted}", (*MAPPING.types, *PATH.types))
 MOST, MOST_HEADS = 1 << 30, 1 << 16
-"""The largest size, and the largest number of heads, that a configuration may say: it comes from anybody."""
+"""Largest size and largest number of heads accepted in a configuration, which is untrusted input."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 _CENTERED_FAMILIES: Final = frozenset(
     "gemma gemma2 gemma3 gemma3_text nemotron qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text qwen3_next "
     "recurrent_gemma vaultgemma".split()
 )
-"""Families (model_type) of transformers whose normalizations multiply by 1 + weight."""
+"""Families (model_type) of transformers with norms that multiply by 1 + weight."""
 
 _GAMMA: Final = re.compile(r"norm\d*[._]weight$")
-"""Finds weights of normalizations by their names."""
+"""Matches the names of norm weights."""
 
 
 @dataclass
 class Export:
-    """What an export wrote: names (theirs) of the weights by how they went over, bytes, and what there is to say.
+    """The result of an export: the external names of the weights by how they were written, sizes and notes.
 
-    `exact`: names of the weights whose codes and scales are as they were. `requantized`: name -> why. `high_precision`:
-    name -> shape of the tensors in their own dtype, or in that of a plain layout. `rounded`: names of the tensors whose
-    1 + weight has more bits than their dtype. `masters`, `averages`: of how many tensors the values came from masters,
-    or from averages of the weights.
+    `exact`: names of the weights copied as codes and scales. `requantized`: name -> reason. `high_precision`: name ->
+    shape of the tensors written in their own dtype or a plain layout's dtype. `rounded`: names of the tensors for which
+    1 + weight does not fit their dtype. `masters`, `averages`: number of tensors with values from masters or from
+    averages of the weights.
     """
 
     path: Path
@@ -86,19 +86,19 @@ class Export:
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """A report."""
-        found = [
+        """Format the report, one string per line."""
+        lines = [
             f"{self.path}: {self.layout.name}, {self.bytes} bytes; {len(self.exact)} weights exact, "
             f"{len(self.requantized)} requantized, {len(self.high_precision)} tensors in high precision"
         ]
-        found += table.lossy_lines(self.requantized)
+        lines += table.lossy_lines(self.requantized)
         if self.rounded:
-            found.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
+            lines.append(f"not exact: 1 + weight was rounded for {len(self.rounded)} norms (first: {self.rounded[0]})")
         if self.masters:
-            found.append(f"values of {self.masters} tensors are those of the optimizer's masters")
+            lines.append(f"values of {self.masters} tensors are those of the optimizer's masters")
         if self.averages:
-            found.append(f"values of {self.averages} tensors are those of the averages of the weights (EMA)")
-        return found + self.notes
+            lines.append(f"values of {self.averages} tensors are those of the averages of the weights (EMA)")
+        return lines + self.notes
 
 
 @suggests_names
@@ -114,28 +114,30 @@ def export(
     lossy: bool = False,
     zero_centered_gamma: bool | None = None,
 ) -> Export:
-    """Write the model of a checkpoint as safetensors in a layout. One process; it holds one weight at a time.
+    """Write the model of a checkpoint as safetensors in a layout, using one process and holding one weight at a time.
 
     Args:
-        checkpoint: written by any number of processes, with `quantshard.checkpoints.save` or `dcp.save`.
-        layout: a name of `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), of which the first row is
-            taken that is exact.
-        out: a directory that does not exist; it appears under this name when it is complete.
-        names: our names -> theirs. Default: Llama's for a model of `TransformerLayer`, else the model's own.
-        config: the model's Hugging Face configuration, or a directory with its config.json, whose tokenizer is copied.
-            Default: the checkpoint's own directory, if it has one (an import's). Plain layouts under the model's own
-            names need none.
-        max_shard_bytes: of one file, where a file holds more than one weight.
-        values: where values are written or quantized anew: of the "masters", where there are any, or of the "weights".
-            "ema": of the averages that the optimizer kept, for all tensors that have one; codes and scales are then
-            made of these, to the nearest, in any layout and without `lossy`.
-        lossy: quantize anew what does not go over exactly.
-        zero_centered_gamma: whether norm weights are stored as gamma - 1, for a checkpoint that does not record it.
+        checkpoint: path written by any number of processes with `quantshard.checkpoints.save` or `dcp.save`.
+        layout: a name in `LAYOUTS`, or a family ("compressed-tensors", "modelopt", "plain"), which selects its first
+            exact layout.
+        out: a directory that does not exist yet. The export is written to a temporary directory and renamed when
+            complete.
+        names: map from our names to the external names. Default: `LLAMA` for models of `TransformerLayer`, otherwise
+            the model's own names.
+        config: the model's Hugging Face configuration, or a directory with config.json and a tokenizer, which is also
+            copied. Default: the checkpoint's own directory if it has one (imports do). Plain layouts with the model's
+            own names need no configuration.
+        max_shard_bytes: largest size of a file that holds more than one weight.
+        values: source of values that are written in high precision or requantized: "masters" (if there are any),
+            "weights", or "ema" for the averages that the optimizer kept. With "ema", all tensors that have an average
+            use it and are quantized from it, rounding to nearest, in any layout and without `lossy`.
+        lossy: requantize weights that the layout cannot represent exactly.
+        zero_centered_gamma: whether norm weights are stored as gamma - 1, for checkpoints that do not record this.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or `out` exists or cannot be written.
-        ConfigurationError: an argument is wrong, a weight has no name there, or does not go over exactly; the message
-            has the numbers. Nothing is left in `out`.
+        ConfigurationError: an argument is invalid, a weight has no external name, or a weight cannot be written
+            exactly. Nothing is left in `out`.
     """
     check_arguments("export", PATH, checkpoint=checkpoint, out=out)
     check_arguments("export", _CONFIGURATION.or_none, config=config)
@@ -150,14 +152,14 @@ def export(
     source = CheckpointModel(checkpoint)
     if config is None and "://" not in str(checkpoint) and os.path.lexists(Path(checkpoint) / CONFIGURATION):
         config = checkpoint
-    described, chosen = _config(config), names or default_names(source.weights)
+    model_config, name_map = _config(config), names or default_names(source.weights)
     tags = {weight.tag for weight in source.weights.values() if weight.tag is not None}
     plan = _ExportPlan(
-        source, table.find(layout, tags), chosen, described, values, lossy, Export(target, _NONE),
-        set() if files_center_gamma(described) else _zero_centered(source, zero_centered_gamma),
+        source, table.find(layout, tags), name_map, model_config, values, lossy, Export(target, _NONE),
+        set() if files_center_gamma(model_config) else _zero_centered(source, zero_centered_gamma),
     )  # fmt: skip
     groups = plan.groups()
-    if config is None and not (chosen is IDENTITY and plan.layout.is_plain):
+    if config is None and not (name_map is IDENTITY and plan.layout.is_plain):
         raise ConfigurationError(
             f"{checkpoint} does not record its model's configuration; name a folder with config.json by --config"
         )
@@ -167,25 +169,28 @@ def export(
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror}") from None
     try:
-        folder.chmod(0o777 & ~_umask())  # as mkdir would make it; mkdtemp makes folders for their owner alone
+        # mkdtemp restricts folders to their owner; use mkdir's mode
+        folder.chmod(0o777 & ~_umask())
         plan.report.bytes = files.write_safetensors(folder, groups, max_shard_bytes, plan.noted)
         _write_configuration(folder, plan, None if isinstance(config, Mapping) else config)
         os.rename(folder, target)
     except OSError as error:
-        whose = "" if error.filename is None else f" ({error.filename})"
-        raise CheckpointError(f"{target} could not be written: {error.strerror or error}{whose}") from None
+        path_note = "" if error.filename is None else f" ({error.filename})"
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}{path_note}") from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # after the rename there is none
+        shutil.rmtree(folder, ignore_errors=True)  # no longer exists after the rename
     return plan.report
 
 
-_NONE: Final = table.LAYOUTS["plain-fp32"]  # stands in a report until `_ExportPlan.groups` puts its own there
+# Placeholder in a report until `_ExportPlan.groups` sets the layout.
+_NONE: Final = table.LAYOUTS["plain-fp32"]
 
 
 def _umask() -> int:
-    before = os.umask(0)  # the only way to read it is to set it
-    os.umask(before)
-    return before
+    # the umask can only be read by setting it
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
 
 
 def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -198,10 +203,10 @@ def _config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[s
 
 
 def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
-    """The numbers of heads in a Hugging Face configuration, if it says them.
+    """Read the numbers of heads from a Hugging Face configuration, or return None if they are missing.
 
     Raises:
-        ConfigurationError: they are no numbers of heads.
+        ConfigurationError: a number of heads is invalid.
     """
     fields = FieldReader(config, CONFIGURATION)
     queries = fields.integer("num_attention_heads", 1, MOST_HEADS)
@@ -210,32 +215,35 @@ def heads_of(config: Mapping[str, Any]) -> HeadCounts | None:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face configuration says that the output head is the embedding.
+    """Return whether a Hugging Face configuration ties the output head to the embedding.
 
     Raises:
-        ConfigurationError: it says neither.
+        ConfigurationError: the entry is not a boolean.
     """
     return FieldReader(config, CONFIGURATION).flag("tie_word_embeddings")
 
 
 def files_center_gamma(config: Mapping[str, Any]) -> bool:
-    """Whether a Hugging Face configuration is of a family whose files store norm weights as gamma - 1.
+    """Return whether a Hugging Face configuration belongs to a family that stores norm weights as gamma - 1.
 
     Raises:
-        ConfigurationError: its model_type is not text.
+        ConfigurationError: its model_type is not a string.
     """
     return FieldReader(config, CONFIGURATION).text("model_type") in _CENTERED_FAMILIES
 
 
 def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str]:
-    """Names of the norm weights that a checkpoint stores as gamma - 1; `is_centered`: what the caller says.
+    """Return the names of the norm weights that a checkpoint stores as gamma - 1.
+
+    `is_centered`: the caller's answer, or None to use what the checkpoint records.
 
     Raises:
-        ConfigurationError: nobody says it of a checkpoint whose norm weights are nearer to 0 than to 1.
+        ConfigurationError: neither the caller nor the checkpoint specifies this, and the norm weights average closer to
+            0 than to 1.
     """
-    described = manifest.read_manifest(source.path)
-    if is_centered is None and described is not None and described.zero_centered is not None:
-        return set(described.zero_centered)
+    recorded = manifest.read_manifest(source.path)
+    if is_centered is None and recorded is not None and recorded.zero_centered is not None:
+        return set(recorded.zero_centered)
     gammas = [w for name, w in source.weights.items() if len(w.shape) == 1 and _GAMMA.search(name)]
     if is_centered is None and gammas:
         mean = torch.cat([source.values(weight).float() for weight in gammas]).mean()
@@ -249,7 +257,7 @@ def _zero_centered(source: CheckpointModel, is_centered: bool | None) -> set[str
 
 def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathLike[str] | None) -> None:
     layout, ignore = plan.report.layout, plan.ignored()
-    # of the configuration that was given: it may be of other weights
+    # the given quantization_config may describe other weights
     config = {key: value for key, value in plan.config.items() if key != "quantization_config"}
     if not config:
         plan.report.notes.append("config.json says nothing of the architecture: pass the model's configuration")
@@ -258,17 +266,17 @@ def _write_configuration(folder: Path, plan: _ExportPlan, beside: str | os.PathL
     files.write_json(folder / CONFIGURATION, config)
     if layout.producer is not None:
         files.write_json(folder / "hf_quant_config.json", layout.producer(ignore))
-    found = [] if beside is None or not Path(beside).is_dir() else files.companions(Path(beside))
-    for path in found:
-        # no link is followed, and no pipe waited for: the folder may come from anybody
+    companion_paths = [] if beside is None or not Path(beside).is_dir() else files.companions(Path(beside))
+    for path in companion_paths:
+        # the folder is untrusted: do not follow links or block on pipes
         with open_regular(path) as file, open(folder / path.name, "wb") as copy:
             shutil.copyfileobj(file, copy)
-    plan.report.notes += files.copied_lines(found)
+    plan.report.notes += files.copied_lines(companion_paths)
 
 
 @dataclass
 class _ExportPlan:
-    """Which tensors there will be, in their order, and how each is made."""
+    """The tensors to write, in order, and how to compute each."""
 
     source: CheckpointModel
     layout: Layout
@@ -287,37 +295,37 @@ class _ExportPlan:
                 f"{self.source.path} holds no averages of its weights, or its optimizer was not told their names; "
                 f"train with --ema (FusedAdam(ema_decay=...)), or export the values of its {MASTERS!r}"
             )
-        heads, found = heads_of(self.config), []
+        heads, batches = heads_of(self.config), []
         weights = self._untied()
-        lacking = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
-        if lacking:
+        missing = [weight.name for weight in weights if not self.names.theirs(weight.name, weight.rows, heads)]
+        if missing:
             raise ConfigurationError(
-                f"{len(lacking)} tensors of {self.source.path} have no name there (first: {lacking[0]}); give a map of "
+                f"{len(missing)} tensors of {self.source.path} have no name there (first: {missing[0]}); give a map of "
                 "names (--names)"
             )
         for weight in weights:
             for name, runs in self.names.theirs(weight.name, weight.rows, heads).items():
-                found.append(self._group(weight, name, runs))
-        check_distinct(name for group in found for name in group.tensors)
-        shapes = {name: shape for group in found for name, (_, shape) in group.tensors.items()}
+                batches.append(self._group(weight, name, runs))
+        check_distinct(name for group in batches for name in group.tensors)
+        shapes = {name: shape for group in batches for name, (_, shape) in group.tensors.items()}
         self._check_sizes(shapes)
         self._say(shapes)
-        return found
+        return batches
 
     def _untied(self) -> list[CheckpointWeight]:
-        """The weights, without an output head that the configuration says is the embedding.
+        """Return the weights, without an output head that the configuration ties to the embedding.
 
         Raises:
-            ConfigurationError: it says so, and they differ.
+            ConfigurationError: the configuration ties them, but their values differ.
         """
         weights = list(self.source.weights.values())
         if not is_tied(self.config):
             return weights
-        at = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
+        ends = {name: w for w in weights for name in self.names.theirs(w.name, w.rows, None)
               if name in (_EMBEDDING, f"{HEAD}.weight")}  # fmt: skip
-        if len(at) < 2:
+        if len(ends) < 2:
             return weights
-        head, table_ = at[f"{HEAD}.weight"], at[_EMBEDDING]
+        head, table_ = ends[f"{HEAD}.weight"], ends[_EMBEDDING]
         if not torch.equal(self.source.values(head).clone(), self.source.values(table_)):
             raise ConfigurationError(
                 f"the configuration says tie_word_embeddings, but {head.name} and {table_.name} differ; set it to false"
@@ -326,14 +334,14 @@ class _ExportPlan:
 
     def _group(self, weight: CheckpointWeight, name: str, runs: list[RowRun]) -> TensorBatch:
         rows = sum(run.length for run in runs)
-        chosen = (
+        row_index = (
             None if not weight.shape or conversion.is_identity(runs, weight.shape[0]) else conversion.our_rows(runs)
         )
         quantizes = weight.tag is not None or (self._is_high_precision() and LINEAR.search(name) is not None)
         if self.layout.is_plain or not quantizes or len(weight.shape) != 2:
-            return self._plain_group(weight, name, (rows, *weight.shape[1:]), chosen)
+            return self._plain_group(weight, name, (rows, *weight.shape[1:]), row_index)
         shape = (rows, weight.shape[1])
-        make = self._quantized(weight, name, chosen)
+        make = self._quantized(weight, name, row_index)
         stem = name.removesuffix("weight")
         if stem == name:
             raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
@@ -343,8 +351,8 @@ class _ExportPlan:
             tensors[stem + str(self.layout.input_scale)] = (torch.float32, ())
 
         def made() -> dict[str, Tensor]:
-            found = {stem + key: tensor for key, tensor in make().items()}
-            return found if scale is None else {**found, stem + str(self.layout.input_scale): scale}
+            named = {stem + key: tensor for key, tensor in make().items()}
+            return named if scale is None else {**named, stem + str(self.layout.input_scale): scale}
 
         return TensorBatch(tensors, made)
 
@@ -354,15 +362,15 @@ class _ExportPlan:
     def _plain_group(
         self, weight: CheckpointWeight, name: str, shape: tuple[int, ...], rows: Tensor | None
     ) -> TensorBatch:
-        plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast, so that it is refused below
+        plain = self.layout.is_plain and weight.dtype != torch.int64  # not cast: the check below raises
         dtype = (self.layout.dtype if plain else weight.dtype) or torch.float32
         if dtype not in files.DTYPES:
             raise ConfigurationError(f"{weight.name} is {weight.dtype}, which no layout has")
-        read = self._reading(weight, self.layout.is_plain)
+        read_values = self._reading(weight, self.layout.is_plain)
         self.report.high_precision[name] = shape
 
         def make() -> dict[str, Tensor]:
-            values = read(weight)
+            values = read_values(weight)
             if weight.name in self.zero_centered:
                 values = values.double() + 1
                 if not torch.equal(values.to(dtype).double(), values):
@@ -389,10 +397,10 @@ class _ExportPlan:
                 f"{self.layout.name} exactly: {why}; choose another layout, or allow requantization (--lossy)"
             )
         self.report.requantized[name] = why
-        read, fmt = self._reading(weight, True), self.layout.row()
+        read_values, fmt = self._reading(weight, True), self.layout.row()
 
         def make() -> Mapping[str, Tensor]:
-            values = read(weight)
+            values = read_values(weight)
             values = values.float() if rows is None else values[rows].float()
             return conversion.to_layout(self.layout, fmt, numerics.quantize(values, fmt), (len(values), shape[1]))
 
@@ -402,7 +410,7 @@ class _ExportPlan:
         return self.values == AVERAGES and self.source.has_average(weight.name)
 
     def _reading(self, weight: CheckpointWeight, is_anew: bool) -> Callable[[CheckpointWeight], Tensor]:
-        """How the values of a weight are read; `is_anew`: they are written in another dtype or format than its own."""
+        """Choose the function that reads a weight's values. `is_anew`: they are written in another dtype or format."""
         if self._is_averaged(weight):
             self.report.averages += 1
             return self.source.average
@@ -412,13 +420,14 @@ class _ExportPlan:
         return self.source.values
 
     def _why_not(self, weight: CheckpointWeight, rows: Tensor | None) -> str | None:
-        """Why a weight does not go over exactly; None if it does. Only scales are read: codes are many."""
+        """Return why a weight cannot be written exactly, or None if it can. Reads only scales, because codes are
+        large."""
         cell = None if weight.tag is None else table.cell_of_tag(weight.tag)
-        found = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
-        if found.kind == UNDEFINED:
-            raise ConfigurationError(f"{weight.name} does not go into {self.layout.name}: {found.why}")
-        if found.kind != EXACT:
-            return found.why
+        verdict = table.verdict(cell, self.layout, self.source.input_amax(weight.name) is not None)
+        if verdict.kind == UNDEFINED:
+            raise ConfigurationError(f"{weight.name} does not go into {self.layout.name}: {verdict.why}")
+        if verdict.kind != EXACT:
+            return verdict.why
         assert cell is not None
         try:
             shape = (weight.shape[0], weight.shape[1])
@@ -442,18 +451,18 @@ class _ExportPlan:
 
     def _check_sizes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         fields = FieldReader(self.config, CONFIGURATION)
-        wanted = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
-        held = shapes.get(_EMBEDDING)
-        if held is not None and None not in wanted and tuple(held) != wanted:
+        expected = (fields.integer("vocab_size", 1, MOST), fields.integer("hidden_size", 1, MOST))
+        shape = shapes.get(_EMBEDDING)
+        if shape is not None and None not in expected and tuple(shape) != expected:
             raise ConfigurationError(
-                f"the configuration says vocab_size {wanted[0]} and hidden_size {wanted[1]}, but {_EMBEDDING} is "
-                f"{list(held)}; pass the configuration of this model"
+                f"the configuration says vocab_size {expected[0]} and hidden_size {expected[1]}, but {_EMBEDDING} is "
+                f"{list(shape)}; pass the configuration of this model"
             )
 
     def ignored(self) -> list[str]:
-        """The modules whose weights stay in high precision, and the output head, even where it is the embedding."""
-        kept = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
-        return sorted({HEAD, *(name.removesuffix(".weight") for name in kept)})
+        """Return the modules with weights in high precision, including the output head even if it is tied."""
+        matrices = [name for name, shape in self.report.high_precision.items() if len(shape) == 2]
+        return sorted({HEAD, *(name.removesuffix(".weight") for name in matrices)})
 
     def _say(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         notes, layout = self.report.notes, self.layout
@@ -467,7 +476,7 @@ class _ExportPlan:
             if name.endswith(layout.codes_key) and len(shape) == 2 and name not in self.report.high_precision
             and any(size % block for size, block in zip(shape, layout.block, strict=True) if block != ALL)
         ]  # fmt: skip
-        if ragged and not layout.whole_blocks:  # `conversion.shapes` refused such
+        if ragged and not layout.whole_blocks:  # otherwise `conversion.shapes` has raised
             notes.append(
                 f"{len(ragged)} weights end inside a block of {table.said(layout.block)} (first: {ragged[0]}): vLLM "
                 "refuses some tensor-parallel sizes, and transformers dequantizes such weights wrongly"
@@ -475,7 +484,7 @@ class _ExportPlan:
         amaxes: dict[str, set[str]] = {}
         for name, amax in self.noted.items():
             amaxes.setdefault(_FUSED.sub("*_proj", name), set()).add(amax)
-        differing = sum(len(found) > 1 for found in amaxes.values())
+        differing = sum(len(values) > 1 for values in amaxes.values())
         if differing:
             notes.append(
                 f"{differing} groups of q, k, v or gate, up have different second scales: vLLM fuses these and takes "
