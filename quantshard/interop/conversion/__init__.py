@@ -1,1 +1,1 @@
-"""A model of anybody's becomes one whose linear layers are quantized, in place, and back."""
+"""In-place conversion of a model's linear layers to quantized ones, and back."""

@@ -1,4 +1,4 @@
-"""What is checked of a model before `convert` changes anything in it, so that it changes all or nothing."""
+"""Checks of a model before `convert` changes it, so that a conversion either completes or changes nothing."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ _QUANTIZERS = {
     "compressed_tensors": "compressed-tensors",
     "optimum": "optimum-quanto",
 }
-"""By the package of a module's or a weight's class: who quantized it."""
+"""Package of a module's or weight's class -> the library that quantized it."""
 
 _PACKED = ("qweight", "qzeros", "weight_packed")
-"""Names of parameters and buffers in which others keep codes."""
+"""Names of parameters and buffers in which other libraries store codes."""
 
 
 def check_model(model: nn.Module, what: str) -> None:
-    """Check that a model can be converted at all.
+    """Check that a model can be converted.
 
     Raises:
-        ConfigurationError: it is a linear layer itself, sharded, quantized, by quantshard or by others, or lazy.
+        ConfigurationError: the model is itself a linear layer, sharded, already quantized by any library, or lazy.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"{what} takes a model, a torch.nn.Module, not a {type(model).__name__}")
-    method = getattr(model, "quantization_method", None)  # as transformers marks what it loaded
+    # set by transformers on models that were loaded quantized
+    method = getattr(model, "quantization_method", None)
     if method is not None:
         raise ConfigurationError(
             f"{what}: this {type(model).__name__} is quantized already, by {getattr(method, 'value', method)}; load "
@@ -74,7 +75,7 @@ def check_unsharded(model: nn.Module, what: str) -> None:
     """Check that no parameter is sharded.
 
     Raises:
-        ConfigurationError: one is.
+        ConfigurationError: a parameter is sharded.
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -85,24 +86,24 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 
 
 def _check_foreign(model: nn.Module, what: str) -> None:
-    found = list(_foreign(model))
-    if found:
-        kinds = Counter(f"{by}'s {kind}" if by else kind for _, by, kind in found)
-        said = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
+    modules = list(_foreign(model))
+    if modules:
+        kinds = Counter(f"{by}'s {kind}" if by else kind for _, by, kind in modules)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
         raise ConfigurationError(
-            f"{what}: this model is quantized already, by another library: it has {said}, the first {found[0][0]}; "
+            f"{what}: this model is quantized already, by another library: it has {counts}, the first {modules[0][0]}; "
             "load it in bfloat16, without that quantization, and convert that (its codes are not read as values here)"
         )
 
 
 def _foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """The modules that others quantized: name, by whom if that is known, and the class."""
+    """Yield modules quantized by other libraries: name, library if known, and class."""
     for name, module in model.named_modules():
-        held = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        by, weight = _quantizer(type(module)), held.get("weight")
+        tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        by, weight = _quantizer(type(module)), tensors.get("weight")
         if weight is not None and _quantizer(type(weight)):
             yield name, _quantizer(type(weight)), type(weight).__name__
-        elif any(packed in held and not held[packed].is_floating_point() for packed in _PACKED):
+        elif any(packed in tensors and not tensors[packed].is_floating_point() for packed in _PACKED):
             yield name, by, type(module).__name__
         elif isinstance(module, nn.Linear) and weight is not None and weight.dtype.itemsize == 1:
             yield name, by, f"{type(module).__name__} of {str(weight.dtype).removeprefix('torch.')}"
@@ -114,35 +115,35 @@ def _quantizer(kind: type) -> str:
 
 @torch.no_grad()
 def check_values(chosen: Sequence[LayerChoice]) -> None:
-    """Check the values of all layers that are to be converted, before the first is; on the meta device there are none.
+    """Check the values of all layers to convert, before the first is converted. Skips the meta device.
 
-    It reads each weight once, takes a byte for each of its elements for as long, and waits for a GPU once.
+    Reads each weight once, temporarily using one byte per element, and synchronizes with a GPU once.
 
     Raises:
-        ConfigurationError: values are infinite or NaN, which codes would hide, or codes of float16 values would stand
-            for more than float16 has.
+        ConfigurationError: a value is infinite or NaN, which codes would hide, or codes of float16 values would exceed
+            float16's range.
     """
     layers = [choice for choice in chosen if choice.recipe and not choice.module.weight.is_meta]
     if not layers:
         return
     largest = torch.stack([_largest(choice.module.weight).cpu() for choice in layers]).tolist()
-    bad = [choice for choice, found in zip(layers, largest, strict=True) if not found < float("inf")]  # NaN as well
+    bad = [choice for choice, amax in zip(layers, largest, strict=True) if not amax < float("inf")]  # also catches NaN
     if bad:
         weight = bad[0].module.weight.detach()
-        others = f" (and those of {len(bad) - 1} other layers)" if len(bad) > 1 else ""
+        more = f" (and those of {len(bad) - 1} other layers)" if len(bad) > 1 else ""
         half = f"; float16 ends at {_HALF.max:.0f}: load the model in bfloat16" if weight.dtype is torch.float16 else ""
         raise ConfigurationError(
-            f"convert: {bad[0].name}.weight{others}: {non_finite(weight, (0, 0))}{half}; codes saturate, which would "
+            f"convert: {bad[0].name}.weight{more}: {non_finite(weight, (0, 0))}{half}; codes saturate, which would "
             "hide it, so nothing was converted. Look at where the values come from"
         )
-    for choice, found in zip(layers, largest, strict=True):
+    for choice, amax in zip(layers, largest, strict=True):
         weight = choice.module.weight
-        if weight.dtype is torch.float16 and found > _HALF.max / 2 and choice.recipe and choice.recipe.weight:
-            _check_half(choice.name, weight, found, choice.recipe.weight)
+        if weight.dtype is torch.float16 and amax > _HALF.max / 2 and choice.recipe and choice.recipe.weight:
+            _check_half(choice.name, weight, amax, choice.recipe.weight)
 
 
 def _largest(weight: Tensor) -> Tensor:
-    """float64, NaN if any is."""
+    """Return the largest magnitude as float64; NaN if any value is NaN."""
     if weight.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     low, high = torch.aminmax(weight.detach())

@@ -1,4 +1,4 @@
-"""`convert` and `revert`: the linear layers of a model become quantized ones, in place, and plain ones again."""
+"""`convert` and `revert`: replace a model's linear layers by quantized ones in place, and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quantshard.tensor import components
 TRANSPOSED = "a Conv1D of transformers, whose weight is transposed and which is no torch.nn.Linear"
 
 WHERE = ("linear", "fused")
-"""What `modules=` may name."""
+"""Values of `modules=`."""
 
 
 @suggests_names
@@ -46,91 +46,97 @@ def convert(
     preserve_high_precision_init_val: bool = False,
     activation_storage: str = HIGH_PRECISION,
 ) -> ConversionReport:
-    """Quantize the weights of a model's linear layers, in place; names of parameters stay as they are.
+    """Quantize the weights of a model's linear layers in place; parameter names do not change.
 
-    Convert before the model is sharded (`fully_shard`) and before the optimizer is made. On the meta device it is the
-    layers alone that change; values are loaded later, by `checkpoints.load_high_precision` for one.
+    Convert before the model is sharded (`fully_shard`) and before the optimizer is built. On the meta device only the
+    layers are replaced, and values are loaded later, for example by `checkpoints.load_high_precision`.
 
     Args:
-        model: any module. Its `nn.Linear` layers are exchanged for quantshard's; their biases, hooks, frozen flags,
-            devices and nominal dtypes stay. Subclasses of `nn.Linear`, and layers whose weight is shared with another
-            module or computed, are left.
+        model: any module. Its `nn.Linear` layers are replaced by quantshard's, keeping biases, hooks, frozen flags,
+            devices and nominal dtypes. Subclasses of `nn.Linear`, and layers with a shared or computed weight, are not
+            converted.
         recipe: a recipe or its name ("auto" is "mxfp8" on Blackwell GPUs and "current" elsewhere); or a mapping from
-            patterns of layers' names to recipes, of which the first that matches holds:
-            `{"*.down_proj": "block", "*": "mxfp8"}`; or a function of module and name that gives one for each.
-            "bf16" leaves a layer as it is. Layers whose recipes go by names run by them in every autocast
-            that quantizes; those of one recipe run by the autocast's.
-        filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`), which
-            match a whole name or its end behind a dot. By default all but the head and routers.
-        modules: "linear": each layer by itself. "fused": besides, the gated MLPs of transformers' Llama, Mistral, Qwen
-            and Gemma families are computed as one step: gate and up share one quantized input, and the activation is
-            quantized as it is computed, rounded once where the model's own code rounds twice. Names stay. An MLP that
-            is not of a known class, or not converted whole by one recipe, is left and listed; one whose layers have
-            hooks, were wrapped or exchanged (LoRA) calls them, and warns once.
-            Layers named q_proj, k_proj, v_proj that read one tensor quantize it once, but under delayed scaling.
-        autocast: make `model.forward` enter the recipe, so that no loop needs `quantshard.autocast`.
-        preserve_high_precision_init_val: keep the values on the CPU, for the masters of an optimizer that is made
-            later, which otherwise begin with the quantized values.
-        activation_storage: how fused MLPs keep gate and up for backward: "high_precision", or "fp8"; see
+            layer name patterns to recipes, in which the first match wins: `{"*.down_proj": "block", "*": "mxfp8"}`; or
+            a function of module and name that returns a recipe. "bf16" leaves a layer unchanged. With a mapping or
+            function, layers use their own recipes in every autocast that quantizes; with a single recipe, layers follow
+            the autocast.
+        filter: which layers to convert: a function of module and name, or patterns (`"*.mlp.*"`, `"q_proj"`) that match
+            a whole name or its end after a dot. Default: all layers except the head and routers.
+        modules: "linear" converts each layer on its own. "fused" also computes the gated MLPs of transformers' Llama,
+            Mistral, Qwen and Gemma families as one step: gate and up share one quantized input, and the activation is
+            quantized as it is computed, with one rounding where the model's own code has two. Names do not change. An
+            MLP of an unknown class, or with different recipes, is left and listed in the report. An MLP with hooked,
+            wrapped or replaced layers (LoRA) calls its layers separately and warns once. Layers named q_proj, k_proj
+            and v_proj that read the same tensor quantize it once, except under delayed scaling.
+        autocast: make `model.forward` enter the recipe, so that training loops need no `quantshard.autocast`.
+        preserve_high_precision_init_val: keep the original values on the CPU for the masters of an optimizer built
+            later. Otherwise masters start from the quantized values.
+        activation_storage: how fused MLPs store gate and up for backward: "high_precision" or "fp8"; see
             `LayerNormMLP`.
 
     Returns:
-        What was converted and what was left, with reasons and bytes; print it.
+        A printable report of converted and unconverted layers, with reasons and sizes.
 
     Raises:
-        ConfigurationError: the model is sharded or converted already, or no layer is left to convert; a pattern matches
-            nothing; a recipe is not known; values are infinite or NaN; no MLP is fused that could keep codes. The model
-            is then as it was.
+        ConfigurationError: the model is sharded or already converted; no layer can be converted; a pattern matches
+            nothing; a recipe is unknown; values are infinite or NaN; or no fused MLP could use `activation_storage`.
+            The model is then unchanged.
     """
     context.check_flags("convert", autocast=autocast, preserve_high_precision_init_val=preserve_high_precision_init_val)
     check_modules("convert", modules)
     check_storage("convert", activation_storage)
     checks.check_model(model, "convert")
-    chosen = choices(model, recipe, filter)
-    if not any(choice.recipe for choice in chosen):
-        raise ConfigurationError(_nothing(model, chosen))
-    [(common, _)] = Counter(choice.recipe for choice in chosen if choice.recipe).most_common(1)
-    checks.check_values(chosen)
+    layer_choices = choices(model, recipe, filter)
+    if not any(choice.recipe for choice in layer_choices):
+        raise ConfigurationError(_nothing(model, layer_choices))
+    [(common, _)] = Counter(choice.recipe for choice in layer_choices if choice.recipe).most_common(1)
+    checks.check_values(layer_choices)
     keep = preserve_high_precision_init_val
     around = None if by_name(recipe) else common
     places = places_of(model)
-    # all are built before the first is exchanged: what is refused is refused before anything changed
+    # build all layers before replacing any, so that an error leaves the model unchanged
     built = [
         (choice, choice.recipe, empty_linear(choice.module, choice.name, choice.recipe, around, autocast, keep))
-        for choice in chosen
+        for choice in layer_choices
         if choice.recipe
     ]
-    left = tuple(LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in chosen if not c.recipe)
-    left += tuple(
-        LeftLayer(name, tuple(each.get_parameter("weight").shape), TRANSPOSED)
-        for name, each in transposed_linears(model)
+    unconverted = tuple(
+        LeftLayer(c.name, tuple(c.module.weight.shape), c.reason) for c in layer_choices if not c.recipe
+    )
+    unconverted += tuple(
+        LeftLayer(name, tuple(item.get_parameter("weight").shape), TRANSPOSED)
+        for name, item in transposed_linears(model)
     )
     experts = tuple(
-        ExpertParameter(name, tuple(each.shape), each.numel() * each.element_size())
-        for name, each in stacked_experts(model)
+        ExpertParameter(name, tuple(item.shape), item.numel() * item.element_size())
+        for name, item in stacked_experts(model)
     )
-    mlps = fusion.gated_mlps(model, chosen) if modules == "fused" else []
-    if activation_storage != HIGH_PRECISION and all(each.reason for each in mlps):
+    mlps = fusion.gated_mlps(model, layer_choices) if modules == "fused" else []
+    if activation_storage != HIGH_PRECISION and all(item.reason for item in mlps):
         raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
     enter_recipe(model, common, autocast)
     leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
     if autocast:
         optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
-    del chosen
+    del layer_choices
     converted = []
-    while built:  # each layer goes when its successor is there: the two models are never there at once
+    # free each layer once it is replaced, so that both models are never in memory at once
+    while built:
         converted.append(_exchange(places, *built.pop(0), keep))
-    for module in model.modules():  # what is left in high precision trains in vain as easily
+    # parameters left in high precision can also be missing from the optimizer
+    for module in model.modules():
         if next(module.parameters(recurse=False), None) is not None:
             weight_watch.watch(module)
     if modules == "linear":
-        return ConversionReport(tuple(converted), left, experts)
-    return ConversionReport(tuple(converted), left, experts, *fusion.fuse(model, mlps, activation_storage))
+        return ConversionReport(tuple(converted), unconverted, experts)
+    return ConversionReport(tuple(converted), unconverted, experts, *fusion.fuse(model, mlps, activation_storage))
 
 
 def show_linears(model: nn.Module, names: Iterable[str]) -> None:
-    """Exchange linear layers of a model on the meta device for ours with their weights in high precision, which compute
-    the same, show it to who observes (`tensor.observation`), and quantize it in an autocast."""
+    """Replace linear layers of a model on the meta device by quantshard layers with high-precision weights.
+
+    The new layers compute the same results, report to observers (`tensor.observation`) and quantize in an autocast.
+    """
     plain, places = HighPrecision(), places_of(model)
     for name in names:
         old = model.get_submodule(name)
@@ -142,20 +148,26 @@ def show_linears(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_modules(function: str, modules: object) -> None:
-    """Raise unless `modules` is one of `WHERE`."""
+    """Check that `modules` is one of `WHERE`.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
     if modules not in WHERE:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
 
 @suggests_names
 def revert(model: nn.Module) -> int:
-    """Undo `convert`: plain `nn.Linear` layers of the values that the quantized weights stand for; how many.
+    """Undo `convert`: replace quantized layers by plain `nn.Linear` layers with the dequantized weights.
 
-    An optimizer that was made before holds the quantized weights, and a step of it warns of that: make another to train
-    on.
+    An existing optimizer still holds the quantized weights, and its step warns. Build a new one to continue training.
+
+    Returns:
+        The number of layers that were replaced.
 
     Raises:
-        ConfigurationError: the model is sharded, or holds no layer that `convert` made.
+        ConfigurationError: the model is sharded, or contains no layer made by `convert`.
     """
     check_arguments("revert", MODULE, model=model)
     checks.check_unsharded(model, "revert")
@@ -169,12 +181,12 @@ def revert(model: nn.Module) -> int:
         )
     gated_mlp.unfuse(model)
     places = places_of(model)
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]
-    names = {id(module.weight): name for name, module in reversed(named)}
-    made: dict[int, Tensor] = {}
+    converted = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]
+    names = {id(module.weight): name for name, module in reversed(converted)}
+    plain_weights: dict[int, Tensor] = {}
     for module in layers:
-        plain = plain_linear(module, made.get(id(module.weight)))
-        made[id(module.weight)] = plain.weight  # weights that were tied after convert stay so
+        plain = plain_linear(module, plain_weights.get(id(module.weight)))
+        plain_weights[id(module.weight)] = plain.weight  # keep weights tied that were tied after convert
         for put in places[id(module)]:
             put(plain)
         weight_watch.watch(plain)
@@ -191,13 +203,13 @@ def _exchange(places: Places, choice: LayerChoice, recipe: Recipe, new: Converte
     for put in places[id(old)]:
         put(new)
     fmt = components.storage_of(new.weight).cell.format
-    stored: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
+    after: int = sum(sharding.stored_bytes(fmt, sharding.whole(shape)).values())
     before = old.weight.numel() * old.weight.element_size()
-    return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, stored)
+    return ConvertedLayer(choice.name, shape, recipe.name, fmt.name, before, after)
 
 
 def _no_storage(name: str, modules: str, mlps: list[fusion.GatedMLPChoice]) -> str:
-    why = "; ".join(f"{each.name}: {each.reason}" for each in mlps[:3]) or "this model has none of a known class"
+    why = "; ".join(f"{mlp.name}: {mlp.reason}" for mlp in mlps[:3]) or "this model has none of a known class"
     if modules != "fused":
         why = "give modules='fused'"
     return f"convert(activation_storage={name!r}) is for gated MLPs that are computed as one step: {why}"
@@ -208,9 +220,9 @@ def _nothing(model: nn.Module, chosen: list[LayerChoice]) -> str:
         kinds = Counter(
             type(module).__name__ for module in model.modules() if any(True for _ in module.parameters(False))
         )
-        held = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
-        return f"convert: this model has no torch.nn.Linear (it has {held}), so there is nothing to convert"
+        summary = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(6)) or "no parameters"
+        return f"convert: this model has no torch.nn.Linear (it has {summary}), so there is nothing to convert"
     reasons = Counter(choice.reason for choice in chosen)
     reasons.update(TRANSPOSED for _ in transposed_linears(model))
-    said = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
-    return f"convert: none of the {reasons.total()} linear layers can be converted ({said})"
+    reason_counts = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
+    return f"convert: none of the {reasons.total()} linear layers can be converted ({reason_counts})"

@@ -1,5 +1,7 @@
-"""The class of a converted model: its forward enters a recipe, so that no training loop needs an autocast, and what a
-framework's method of it would write as if codes were values is refused, until that framework's integration does it."""
+"""The subclass given to a converted model. Its forward enters a recipe, so training loops need no autocast.
+
+Framework methods that would write codes as if they were values raise until the framework's integration is imported.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +23,29 @@ from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, stock_name
 
 RECIPE = "quantshard_recipe"
-"""The model's attribute with the recipe of most of its layers, or its name."""
+"""Attribute of the model: the recipe of most layers, or its name."""
 
 ENTERS = "quantshard_enters_recipe"
-"""The model's attribute that says whether its forward enters the recipe."""
+"""Attribute of the model: whether its forward enters the recipe."""
 
 SAVE = "save_pretrained"
-"""The method of transformers' and diffusers' models that writes what is in the state dict as values."""
+"""Method of transformers' and diffusers' models that writes the state dict's entries as values."""
 
 SAVERS: list[tuple[type, Callable[..., Any]]] = []
-"""Base classes of models, and the function that replaces their `SAVE`: it takes the model, the plain class's method and
-that method's arguments. Integrations add theirs when they are imported."""
+"""Base classes of models, each with the function that replaces `SAVE`. The function takes the model, the plain class's
+method and that method's arguments. Integrations register themselves when they are imported."""
 
 _INTEGRATION = ("transformers.modeling_utils", "quantshard.interop.frameworks.transformers")
-"""A framework's module, and the integration that `guard_saving` imports if that module is there already."""
+"""A framework's module, and the integration that `guard_saving` imports if that module is already imported."""
 
 _SAVING_CLASSES = (
     ("transformers.modeling_utils", "PreTrainedModel"),
     ("diffusers.models.modeling_utils", "ModelMixin"),
 )
-"""Whose `SAVE` is guarded where it is defined too: a model may be converted in part, and its own class stay."""
+"""Classes that have their own `SAVE` guarded too, because a partly converted model keeps its class."""
 
 _ACCELERATOR = ("accelerate.accelerator", "Accelerator", "save_model")
-"""The method of accelerate that writes a model's state dict."""
+"""Method of accelerate that writes a model's state dict."""
 
 _PLAIN = "_quantshard_plain_class"
 _GUARDED = "_quantshard_guarded"
@@ -51,11 +53,11 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def enter_recipe(model: nn.Module, recipe: Recipe, enters: bool = True) -> None:
-    """Make `model.forward` run under `autocast(recipe)`, unless its caller is in an autocast or `enters` is False.
+    """Make `model.forward` run under `autocast(recipe)`, unless the caller is in an autocast or `enters` is False.
 
-    The model's class becomes a subclass of the same name: an attribute `forward` would be bound to this very object,
-    and a copy of the model would call it. FSDP2 changes classes in the same way. So do the classes of modules within
-    that can be saved, and used, by themselves, as the decoder in a language model.
+    The model gets a subclass with the same name, as FSDP2 does. An instance attribute `forward` would be bound to this
+    object, so a copy of the model would call the original. Submodules that can be saved and used on their own, such as
+    the decoder of a language model, get a subclass too.
     """
     guard_saving()
     for module in model.modules():
@@ -77,13 +79,13 @@ def leave_recipe(model: nn.Module) -> None:
 
 
 def guard_saving() -> None:
-    """Enable the integration with transformers, and let no other framework write codes of a converted model as values.
+    """Enable the transformers integration, and keep other frameworks from writing codes as values.
 
-    Covers only the frameworks that are imported already.
+    Covers only frameworks that are already imported.
     """
     framework, integration = _INTEGRATION
     if not SAVERS and framework in sys.modules:
-        # integrations import this package, so this one is imported by a variable name, and only if it can be
+        # integrations import this package, so import dynamically and ignore failures
         with suppress(ImportError):
             importlib.import_module(integration)
     for home, name in _SAVING_CLASSES:
@@ -99,7 +101,7 @@ def guard_saving() -> None:
 def _telling_of_codes(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, ConvertedLinear) for each in model.modules()):
+        if any(isinstance(module, ConvertedLinear) for module in model.modules()):
             warn_user(
                 f"Accelerator.{plain.__name__}: weights of this {type(model).__name__} are quantized, and codes are "
                 "written beside scales; a plain model, and from_pretrained, would read these codes as values. "
@@ -113,7 +115,8 @@ def _telling_of_codes(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _entering(plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass that enters a recipe; one for each class, so that copies have the class of their original."""
+    """Return the subclass that enters a recipe, cached per class so that copies have the same class as their
+    original."""
     if plain in _CLASSES:
         return _CLASSES[plain]
 
@@ -126,14 +129,14 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
             and not context.is_rehearsed()
         ):
             optimizer_watch.note_forward(self)
-        # an autocast of the caller's decides: its recipe, its strictness, its group of ranks
+        # the caller's autocast takes precedence: its recipe, strictness and reduction group
         if context.in_autocast() or not getattr(self, ENTERS, False):
             return plain.forward(self, *args, **kwargs)
         with autocast(recipe=getattr(self, RECIPE)):
             return plain.forward(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: int) -> Any:
-        """Pickled and copied by the plain class, which can be imported."""
+        """Pickle and copy by the plain class, which can be imported."""
         return _blank, (plain,), self.__dict__
 
     names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
@@ -150,8 +153,8 @@ def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # a class that enters a recipe has come here by its own guard
-        in_part = not hasattr(type(self), _PLAIN) and any(isinstance(each, ConvertedLinear) for each in self.modules())
+        # classes that enter a recipe have already run their own guard
+        in_part = not hasattr(type(self), _PLAIN) and any(isinstance(m, ConvertedLinear) for m in self.modules())
         return (guarded if in_part else plain)(self, *args, **kwargs)
 
     setattr(save, _GUARDED, True)
@@ -173,7 +176,7 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
-    """Without state, which copying sets later: a module may hold itself."""
+    """Create an instance without state, which copying sets later, because a module can refer to itself."""
     guard_saving()
     entering = _entering(plain)
     return entering.__new__(entering)

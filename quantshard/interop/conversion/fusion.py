@@ -1,4 +1,4 @@
-"""Which layers of a model `modules="fused"` makes one step, and why the others are left."""
+"""Selects the layers that `modules="fused"` fuses, and records why the others are not."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.gemms.shared_input import InputReader, SharedInput
 
 READERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names under which layers of one module read one tensor; that it is the same one is looked at in each call."""
+"""Names of sibling layers that usually read the same tensor; each call checks whether they do."""
 
 NORM_NAMES = frozenset({"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"})
-"""Names of normalizations in decoder layers, some of them in front of linear layers."""
+"""Names of norms in decoder layers, some of which precede linear layers."""
 
 _ROUNDS_BEFORE = "its own code rounds before it multiplies by the weight, the fused kernel once behind it"
 _KEPT = "its output passes through the model's own forwards, so that it would be written all the same"
@@ -27,12 +27,12 @@ NORMS = {
     **dict.fromkeys("Qwen2RMSNorm Qwen3RMSNorm Qwen3MoeRMSNorm".split(), _ROUNDS_BEFORE),
     **dict.fromkeys("GemmaRMSNorm Gemma2RMSNorm Gemma3RMSNorm".split(), _KEPT),
 }
-"""By class, why a normalization is not made one step with the layers behind it."""
+"""Norm class -> reason why the norm is not fused with the layers after it."""
 
 
 @dataclass(frozen=True)
 class GatedMLPChoice:
-    """A gated MLP, and why it is not fused; "" if it is."""
+    """A gated MLP, and the reason why it is not fused ("" if it is)."""
 
     name: str
     module: nn.Module
@@ -40,7 +40,7 @@ class GatedMLPChoice:
 
 
 def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLPChoice]:
-    """All gated MLPs of a model, before its layers are exchanged."""
+    """List all gated MLPs of a model, before its layers are replaced."""
     by_module = {id(choice.module): choice for choice in chosen}
     return [
         GatedMLPChoice(name, module, gated_mlp.unknown(module) or _apart(module, by_module))
@@ -50,13 +50,13 @@ def gated_mlps(model: nn.Module, chosen: Sequence[LayerChoice]) -> list[GatedMLP
 
 
 def _apart(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
-    """Why the layers of an MLP cannot be one step: they are not converted alike."""
-    found = [by_module.get(id(getattr(module, name))) for name in gated_mlp.LAYERS]
-    for name, choice in zip(gated_mlp.LAYERS, found, strict=True):
+    """Return why the layers of an MLP cannot be fused: their conversions differ. "" if they can."""
+    layer_choices = [by_module.get(id(getattr(module, name))) for name in gated_mlp.LAYERS]
+    for name, choice in zip(gated_mlp.LAYERS, layer_choices, strict=True):
         if choice is None or choice.recipe is None:
             return f"its {name} is not converted ({choice.reason if choice else 'no torch.nn.Linear'})"
-    recipes = [choice.recipe for choice in found if choice]
-    dtypes = {choice.module.weight.dtype for choice in found if choice}
+    recipes = [choice.recipe for choice in layer_choices if choice]
+    dtypes = {choice.module.weight.dtype for choice in layer_choices if choice}
     if any(recipe != recipes[0] for recipe in recipes):
         return f"its layers have different recipes ({', '.join(recipe.name for recipe in recipes if recipe)})"
     return "its layers have different dtypes" if len(dtypes) > 1 else ""
@@ -65,43 +65,45 @@ def _apart(module: nn.Module, by_module: dict[int, LayerChoice]) -> str:
 def fuse(
     model: nn.Module, mlps: Sequence[GatedMLPChoice], activation_storage: str = HIGH_PRECISION
 ) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
-    """Fuse these MLPs, and let layers that read one input share what is made of it; what was done, and what was not."""
+    """Fuse MLPs and let layers that read the same input share its quantization. Returns what was fused and what was
+    not."""
     more = "" if activation_storage == HIGH_PRECISION else f", gate and up kept as {activation_storage}"
-    done, left = [], [UnfusedLayers(each.name, each.reason) for each in mlps if each.reason]
-    for each in mlps:
-        if not each.reason:
-            gated_mlp.fuse(each.module, activation_storage)
-            done.append(FusedLayers(each.name, f"gated MLP, {gated_mlp.activation_of(each.module.act_fn)}{more}"))
+    fused, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
+    for entry in mlps:
+        if not entry.reason:
+            gated_mlp.fuse(entry.module, activation_storage)
+            fused.append(FusedLayers(entry.name, f"gated MLP, {gated_mlp.activation_of(entry.module.act_fn)}{more}"))
     for name, module in model.named_modules():
         for group in _readers(module):
             names = ", ".join(group)
             reason = _share([getattr(module, child) for child in group])
-            if any(name == each.name for each in done):
-                continue  # one step, of which the layers are called by themselves at most
+            if any(name == entry.name for entry in fused):
+                # already one step; the input is shared only if the layers are called separately
+                continue
             if reason:
-                left.append(UnfusedLayers(name, f"{names}: {reason}"))
+                unfused.append(UnfusedLayers(name, f"{names}: {reason}"))
             else:
-                done.append(FusedLayers(name, f"{names}: their input is quantized once"))
+                fused.append(FusedLayers(name, f"{names}: their input is quantized once"))
         if _is_norm_before(name, module):
-            left.append(UnfusedLayers(name, NORMS[type(module).__name__]))
-    return tuple(done), tuple(left)
+            unfused.append(UnfusedLayers(name, NORMS[type(module).__name__]))
+    return tuple(fused), tuple(unfused)
 
 
 def is_fused(model: nn.Module) -> bool:
-    """True if any of its layers are computed as one, or share what they read."""
+    """Return whether a model has fused layers or layers that share their input's quantization."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
     fused = any(isinstance(module, gated_mlp.FusedGatedMLP) for module in model.modules())
     return fused or any(layer.shared_input is not None for layer in layers)
 
 
 def _readers(module: nn.Module) -> list[list[str]]:
-    """The names of converted layers of a module that read the same tensor in all families."""
+    """Return groups of converted child layers that read the same tensor in all supported families."""
     groups = [[name for name in group if isinstance(getattr(module, name, None), ConvertedLinear)] for group in READERS]
     return [group for group in groups if len(group) > 1]
 
 
 def _share(layers: Sequence[ConvertedLinear]) -> str:
-    """Let layers share what is made of their input; or why they cannot."""
+    """Let layers share the quantization of their input, or return why they cannot ("" if they can)."""
     if any(layer.recipe != layers[0].recipe or layer.model_recipe != layers[0].model_recipe for layer in layers):
         return "they have different recipes"
     if any(layer.has_histories for layer in layers):
@@ -113,5 +115,5 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
 
 
 def _is_norm_before(name: str, module: nn.Module) -> bool:
-    """True for a normalization between a residual connection and linear layers, of a class that is known."""
+    """Return whether a module is a known norm between a residual connection and linear layers."""
     return name.rpartition(".")[2] in NORM_NAMES and type(module).__name__ in NORMS

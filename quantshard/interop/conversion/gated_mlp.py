@@ -1,8 +1,8 @@
-"""The gated MLPs of transformers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, as one step of autograd.
+"""Gated MLPs of transformers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, computed as one autograd step.
 
-The three linear layers stay what they are, under their names: an MLP gets a class whose forward takes their weights and
-quantizes their input once, and the activation where it is computed (`modules/fused.py` `mlp`). Where a call of a layer
-would do more than multiply, since it has hooks, was wrapped or exchanged, its class's own forward calls the layers.
+The three linear layers keep their classes and names. The MLP's class becomes a subclass with a forward that uses the
+layers' weights, quantizes their input once and quantizes the activation as it is computed (`modules/fused.py` `mlp`).
+If calling a layer would do more than multiply (hooks, a wrapper, a replaced layer), the original forward runs instead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quantshard.modules.layernorm_mlp import activate_stored
 from quantshard.recipe import Recipe
 
 GATE, UP, DOWN = LAYERS = ("gate_proj", "up_proj", "down_proj")
-"""The names of the linear layers."""
+"""Names of the linear layers."""
 
 FAMILIES = {
     "LlamaMLP": "llama",
@@ -42,7 +42,7 @@ FAMILIES = {
     "Gemma2MLP": "gemma2",
     "Gemma3MLP": "gemma3",
 }
-"""The classes whose forward is the formula above, and where in transformers they are."""
+"""Classes with a forward that computes the formula above, and the transformers model that defines each."""
 
 ACTIVATIONS = {
     "torch.nn.modules.activation.SiLU": "swiglu",
@@ -50,7 +50,7 @@ ACTIVATIONS = {
     "transformers.activations.GELUTanh": "geglu",
     "torch.nn.modules.activation.ReLU": "reglu",
 }
-"""By the class of act_fn, what `LayerNormMLP` calls the gated activation."""
+"""Class of act_fn -> name of the gated activation in `LayerNormMLP`."""
 
 _UNFUSED = "unfused mlp"
 _PLAIN = "_quantshard_plain_mlp"
@@ -58,7 +58,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class _GatedLayers(Protocol):
-    """The children of such an MLP."""
+    """Children of a gated MLP."""
 
     gate_proj: ConvertedLinear
     up_proj: ConvertedLinear
@@ -67,44 +67,47 @@ class _GatedLayers(Protocol):
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """True if a module is, by the names of its layers, a gated MLP of some kind."""
+    """Return whether a module has the child names of a gated MLP."""
     return all(name in dict(module.named_children()) for name in LAYERS)
 
 
 def unknown(module: nn.Module) -> str:
-    """Why a candidate may compute something else than the formula; "" if it does not."""
+    """Return why a candidate might not compute the formula, or "" if it does."""
     kind = type(module)
     family = FAMILIES.get(kind.__name__)
     if family is None or kind.__module__ != f"transformers.models.{family}.modeling_{family}":
         return f"{kind.__module__.split('.')[0]}.{kind.__name__} is no class whose forward is known"
     if "forward" in vars(module) or kind.forward.__module__ != kind.__module__:
         return f"the forward of {kind.__name__} was exchanged"
-    others = {name for name, _ in module.named_children()} - {*LAYERS, "act_fn"}
-    if others or next(iter(module.parameters(recurse=False)), None) is not None:
-        return f"it holds more than its layers ({', '.join(sorted(others)) or 'parameters'})"
-    found = getattr(module, "act_fn", None)
-    return "" if activation_of(found) else f"its act_fn is a {type(found).__name__}, which no kernel has"
+    extras = {name for name, _ in module.named_children()} - {*LAYERS, "act_fn"}
+    if extras or next(iter(module.parameters(recurse=False)), None) is not None:
+        return f"it holds more than its layers ({', '.join(sorted(extras)) or 'parameters'})"
+    act_fn = getattr(module, "act_fn", None)
+    return "" if activation_of(act_fn) else f"its act_fn is a {type(act_fn).__name__}, which no kernel has"
 
 
 def activation_of(act_fn: object) -> str:
-    """The gated activation that a module makes of a gate; "" if it is none that is known."""
+    """Return the gated activation that uses `act_fn` on the gate, or "" if it is not supported."""
     kind = type(act_fn)
     name = ACTIVATIONS.get(f"{kind.__module__}.{kind.__qualname__}", "")
     if name == "geglu" and not isinstance(getattr(act_fn, "act", None), functools.partial):
-        return ""  # another way to take tanh, with other roundings
+        # another implementation of tanh, which rounds differently
+        return ""
     return name
 
 
 def fuse(module: nn.Module, activation_storage: str = HIGH_PRECISION) -> None:
-    """Make an MLP whose layers were converted compute them as one; see `unknown`. `activation_storage`: how its gate
-    and up are kept."""
+    """Make an MLP with converted layers compute them as one step; see `unknown`.
+
+    `activation_storage`: format in which gate and up are saved for backward.
+    """
     module.__class__ = _fused(type(module))
     cast(Any, module)._activation_storage = activation_storage
     _renew(module)
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undo `fuse` in all of a model."""
+    """Undo `fuse` for all modules of a model."""
     for module in model.modules():
         plain = getattr(type(module), _PLAIN, None)
         if plain is not None:
@@ -113,7 +116,7 @@ def unfuse(model: nn.Module) -> None:
 
 
 class FusedGatedMLP(nn.Module):
-    """What the class of a fused MLP has in front of its own."""
+    """Base class placed before the original class of a fused MLP."""
 
     _handle: Tensor
     _activation_storage: str = HIGH_PRECISION
@@ -121,14 +124,14 @@ class FusedGatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if not self._is_fused():
             return super().forward(x)  # type: ignore[misc]
-        entered = cast(_GatedLayers, self).gate_proj.own_autocast()
-        if entered is None:
+        recipe_context = cast(_GatedLayers, self).gate_proj.own_autocast()
+        if recipe_context is None:
             return self._computed(x)
-        with entered:
+        with recipe_context:
             return self._computed(x)
 
     def _is_fused(self) -> bool:
-        """Whether calling the layers would do no more than computing with their weights; says so once if not."""
+        """Return whether calling the layers would only multiply by their weights; warns once if not."""
         for name in LAYERS:
             child = getattr(self, name)
             if type(child) is not ConvertedLinear or not private_torch.runs_forward_alone(child):
@@ -141,20 +144,20 @@ class FusedGatedMLP(nn.Module):
         return True
 
     def _tell(self, name: str, child: nn.Module) -> None:
-        kind, at = type(child).__name__, type(self).__name__
+        kind, mlp_name = type(child).__name__, type(self).__name__
         is_other = name != "act_fn" and type(child) is not ConvertedLinear
         if not torch.compiler.is_compiling():
-            at = context_warnings.name_of(self)
+            mlp_name = context_warnings.name_of(self)
         why = f"is a {kind}" if is_other else "has hooks or was exchanged"
-        _tell_of_calls(at, name, why, context.current_setting(), self._activation_storage)
+        _tell_of_calls(mlp_name, name, why, context.current_setting(), self._activation_storage)
 
     def _computed(self, x: Tensor) -> Tensor:
-        own = cast(_GatedLayers, self)
-        gate_proj = own.gate_proj
+        layers = cast(_GatedLayers, self)
+        gate_proj = layers.gate_proj
         x = gate_proj.checked_input(x)
-        gate, up = gate_proj.ready(x.shape, x.device), own.up_proj.ready(x.shape, x.device)
-        down = own.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
-        activation, storage = activation_of(own.act_fn), STORAGES[self._activation_storage]
+        gate, up = gate_proj.ready(x.shape, x.device), layers.up_proj.ready(x.shape, x.device)
+        down = layers.down_proj.ready((*x.shape[:-1], gate_proj.out_features), x.device)
+        activation, storage = activation_of(layers.act_fn), STORAGES[self._activation_storage]
         if isinstance(gate, TracedLinear) or isinstance(up, TracedLinear) or isinstance(down, TracedLinear):
             assert isinstance(gate, TracedLinear) and isinstance(up, TracedLinear) and isinstance(down, TracedLinear)
             return self._in_graph(x, [gate, up], activation, down)
@@ -165,7 +168,7 @@ class FusedGatedMLP(nn.Module):
         return functional.linear(activate_stored(inner[0], activation, inner[1], storage)[0], down)[0]
 
     def _in_graph(self, x: Tensor, first: Sequence[TracedLinear], activation: str, last: TracedLinear) -> Tensor:
-        """The same in a graph that is being traced, as layers of this module."""
+        """`_computed` in a graph that is being traced, using this module's own handle."""
         weights = [layer.weights[0] for layer in first]
         biases = [layer.biases[0] for layer in first]
         names = (f"{GATE}.weight", f"{UP}.weight")
@@ -177,14 +180,14 @@ class FusedGatedMLP(nn.Module):
         inner = compiled.traced_linear(x, fc1)
         return compiled.traced_linear(activate_stored(inner[0], activation, inner[1], storage)[0], fc2)[0]
 
-    # What operators ask of a module
+    # Interface used by operators
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         states = [self._layer_of(name).state_by(recipe) for name in weights]
         return states[0] if len(states) == 1 else LinearState.joined(states)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """That of a layer; see `QuantizedModule.weight_operand`."""
+        """Return a layer's weight operand; see `QuantizedModule.weight_operand`."""
         return self._layer_of(name).weight_operand("weight", call, device)
 
     def _layer_of(self, name: str) -> ConvertedLinear:
@@ -197,18 +200,19 @@ class FusedGatedMLP(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        _renew(self)  # a copy is another module
+        # a copy needs its own handle
+        _renew(self)
 
 
 @private_torch.constant_in_graphs
 def _tell_of_calls(mlp: str, layer: str, why: str, setting: str, storage: str) -> None:
     if context.setting(setting).strict:
         raise limits.fallback_error(("called apart",), f"{mlp}.{layer}")
-    kept = "" if storage == HIGH_PRECISION else f", and keeps gate and up as they are in place of {storage}"
+    storage_note = "" if storage == HIGH_PRECISION else f", and keeps gate and up as they are in place of {storage}"
     warn_once(
         _UNFUSED,
         f"{mlp}: {layer} {why}, so this MLP calls its layers one by one, with other roundings of the activation than "
-        f"as one{kept}; in convert, modules='linear' does so from the start",
+        f"as one{storage_note}; in convert, modules='linear' does so from the start",
     )
 
 
@@ -218,21 +222,21 @@ def _renew(module: nn.Module) -> None:
 
 
 def _fused(plain: type[nn.Module]) -> type[nn.Module]:
-    """The subclass that computes as one; one for each class, so that copies have the class of their original."""
+    """Return the fused subclass, cached per class so that copies have the same class as their original."""
     if plain not in _CLASSES:
 
         def reduce(self: nn.Module, protocol: int) -> Any:
-            """Pickled and copied by the plain class, which can be imported."""
+            """Pickle and copy by the plain class, which can be imported."""
             return _blank, (plain,), self.__dict__
 
         names = {"__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__, "__module__": plain.__module__}
-        found = type(plain.__name__, (FusedGatedMLP, plain), names)
-        found.__qualname__ = plain.__qualname__
-        _CLASSES[plain] = found
+        fused_class = type(plain.__name__, (FusedGatedMLP, plain), names)
+        fused_class.__qualname__ = plain.__qualname__
+        _CLASSES[plain] = fused_class
     return _CLASSES[plain]
 
 
 def _blank(plain: type[nn.Module]) -> nn.Module:
-    """Without state, which copying sets later."""
+    """Create an instance without state, which copying sets later."""
     kind = _fused(plain)
     return kind.__new__(kind)

@@ -1,4 +1,4 @@
-"""A linear layer that takes the place of an `nn.Linear`, under the same names, and the way back."""
+"""The linear layer that replaces an `nn.Linear` under the same names, and the reverse replacement."""
 
 from __future__ import annotations
 
@@ -21,51 +21,54 @@ from quantshard.tensor import components, requantize
 from quantshard.tensor.storage import KEY
 
 FOREIGN = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
-"""Names, in other programs' layouts, of what belongs to a weight, and is none of ours."""
+"""Names in other programs' layouts of tensors that belong to a weight and do not exist here."""
 
 _COMPILED = "_compiled_call_impl"
-"""What `compile` leaves in a module; it calls that module."""
+"""Attribute that `compile` sets on a module. It refers to that module, so it is not copied."""
 
 
 class _LinearInterface(nn.Linear):
-    """What makes `isinstance(layer, nn.Linear)` hold, which PEFT and others ask, without nn.Linear's parameters."""
+    """Makes `isinstance(layer, nn.Linear)` true, which PEFT and others check, without creating nn.Linear's
+    parameters."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
 class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
-    """A `Linear` in the place of an `nn.Linear`. `taken`: names of attributes that somebody had set on that one."""
+    """A `Linear` that replaces an `nn.Linear`. `taken`: names of attributes that users had set on the `nn.Linear`."""
 
     taken: tuple[str, ...] = ()
 
     def checked_input(self, x: Tensor) -> Tensor:
-        """The input as it computes with it."""
+        """Return the input after the checks and casts of `forward`."""
         return self._input(x)
 
     def ready(self, x_shape: Sequence[int], device: torch.device) -> PreparedLinear | TracedLinear:
-        """Itself for an input of this shape, by the recipe in force, as a part of a step with other layers."""
+        """Prepare this layer for an input of this shape under the current recipe, for use in a fused step."""
         return self._ready(self._layer, x_shape, device)
 
     def state_by(self, recipe: Recipe) -> LinearState:
-        """Its state under a recipe."""
+        """Return the layer's state under a recipe."""
         return self._linear_state(self._layer.weights, recipe)
 
     @property
     def has_histories(self) -> bool:
-        """Whether its input is scaled by past amaxes."""
+        """Whether the input is scaled by past amaxes (delayed scaling)."""
         return any("history" in name for name, _ in self.named_buffers(recurse=False))
 
     @property
     def awaits_values(self) -> bool:
-        """Whether its weight is on the meta device still, or left it without values."""
+        """Whether the weight is on the meta device, or left it without getting values."""
         return self.weight.is_meta or self._awaits_values
 
     def leave_meta(self, device: torch.device) -> None:
-        """Give what is on the meta device memory on another: the weight without values, its state, histories of zeros;
-        a framework may have loaded a bias or a history already, which stays."""
-        own = {**dict(self.named_buffers(recurse=False)), "bias": self.bias}
-        loaded = {name: tensor for name, tensor in own.items() if tensor is not None and not tensor.is_meta}
+        """Allocate what is on the meta device: the weight without values, its state, and zeroed histories.
+
+        Tensors that a framework has already loaded, such as a bias or a history, are kept.
+        """
+        tensors = {**dict(self.named_buffers(recurse=False)), "bias": self.bias}
+        loaded = {name: tensor for name, tensor in tensors.items() if tensor is not None and not tensor.is_meta}
         for name in loaded:
             setattr(self, name, None)
         self.to_empty(device=device)
@@ -73,12 +76,14 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
             setattr(self, name, tensor)
         for name, tensor in self.weight_state("weight").items():
             if name != KEY:
-                tensor.zero_()  # uninitialized memory
+                # to_empty leaves memory uninitialized
+                tensor.zero_()
         self._awaits_values = False
 
     @torch.no_grad()
     def take_values(self, weight: Tensor, name: str, keep: bool) -> None:
-        """Be filled with these values, on their device; `keep` them, on the CPU, for an optimizer's masters."""
+        """Quantize these values, on their device, into the weight. `keep`: keep them on the CPU for an optimizer's
+        masters."""
         self.leave_meta(weight.device)
         requantize.requantize_([(self.weight, weight.detach())], names=[name])
         if keep:
@@ -88,7 +93,7 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """As any module of ours; a weight may be packed, as `save_pretrained` writes it."""
+        """Load as other quantshard modules do; also accepts packed weights, as written by `save_pretrained`."""
         key = f"{prefix}weight"
         foreign = [name for name in FOREIGN if prefix + name in state_dict]
         if foreign:
@@ -113,37 +118,41 @@ class ConvertedLinear(Linear, _LinearInterface):  # type: ignore[misc]
 def empty_linear(
     old: nn.Linear, name: str, recipe: Recipe, around: Recipe | None, by_itself: bool, keep_values: bool
 ) -> ConvertedLinear:
-    """A layer for the place of an `nn.Linear`, on the meta device, its weight of the recipe's format.
+    """Create a replacement for an `nn.Linear` on the meta device, with its weight in the recipe's format.
 
-    The random key is made from the name, so that ranks that converted one model agree, whatever they drew before.
+    The random key is derived from the name, so all ranks agree regardless of their RNG state.
 
     Args:
-        old: the layer, which is not changed.
-        name: its name in the model.
-        recipe: its own.
-        around: the recipe of all layers, which then run by the autocast around them; None: each runs by its own.
-        by_itself: enter its recipe where no autocast was entered.
-        keep_values: keep those of a later `reset_parameters`, for an optimizer's masters.
+        old: the layer to replace; not modified.
+        name: the layer's name in the model.
+        recipe: the layer's recipe.
+        around: the recipe shared by all layers, which then follow the surrounding autocast; None: each layer uses its
+            own recipe.
+        by_itself: enter the layer's recipe if no autocast is active.
+        keep_values: keep the values of a later `reset_parameters` for an optimizer's masters.
     """
     with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
         new = ConvertedLinear(
             old.in_features, old.out_features, bias=old.bias is not None, params_dtype=old.weight.dtype, device="meta"
         )
-    known = stock_name(recipe) or recipe  # a graph of torch 2.11 takes a name only
-    new.recipe = None if recipe == around else known
-    new.model_recipe = known if by_itself else None
+    # graphs of torch 2.11 accept only a name
+    name_or_recipe = stock_name(recipe) or recipe
+    new.recipe = None if recipe == around else name_or_recipe
+    new.model_recipe = name_or_recipe if by_itself else None
     return new
 
 
 def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bool) -> None:
-    """Give a layer the parameters, hooks and marks of the `nn.Linear` in whose place it comes; on the meta device its
-    values come later."""
+    """Copy parameters, hooks and attributes from the `nn.Linear` that `new` replaces.
+
+    On the meta device, values are loaded later.
+    """
     weight = old.weight
     if not weight.is_meta:
         new.take_values(weight, f"{name}.weight", keep_values)
     new.weight.requires_grad_(weight.requires_grad)
-    new.weight.__dict__.update(components.set_attributes(weight))  # as frameworks mark parameters
+    new.weight.__dict__.update(components.set_attributes(weight))  # marks set by frameworks
     new.bias = old.bias
     new.train(old.training)
     private_torch.take_hooks(new, old)
@@ -152,15 +161,18 @@ def fill_linear(new: ConvertedLinear, old: nn.Linear, name: str, keep_values: bo
 
 
 def leave_fast_path(converted: set[int], model: nn.Module) -> None:
-    """Have transformer encoders of PyTorch compute by their layers, of which some are converted (identities), in eval
-    mode too, where one operator would read their weights."""
+    """Disable the fast path of PyTorch's transformer encoders that contain converted layers (`converted`: identities).
+
+    In eval mode, the fast path reads the layers' weights in a single operator.
+    """
     for module in model.modules():
         if not isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
             continue
         if any(id(part) in converted for part in module.modules()):
             is_layer = isinstance(module, nn.TransformerEncoderLayer)
             name, value = ("activation_relu_or_gelu", 0) if is_layer else ("use_nested_tensor", False)
-            setattr(module, name, value)  # as where an activation, or a layer, is of another kind
+            # the value PyTorch uses for unsupported activations or layers
+            setattr(module, name, value)
 
 
 def _plain_weight(weight: Tensor) -> nn.Parameter:
@@ -172,8 +184,10 @@ def _plain_weight(weight: Tensor) -> nn.Parameter:
 
 
 def plain_linear(old: ConvertedLinear, tied: Tensor | None = None) -> nn.Linear:
-    """An `nn.Linear` of the values that the quantized weight stands for; `tied`: the parameter that has them already,
-    where another layer has the same weight."""
+    """Create an `nn.Linear` with the dequantized weight.
+
+    `tied`: the parameter to use if another layer has the same weight and was replaced before.
+    """
     weight = old.weight
     new = nn.Linear(old.in_features, old.out_features, bias=False, device="meta", dtype=weight.dtype)
     new.weight = _plain_weight(weight) if tied is None else tied

@@ -1,9 +1,9 @@
-"""A converted model looks, in its first training forwards, whether optimizers of this process hold its parameters.
+"""Checks, in a converted model's first training forwards, whether the process's optimizers hold its parameters.
 
-Nothing links a model with its optimizer, so Python is asked for all objects, once or a few times: see
-`observe.optimizer_members` for what cannot be known. A model in a graph of torch.compile does not look; nor does one
-that was given a forward of its own before, as by accelerate's `prepare` with mixed precision; and one that was reverted
-has no forward of ours. There the steps of optimizers look whether these hold weights of before.
+Models and optimizers are not linked, so the check searches all Python objects, at most a few times; see
+`optimizers.optimizer_members` for the limits. Some models do not check in forward: compiled ones, those that already
+had a replaced forward (accelerate's `prepare` with mixed precision), and reverted ones. For these, steps of optimizers
+check whether the optimizer holds replaced weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from quantshard.tensor import components
 
 _FEW = 4
 _LOOKS = (2, 8, 64)
-"""Before which training forwards, or else behind which steps: an optimizer may be made after the first."""
+"""Training forwards, or optimizer steps, at which to check. An optimizer can be built after the first forward."""
 
 
 @dataclass
 class OptimizerWatch:
-    """`replaced`: the weights whose places others have taken, by name, alive or not; `with_gradients`: those that had
-    one then. `forwards`: those in training. `steps`: those of any optimizers while there was no such forward."""
+    """State of the checks for one model.
+
+    `replaced`: replaced weights by name, alive or not. `with_gradients`: names of those that had a gradient when
+    replaced. `forwards`: number of training forwards. `steps`: number of optimizer steps while there was no training
+    forward.
+    """
 
     replaced: dict[str, ReferenceType[Tensor]] = field(default_factory=dict)
     with_gradients: frozenset[str] = frozenset()
@@ -41,24 +45,24 @@ class OptimizerWatch:
 
 _watches: WeakKeyDictionary[nn.Module, OptimizerWatch] = WeakKeyDictionary()
 _reverted: dict[int, tuple[ReferenceType[Tensor], str]] = {}
-"""Quantized weights that plain ones have taken the places of, by identity, with their names."""
+"""Quantized weights that `revert` replaced, with their names, by identity."""
 _hooks: list[Any] = []
 
 
 def begin(model: nn.Module, replaced: Mapping[str, Tensor]) -> None:
-    """Look at a model's next training forwards."""
+    """Start checking a model's training forwards."""
     with_gradients = frozenset(name for name, weight in replaced.items() if weight.grad is not None)
     _watches[model] = OptimizerWatch({name: ref(weight) for name, weight in replaced.items()}, with_gradients)
     _look_at_steps()
 
 
 def end(model: nn.Module) -> None:
-    """Look no more."""
+    """Stop checking a model."""
     _watches.pop(model, None)
 
 
 def note_reverted(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Look at steps of optimizers from now on: whether one holds weights that `revert` has put others in place of."""
+    """Start checking whether stepping optimizers hold weights that `revert` has replaced."""
     _reverted.update({id(weight): (ref(weight), f"{name}.weight" if name else "weight") for name, weight in weights})
     _look_at_steps()
 
@@ -69,7 +73,7 @@ def _look_at_steps() -> None:
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    """Behind each step of an optimizer of this process."""
+    """Hook that runs after each step of any optimizer in this process."""
     if torch.compiler.is_compiling():
         return
     for model, watch in list(_watches.items()):
@@ -80,7 +84,7 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _note_step(model: nn.Module, watch: OptimizerWatch) -> None:
-    """Called at each step, where a model's forward is not ours."""
+    """Count a step for a model that has had no training forward of ours, and check at the steps in `_LOOKS`."""
     watch.steps += 1
     if watch.steps in _LOOKS:
         optimizers = components.living_optimizers()
@@ -93,18 +97,19 @@ def _tell_of_reverted(optimizer: Optimizer) -> None:
         del _reverted[key]
     params = optimizer_members.held([optimizer])
     names = [
-        known[1]
+        entry[1]
         for param in params
-        if (known := _reverted.get(id(param))) is not None
-        and known[0]() is param
-        and param.grad is None  # else a layer computes with it, perhaps of another model
+        if (entry := _reverted.get(id(param))) is not None
+        and entry[0]() is param
+        # with a gradient, the weight is still in use, perhaps by another model
+        and param.grad is None
     ]
     if names:
         optimizer_members.warn_of_replaced(optimizer, names, "revert")
 
 
 def note_forward(model: nn.Module) -> None:
-    """Called at each training forward."""
+    """Count a training forward of a model, and check at the forwards in `_LOOKS`."""
     watch = _watches.get(model)
     if watch is None:
         return
@@ -119,13 +124,13 @@ def note_forward(model: nn.Module) -> None:
 
 
 def _leave_to_names(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """What was told of a model here, by name, is told nowhere else."""
+    """Stop checking a model and suppress other warnings about the parameters already reported by name."""
     weight_watch.note_told(model.modules(), {id(param) for param in optimizer_members.held(optimizers)})
     end(model)
 
 
 def _tell_of_computing(watch: OptimizerWatch) -> None:
-    """That layers compute still whose places others have: their weights have got gradients."""
+    """Warn about replaced layers that still compute, as shown by new gradients of their weights."""
     alive = {name: weight() for name, weight in watch.replaced.items() if name not in watch.with_gradients}
     names = [name for name, weight in alive.items() if weight is not None and weight.grad is not None]
     if names:
@@ -141,25 +146,28 @@ def _tell_of_computing(watch: OptimizerWatch) -> None:
 
 
 def _told_of_replaced(watch: OptimizerWatch, optimizers: list[Optimizer], unused: bool = False) -> bool:
-    """`unused`: of weights without gradients alone; with one, a layer computes with it, perhaps of another model."""
-    alive = {weight: name for name, each in watch.replaced.items() if (weight := each()) is not None}
-    told = False
+    """Warn about optimizers that hold replaced weights, and return whether any does.
+
+    `unused`: consider only weights without gradients; with one, the weight is in use, perhaps by another model.
+    """
+    alive = {weight: name for name, reference in watch.replaced.items() if (weight := reference()) is not None}
+    has_warned = False
     for optimizer in _without_wrappers(optimizers):
-        held = [param for param in optimizer_members.held([optimizer]) if param in alive]
-        names = [f"{alive[param]}.weight" for param in held if not (unused and param.grad is not None)]
+        params = [param for param in optimizer_members.held([optimizer]) if param in alive]
+        names = [f"{alive[param]}.weight" for param in params if not (unused and param.grad is not None)]
         if names:
             optimizer_members.warn_of_replaced(optimizer, names)
-            told = True
-    return told
+            has_warned = True
+    return has_warned
 
 
 def _without_wrappers(optimizers: list[Optimizer]) -> list[Optimizer]:
-    """Those that step: Lightning and accelerate have another optimizer around each, with its groups."""
+    """Drop optimizer wrappers, which Lightning and accelerate put around each optimizer, sharing its groups."""
     wrappers = {
         id(wrapper)
         for wrapper in optimizers
-        for each in vars(wrapper).values()
-        if issubclass(type(each), Optimizer)
-        and getattr(each, "param_groups", None) is getattr(wrapper, "param_groups", ())
+        for candidate in vars(wrapper).values()
+        if issubclass(type(candidate), Optimizer)
+        and getattr(candidate, "param_groups", None) is getattr(wrapper, "param_groups", ())
     }
-    return [each for each in optimizers if id(each) not in wrappers]
+    return [candidate for candidate in optimizers if id(candidate) not in wrappers]

@@ -1,4 +1,4 @@
-"""What a conversion did to each linear layer, and how it is printed."""
+"""Reports of what a conversion did to each linear layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantshard.readable import by_pattern, human_bytes, united_groups
 
 @dataclass(frozen=True)
 class ConvertedLayer:
-    """A layer that was converted: its format, and the bytes of its weight, whole, before and after."""
+    """A converted layer: its format, and the bytes of its unsharded weight before and after."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class ConvertedLayer:
 
 @dataclass(frozen=True)
 class LeftLayer:
-    """A linear layer that stays as it was, and why."""
+    """A linear layer that was not converted, and the reason."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class LeftLayer:
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """The weights of several experts in one parameter of three dims, which is no linear layer and stays as it was."""
+    """A three-dimensional parameter with the weights of several experts. Such a parameter is not converted."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class ExpertParameter:
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Layers that are computed as one step: the name of the module that holds them, and what the step is."""
+    """Layers computed as one step: the name of their parent module, and a description of the step."""
 
     name: str
     step: str
@@ -48,7 +48,7 @@ class FusedLayers:
 
 @dataclass(frozen=True)
 class UnfusedLayers:
-    """Layers that `modules="fused"` did not make one step, by the name of the module that holds them, and why."""
+    """Layers that `modules="fused"` did not fuse: the name of their parent module, and the reason."""
 
     name: str
     reason: str
@@ -56,7 +56,7 @@ class UnfusedLayers:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` did; printed, a line for each pattern of names."""
+    """The result of `convert`. Prints as one line per name pattern."""
 
     converted: tuple[ConvertedLayer, ...]
     left: tuple[LeftLayer, ...]
@@ -66,20 +66,20 @@ class ConversionReport:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the converted weights, as they were."""
+        """Size of the converted weights before conversion, in bytes."""
         return sum(layer.bytes_before for layer in self.converted)
 
     @property
     def bytes_after(self) -> int:
-        """Their bytes now, scales included."""
+        """Size of the converted weights now, including scales, in bytes."""
         return sum(layer.bytes_after for layer in self.converted)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON can write it."""
+        """Return the report as a JSON-serializable dict."""
         return asdict(self)
 
     def high_precision(self) -> list[str]:
-        """The lines of what stays in high precision, with reasons; none where nothing does."""
+        """Return report lines about what stays in high precision, with reasons; empty if everything was converted."""
         lines = []
         if self.left:
             lines.append(f"left {len(self.left)} as they were:")
@@ -87,10 +87,10 @@ class ConversionReport:
                 shape = f" {list(layers[0].shape)}" if len({layer.shape for layer in layers}) == 1 else ""
                 lines.append(f"  {pattern}{shape}{_times(len(layers))}: {layers[0].reason}")
         if self.experts:
-            held = human_bytes(sum(expert.bytes for expert in self.experts))
-            lines.append(f"left {len(self.experts)} stacked parameters of experts, {held}, which are no linear layers:")
+            size = human_bytes(sum(expert.bytes for expert in self.experts))
+            lines.append(f"left {len(self.experts)} stacked parameters of experts, {size}, which are no linear layers:")
             sizes_of = [
-                (each.name, (each.shape, f"{human_bytes(each.bytes)}, in high precision")) for each in self.experts
+                (param.name, (param.shape, f"{human_bytes(param.bytes)}, in high precision")) for param in self.experts
             ]
             lines += [_line(pattern, count, *kind) for pattern, count, kind in by_pattern(sizes_of)]
         return lines
@@ -103,12 +103,12 @@ class ConversionReport:
         lines += self.high_precision()
         if self.fused:
             lines.append(f"fused {len(self.fused)}:")
-            steps = [(each.name, each.step) for each in self.fused]
+            steps = [(layers.name, layers.step) for layers in self.fused]
             lines += [f"  {pattern}{_times(count)}: {step}" for pattern, count, step in by_pattern(steps)]
         if self.unfused:
             lines.append(f"not fused {len(self.unfused)}, whose layers are computed one by one:")
-            kept = [(each.name, each.reason) for each in self.unfused]
-            lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(kept)]
+            reasons = [(layers.name, layers.reason) for layers in self.unfused]
+            lines += [f"  {pattern}{_times(count)}: {reason}" for pattern, count, reason in by_pattern(reasons)]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

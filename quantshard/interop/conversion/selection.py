@@ -1,4 +1,4 @@
-"""Which linear layers of a model are converted, by which recipe, and why the others are left."""
+"""Selects the linear layers to convert and their recipes, with reasons for the layers that are not converted."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from quantshard.modules.contexts.layer_recipes import (
 from quantshard.recipe import Recipe
 
 HEADS = frozenset("lm_head embed_out output head classifier score qa_outputs unembed".split())
-"""Last parts of the names under which models keep their head, in transformers, torchtitan and timm."""
+"""Last name components of output heads in transformers, torchtitan and timm."""
 
 ROUTERS = frozenset("gate router wg shared_expert_gate".split())
-"""Last parts of the names of what chooses experts, in the families of transformers that have any."""
+"""Last name components of expert routers in transformers."""
 
 READ_DIRECTLY = "dt_proj"
-"""Last part of the names of layers whose weight Mamba, Falcon Mamba and Jamba multiply with in their own code."""
+"""Last name component of layers in Mamba, Falcon Mamba and Jamba that have their weight read directly by model code."""
 
 ADAPTERS = "lora_"
-"""How parts of the names of PEFT's adapters begin."""
+"""Prefix of the name components of PEFT's adapters."""
 
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
-"""Which layers are converted. A function's attribute `leaves_out` is told as the reason of those it does not take."""
+"""The layers to convert. A function can have an attribute `leaves_out`, the reason reported for layers it rejects."""
 
 _FILTER = ArgumentKind(f"{NAMES.wanted}, or a function of module and name", (*NAMES.types, Callable))
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """One linear layer: its recipe, or, where it has none, why it is left."""
+    """One linear layer and its recipe. If `recipe` is None, `reason` states why the layer is not converted."""
 
     name: str
     module: nn.Linear
@@ -49,16 +49,16 @@ class LayerChoice:
 
 
 def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[LayerChoice]:
-    """All linear layers of a model, in its order.
+    """Choose for all linear layers of a model, in the model's order.
 
     Raises:
-        ConfigurationError: a pattern matches no linear layer, or a recipe is not known.
+        ConfigurationError: a pattern matches no linear layer, or a recipe is unknown.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not layers:
         check_recipes("convert", recipes)
         return []
-    given = recipes_of("convert", recipes, list(layers.items()))
+    layer_recipes = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
     check_arguments("convert", _FILTER.or_none, filter=filter)
@@ -66,21 +66,21 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
         check_patterns("convert(filter=", filter, list(layers))
     elsewhere, head = _users_of_weights(model), _output_layer(model)
     named = set(recipes) if isinstance(recipes, Mapping) else set()
-    found = []
-    for (name, module), recipe in zip(layers.items(), given, strict=True):
+    layer_choices = []
+    for (name, module), recipe in zip(layers.items(), layer_recipes, strict=True):
         reason = (
             _unfit(module, [user for user in elsewhere.get(id(module.weight), []) if user != name])
             or ("" if filter is None and name in named else _unwanted(name, module, filter, module is head))
             or ("" if recipe is not None and recipe.table else _no_recipe(recipe))
         )
-        found.append(LayerChoice(name, module, None if reason else recipe, reason))
-    return found
+        layer_choices.append(LayerChoice(name, module, None if reason else recipe, reason))
+    return layer_choices
 
 
 def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters [experts, rows, columns] of modules that are not PyTorch's own, whose convolutions have such too.
+    """Find parameters [experts, rows, columns], which is how transformers stores expert weights.
 
-    So keep the families of transformers the weights of their experts.
+    PyTorch's own modules are excluded, because convolutions have three-dimensional weights too.
     """
     return [
         (f"{prefix}.{leaf}" if prefix else leaf, param)
@@ -92,12 +92,13 @@ def stacked_experts(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def transposed_linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Linear layers of transformers whose weights are [in_features, out_features], which GPT-2 has; not converted."""
+    """Find transformers' Conv1D layers (GPT-2), which have weights [in_features, out_features] and are not
+    converted."""
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
 
 
 def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
-    """By the identity of each parameter, the modules that hold it, or another one that lies in the same memory."""
+    """Map each parameter's identity to the modules that hold it or another parameter in the same memory."""
     users: dict[int, list[str]] = {}
     params: dict[int, int] = {}
     for name, module in model.named_modules():
@@ -108,20 +109,21 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _memory(parameter: nn.Parameter) -> int:
-    """What parameters have in common that were tied by their data: `head.weight.data = embedding.weight.data`."""
+    """Return a key shared by parameters that are tied by data, as in `head.weight.data = embedding.weight.data`."""
     if parameter.is_meta or parameter.numel() == 0:
         return id(parameter)
-    return parameter.data_ptr() if type(parameter.data) is Tensor else id(parameter)  # else it is made of others
+    # tensor subclasses can consist of several tensors
+    return parameter.data_ptr() if type(parameter.data) is Tensor else id(parameter)
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
-    """The head that a model of transformers names itself."""
-    named = getattr(model, "get_output_embeddings", None)
-    return named() if callable(named) else None
+    """Return the output head that a transformers model declares, or None."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    return get_head() if callable(get_head) else None
 
 
 def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
-    """Why a layer cannot be converted, whatever is asked for; `users`: other modules that hold its weight."""
+    """Return why a layer can never be converted, or "". `users`: other modules that hold its weight."""
     if parametrize.is_parametrized(module) or not isinstance(module.weight, nn.Parameter):
         return "its weight is computed from other parameters"
     if type(module) is not nn.Linear:
@@ -132,24 +134,24 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
         return f"its weight is {module.weight.dtype}"
     if "forward" in vars(module):
         return "its forward was replaced by another, as by hooks of accelerate"
-    if own := _own(module):
-        return f"it has {', '.join(own)} besides weight and bias"
+    if extras := _own(module):
+        return f"it has {', '.join(extras)} besides weight and bias"
     if private_torch.has_gradient_hooks(module.weight):
         return "its weight has hooks, which would not go over; register them after convert"
     return ""
 
 
 def _own(module: nn.Linear) -> list[str]:
-    """What a linear layer has that PyTorch's has not."""
-    held = (module.named_parameters, module.named_buffers)
-    own = [name for named in held for name, _ in named(recurse=False) if name not in ("weight", "bias")]
-    return own + [name for name, _ in module.named_children()]
+    """List parameters, buffers and children that `nn.Linear` does not have."""
+    iterators = (module.named_parameters, module.named_buffers)
+    names = [name for named in iterators for name, _ in named(recurse=False) if name not in ("weight", "bias")]
+    return names + [name for name, _ in module.named_children()]
 
 
 def _unwanted(name: str, module: nn.Linear, filter: Filter | None, is_head: bool) -> str:
     if filter is not None:
-        chosen = filter(module, name) if callable(filter) else any(matches(pattern, name) for pattern in filter)
-        return "" if chosen else getattr(filter, "leaves_out", "not chosen by the filter")
+        selected = filter(module, name) if callable(filter) else any(matches(pattern, name) for pattern in filter)
+        return "" if selected else getattr(filter, "leaves_out", "not chosen by the filter")
     last = name.rsplit(".", 1)[-1]
     if is_head or last in HEADS:
         return "the head; a filter that matches it, or a recipe by its very name, converts it too"
