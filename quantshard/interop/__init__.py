@@ -1,1 +1,1 @@
-"""Other programs: their models, frameworks, checkpoints and names."""
+"""Interoperability with other programs: their models, frameworks, checkpoints and weight names."""

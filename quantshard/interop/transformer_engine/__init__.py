@@ -1,4 +1,4 @@
-"""TransformerEngine's checkpoints: written anew as ours, offline, without TransformerEngine."""
+"""Offline conversion of TransformerEngine checkpoints to quantshard checkpoints, without TransformerEngine."""
 
 from quantshard.interop.transformer_engine.conversion import Conversion, convert
 

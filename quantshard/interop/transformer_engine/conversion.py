@@ -1,8 +1,8 @@
-"""TransformerEngine's checkpoint -> ours: weights, masters, moments and step counts, and a list of what is not exact.
+"""Converts TransformerEngine checkpoints: weights, masters, moments and step counts, with a list of inexact entries.
 
-A checkpoint of the model that is to go on, as it was saved when new, says what the converted one must hold: every entry
-of it gets its value from TransformerEngine's, or is listed. Codes and scales are moved; a weight is quantized anew only
-where its format here cannot hold what is stored, and then it is said why.
+A new checkpoint of the quantshard model serves as a template. Each of its entries gets its value from
+TransformerEngine's checkpoint or is listed in the report. Codes and scales are copied; a weight is requantized, with a
+reason in the report, only if its format here cannot hold the stored values.
 """
 
 from __future__ import annotations
@@ -48,13 +48,17 @@ from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 _MODEL, _STATE = "model.", "optimizer.state."
 
 _FAR = 0.5
-"""How far a weight may be from its master, of the master's norm. Four bits give about 0.1, another weight 1.4."""
+"""Largest plausible distance between a weight and its master, relative to the master's norm. Four bits give about 0.1;
+an unrelated weight gives 1.4."""
 
 
 @dataclass
 class Conversion:
-    """What `convert` did. `exact`: names of the tensors that went over bit for bit; `inexact`: names of the others, and
-    why they did not; `own`: entries that come from the new model, and why; `left`: what was left behind, and why."""
+    """The result of `convert`.
+
+    `exact`: names of tensors converted bit for bit. `inexact`: name of each other tensor -> reason. `own`: entries
+    taken from the new model -> reason. `left`: entries not converted -> reason.
+    """
 
     source: str
     out: str
@@ -64,7 +68,7 @@ class Conversion:
     left: dict[str, str] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """What to tell a reader: every tensor that is not exact has a line."""
+        """Format the report, with a line for every tensor that is not exact."""
         return [
             f"{len(self.exact)} tensors bit for bit, {len(self.inexact)} not exactly",
             *(f"  not exact: {name}: {why}" for name, why in sorted(self.inexact.items())),
@@ -77,22 +81,23 @@ class Conversion:
 def convert(
     source: Path_, like: Path_, out: Path_, *, model: str = "model", optimizer: str = "optimizer", lossy: bool = False
 ) -> Conversion:
-    """Write TransformerEngine's DCP checkpoint anew as one of ours. One process, no process group, no GPU.
+    """Convert a TransformerEngine DCP checkpoint to quantshard's format. Needs one process and no process group or GPU.
 
-    TransformerEngine need not be installed, and nothing of the files is run. Memory is that of the whole checkpoint.
+    TransformerEngine need not be installed, and no code from the files is run. The whole checkpoint is held in memory.
 
     Args:
-        source: a checkpoint of `torch.distributed.checkpoint`, written with TransformerEngine 2.17 or later by any
-            number of ranks: its model's state dict under `model` ("": at the top), its FusedAdam's, if it is there,
-            under `optimizer`.
-        like: a checkpoint of the same model built of our modules, by `checkpoints.save`; its names, formats and state
-            dtypes are those of the result. Its optimizer was built by `FusedAdam(model.named_parameters(), ...)`.
-        out: a directory that does not exist.
-        lossy: whether what is not exact is written nevertheless.
+        source: a `torch.distributed.checkpoint` directory, written with TransformerEngine 2.17 or later on any number
+            of ranks.
+        like: a checkpoint of the same model built from quantshard modules, written by `checkpoints.save`. It determines
+            names, formats and state dtypes. Its optimizer must be `FusedAdam(model.named_parameters(), ...)`.
+        out: a directory that does not exist yet.
+        model: prefix of the model's state dict in `source` ("": the root).
+        optimizer: prefix of the state dict of TransformerEngine's FusedAdam in `source`, if it has one.
+        lossy: whether to write the result even if some tensors are not exact.
 
     Raises:
-        CheckpointError: a file cannot be read, is of another model, or something is not exact and `lossy` is not given;
-            nothing was written.
+        CheckpointError: a file cannot be read, belongs to another model, or is not exact and `lossy` is False. Nothing
+            is written.
     """
     check_arguments("convert", PATH, source=source, like=like, out=out)
     if Path(out).exists():
@@ -113,7 +118,7 @@ def convert(
 
 
 class _CheckpointConverter:
-    """One conversion: entries of the new checkpoint are made one after the other, by their keys."""
+    """One conversion, which computes the new checkpoint's entries one by one."""
 
     def __init__(self, source: TransformerEngineCheckpoint, like: TargetCheckpoint, report: Conversion) -> None:
         self.source, self.like, self.report = source, like, report
@@ -121,12 +126,12 @@ class _CheckpointConverter:
         self.has_optimizer = source.has_optimizer and any(key.startswith(_STATE) for key in like.entries)
         self.own_names = [name for _, name, _ in like.parameters] if self.has_optimizer else []
         self.states = source.states(self.own_names) if self.has_optimizer else {}
-        # names say whose a state is; numbers do so only by the model's order, which `_check_master` doubts
+        # numbered states are matched by the model's order, which `_check_master` verifies
         self.is_numbered = self.has_optimizer and bool(source.numbered(self.own_names))
         self.made: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """The nested state of the new checkpoint."""
+        """Return the nested state dict of the new checkpoint."""
         self._check_same_model()
         for name, group in self.like.groups.items():
             if name.startswith(_MODEL):
@@ -138,13 +143,13 @@ class _CheckpointConverter:
             self.made.update(self._settings())
         self._copy_own()
         self._tell_left()
-        lacking = [key for key in self.made if key not in self.like.paths]
-        if lacking:
-            raise CheckpointError(f"{self.like.path} is damaged: it lacks {lacking[0]}")
+        unknown = [key for key in self.made if key not in self.like.paths]
+        if unknown:
+            raise CheckpointError(f"{self.like.path} is damaged: it lacks {unknown[0]}")
         return _nested({self.like.paths[key]: value for key, value in self.made.items()})
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest says of the run: its step, recipe and mesh."""
+        """Return the manifest's facts about the run: step, recipe and mesh."""
         groups = {group for _, _, group in self.like.parameters} if self.has_optimizer else set()
         steps = {self.made[f"{group}.step"] for group in groups}
         like = manifest.read_manifest(self.like.path)
@@ -159,24 +164,24 @@ class _CheckpointConverter:
 
     def _check_same_model(self) -> None:
         like, source = self.like, self.source
-        own = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
-        missing = sorted(name for name in own - set(source.names) if not self._is_own(name))
-        # TransformerEngine's modules save an `_extra_state`, empty or a pickle: `_tell_left` says what is not read
-        unknown = sorted(name for name in set(source.names) - own if not name.endswith(EXTRA_STATE))
+        names = {name.removeprefix(_MODEL) for name in like.groups if name.startswith(_MODEL)}
+        missing = sorted(name for name in names - set(source.names) if not self._is_own(name))
+        # TransformerEngine's modules save an `_extra_state`, empty or a pickle, which `_tell_left` reports
+        unknown = sorted(name for name in set(source.names) - names if not name.endswith(EXTRA_STATE))
         if missing or unknown:
             raise CheckpointError(
                 f"{source.path} is of another model than {like.path}: it lacks {len(missing)} tensors (first: "
                 f"{missing[:1] or '-'}) and has {len(unknown)} that this one lacks (first: {unknown[:1] or '-'})"
             )
-        for name in sorted(own & set(source.names)):
-            there, here = source.size(source.model + name), like.groups[_MODEL + name].shape
-            if tuple(there) != here:
+        for name in sorted(names & set(source.names)):
+            actual, expected = source.size(source.model + name), like.groups[_MODEL + name].shape
+            if tuple(actual) != expected:
                 raise CheckpointError(
-                    f"{source.path}: {name} has shape {list(there)} there and {list(here or ())} in {like.path}"
+                    f"{source.path}: {name} has shape {list(actual)} there and {list(expected or ())} in {like.path}"
                 )
 
     def _is_own(self, name: str) -> bool:
-        """Whether TransformerEngine has no such tensor: random keys, draw counts and amax histories."""
+        """Return whether a tensor is specific to quantshard: random keys, draw counts and amax histories."""
         weight = any(
             name.endswith(end) and _MODEL + name.removesuffix(end) in self.like.groups
             for end in (f"_{KEY}", f"_{DRAWS}")
@@ -184,7 +189,7 @@ class _CheckpointConverter:
         return weight or name.endswith(AMAX_HISTORY)
 
     def _parameter(self, group: TensorGroup) -> dict[str, Any]:
-        """The entries of one tensor of the model."""
+        """Convert one tensor of the model to its entries."""
         name, shape = group.name.removeprefix(_MODEL), group.shape
         if self._is_own(name) and name not in self.source.names:
             return {}
@@ -197,7 +202,7 @@ class _CheckpointConverter:
         return {group.parts[part]: value for part, value in parts.items()}
 
     def _check_master(self, name: str, pieces: list[Any], shape: tuple[int, ...]) -> None:
-        """Numbered states are taken to be in the model's order: a master that is far from its weight says otherwise."""
+        """Check a numbered state's match with its parameter: a master must be close to its weight."""
         master = self._master(name) if self.is_numbered else None
         if master is None:
             return
@@ -209,7 +214,7 @@ class _CheckpointConverter:
             )
 
     def _components(self, name: str, pieces: list[Any], fmt: Format, shape: tuple[int, int]) -> dict[str, Tensor]:
-        # TransformerEngine dequantizes shards that it cannot quantize (MXFP8: rows that are no multiple of 32)
+        # TransformerEngine dequantizes shards it cannot quantize (MXFP8: rows not divisible by 32)
         quantized = [piece for piece in pieces if isinstance(piece, WeightPiece)]
         try:
             if len(quantized) < len(pieces):
@@ -217,7 +222,7 @@ class _CheckpointConverter:
                     f"{len(pieces) - len(quantized)} of its {len(pieces)} shards are in high precision there, or have "
                     "a block of gate and up rows"
                 )
-            parts, left = components_of(quantized, fmt, shape)
+            parts, omitted = components_of(quantized, fmt, shape)
         except InexactConversionError as error:
             master = self._master(name)
             values = values_of(pieces, shape).float() if master is None else master
@@ -225,17 +230,19 @@ class _CheckpointConverter:
             self.report.inexact[name] = f"{error}; quantized anew to {fmt.name}, from {by}"
             return numerics.quantize(values, fmt, _scaling_of(fmt))
         notes = sorted({note for piece in quantized for note in piece.notes})
-        self.report.left.update({name: "; ".join(left)} if left else {})
+        self.report.left.update({name: "; ".join(omitted)} if omitted else {})
         self._note(name, "; ".join(notes))
         return parts
 
     def _plain(self, name: str, pieces: list[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         values = values_of(pieces, shape)
-        found = values.to(dtype)
-        there = {piece.kind for piece in pieces if isinstance(piece, WeightPiece)}
-        was = ", ".join(there) or str(values.dtype)
-        self._note(name, "" if torch.equal(found.to(values.dtype), values) else f"{was} there, rounded to {dtype} here")
-        return found
+        result = values.to(dtype)
+        kinds = {piece.kind for piece in pieces if isinstance(piece, WeightPiece)}
+        origin = ", ".join(kinds) or str(values.dtype)
+        self._note(
+            name, "" if torch.equal(result.to(values.dtype), values) else f"{origin} there, rounded to {dtype} here"
+        )
+        return result
 
     def _note(self, name: str, why: str) -> None:
         if why:
@@ -246,35 +253,38 @@ class _CheckpointConverter:
     # The optimizer --------------------------------------------------------------------------------------------------
 
     def _stored_state(self, name: str, role: str) -> Tensor | None:
-        """A state as it is stored: FusedAdam's `state_dict` makes float32 of all but the remainders of masters."""
+        """Read a state as stored. FusedAdam's `state_dict` converts all states to float32 except master remainders."""
         key, source = self.states.get(name, {}).get(role), self.source
         if key is None:
             return None
-        # numbered in another order than the model's, a state would mostly be that of a parameter of another shape
+        # a wrong match by number usually shows as a wrong shape
         sizes = source.size(key), source.size(source.model + name)
         if sizes[0] != sizes[1]:
             raise CheckpointError(
                 f"{source.path}: {key} has shape {list(sizes[0])}, {name}, whose it would be, {list(sizes[1])}; {NAMED}"
             )
-        found: Tensor = source.value(key)
-        return found
+        state: Tensor = source.value(key)
+        return state
 
     def _master(self, name: str) -> Tensor | None:
-        """The float32 master of a parameter, or None. With `store_param_remainders` TransformerEngine stores only its
-        low half, int16; the high half is the parameter."""
-        found = self._stored_state(name, MASTER)
-        if found is None or found.dtype != torch.int16:
-            return None if found is None else found.float()
+        """Return the float32 master of a parameter, or None.
+
+        With `store_param_remainders`, TransformerEngine stores only the low half as int16; the parameter is the high
+        half.
+        """
+        state = self._stored_state(name, MASTER)
+        if state is None or state.dtype != torch.int16:
+            return None if state is None else state.float()
         high = self.source.value(self.source.model + name)
         if high.dtype != torch.bfloat16:
             raise CheckpointError(
                 f"{self.source.path}: the master of {name} is the 16 bits that a BF16 weight lacks, and it is one of "
                 f"{high.dtype}"
             )
-        return numerics.join_bfloat16(high, found)
+        return numerics.join_bfloat16(high, state)
 
     def _state(self, number: int, name: str, role: str) -> dict[str, Any]:
-        """The entries of one state of one parameter."""
+        """Convert one state of one parameter to its entries."""
         key = f"{_STATE}{number}.{role}"
         values = self._master(name) if role == MASTER else self._stored_state(name, role)
         if key + REMAINDER_SUFFIX in self.like.groups:
@@ -298,7 +308,7 @@ class _CheckpointConverter:
         assert isinstance(entry, TensorStorageMetadata)
         if entry.properties.dtype not in STATE_CELLS:
             raise CheckpointError(f"{self.like.path}: {key} is {entry.properties.dtype}, which no state is")
-        # a stand-in for the parameter, of which a state needs the shape and the device alone
+        # make_state uses only the shape and device of its argument
         state = make_state(
             torch.empty(shape, dtype=torch.float32, device="cpu"),
             entry.properties.dtype,
@@ -311,7 +321,7 @@ class _CheckpointConverter:
         return {f"{_STATE}{number}.{entry}": tensor for entry, tensor in state.tensors(role).items()}
 
     def _remainder(self, key: str, name: str, master: Tensor | None) -> dict[str, Any]:
-        """The entry of a master's low half. Its high half is the parameter, which is replaced here if it differs."""
+        """Convert a master to its low half. The high half is the parameter, which is replaced if it differs."""
         weight, label = self.made[_MODEL + name], f"{name} {MASTER}"
         if self.like.groups[_MODEL + name].format is not None:
             return {key: self._low_bytes(name, master)}
@@ -325,15 +335,15 @@ class _CheckpointConverter:
         high, low = numerics.split_bfloat16(master)
         if not torch.equal(high, weight):
             self.made[_MODEL + name] = high
-            self.report.exact = [one for one in self.report.exact if one != name]
+            self.report.exact = [entry for entry in self.report.exact if entry != name]
             self.report.inexact[name] = "it is the upper half of its master here, which is rounded otherwise there"
         if label not in self.report.own:
             self.report.exact.append(label)
-        # bytes, as `optimizers.state.RemainderState` keeps them
+        # stored as bytes, like `optimizers.state.RemainderState`
         return {key: low.contiguous().view(torch.uint8).reshape(*low.shape, 2)}
 
     def _low_bytes(self, name: str, master: Tensor | None) -> Tensor:
-        """The low bytes of a master whose high ones are a weight's codes, which stay."""
+        """Return the low bytes of a master that has the weight's codes as its high bytes."""
         label, group = f"{name} {MASTER}", self.like.groups[_MODEL + name]
         assert group.format is not None
         parts = {part: self.made[key] for part, key in group.parts.items()}
@@ -354,7 +364,7 @@ class _CheckpointConverter:
         )
 
     def _values_here(self, name: str) -> Tensor:
-        """The float32 values of a parameter as it was just made."""
+        """Return the float32 values of a converted parameter."""
         group = self.like.groups[_MODEL + name]
         if group.format is None:
             return self.made[group.name].float()
@@ -364,52 +374,54 @@ class _CheckpointConverter:
         return numerics.dequantize(copy, parts, (group.shape[0], group.shape[1]))
 
     def _settings(self) -> dict[str, Any]:
-        """TransformerEngine's settings for our groups: all parameters of one of ours must have the same there."""
-        there, found = self.source.settings(self.own_names), dict[str, Any]()
+        """Convert TransformerEngine's settings to our groups. All parameters in one of our groups must have the same
+        settings."""
+        source_settings, entries = self.source.settings(self.own_names), dict[str, Any]()
         for _, name, group in self.like.parameters:
             for setting in SETTINGS:
                 key = f"{group}.{setting}"
-                if setting not in there.get(name, {}) or key not in self.like.entries:
+                if setting not in source_settings.get(name, {}) or key not in self.like.entries:
                     continue
-                value = _plain_setting(there[name][setting])
+                value = _plain_setting(source_settings[name][setting])
                 if not _is_setting(setting, value):
                     raise CheckpointError(
                         f"{self.source.path}: {name} has {setting} {value!r:.60} there, which is none"
                     )
-                if found.setdefault(key, value) != value:
+                if entries.setdefault(key, value) != value:
                     raise CheckpointError(
                         f"{self.source.path}: {name} has {setting} {value!r} there, other parameters of its group in "
-                        f"{self.like.path} {found[key]!r}; give --like the groups that the optimizer had"
+                        f"{self.like.path} {entries[key]!r}; give --like the groups that the optimizer had"
                     )
         for group in dict.fromkeys(group for _, _, group in self.like.parameters):
-            if f"{group}.step" not in found:
+            if f"{group}.step" not in entries:
                 raise CheckpointError(f"{self.source.path}: its optimizer says no step; it was saved before the first")
-        return found
+        return entries
 
-    # What is neither ------------------------------------------------------------------------------------------------
+    # Other entries --------------------------------------------------------------------------------------------------
 
     def _copy_own(self) -> None:
-        """Take the remaining entries from --like: the new model's own, and settings that TransformerEngine lacks."""
-        kept = []
+        """Take the remaining entries from --like: quantshard-specific ones, and settings that TransformerEngine
+        lacks."""
+        keys = []
         for key in self._remaining():
             value = self.like.value(key)
             if key.endswith(AMAX_HISTORY) and isinstance(value, Tensor):
-                # a new model's history has the amaxes of its initial weights, and these are others
+                # the template's history has the amaxes of its initial weights
                 value = torch.zeros_like(value)
             self.made[key] = value
             if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
-                kept.append(key)
+                keys.append(key)
         for what, why, ends in (
             ("random keys and draw counts", "TransformerEngine has none", (f"_{KEY}", f"_{DRAWS}")),
             ("amax histories", "they start empty: the scales of the first steps are other ones", AMAX_HISTORY),
         ):
-            if any(key.endswith(ends) for key in kept):
+            if any(key.endswith(ends) for key in keys):
                 self.report.own[what] = why
-                kept = [key for key in kept if not key.endswith(ends)]
-        settings = sorted({key.rpartition(".")[2] for key in kept if key.startswith("optimizer.param_groups.")})
+                keys = [key for key in keys if not key.endswith(ends)]
+        settings = sorted({key.rpartition(".")[2] for key in keys if key.startswith("optimizer.param_groups.")})
         if settings:
             self.report.own["optimizer settings"] = f"{', '.join(settings)}, which TransformerEngine does not save"
-        extra = [key for key in kept if key.startswith(f"{EXTRA}.")]
+        extra = [key for key in keys if key.startswith(f"{EXTRA}.")]
         self.report.own.update(dict.fromkeys(extra, f"as {self.like.path} has it"))
 
     def _remaining(self) -> Iterator[str]:
@@ -419,15 +431,15 @@ class _CheckpointConverter:
                     yield key
 
     def _tell_left(self) -> None:
-        source, left = self.source, self.report.left
+        source, omitted = self.source, self.report.left
         for name in source.names:
             if name.endswith(EXTRA_STATE) and self._holds(source.model + name):
-                left[name] = "a pickle of delayed scaling's amax histories and scales, which is not read"
+                omitted[name] = "a pickle of delayed scaling's amax histories and scales, which is not read"
         if not self.has_optimizer:
-            left["optimizer"] = "there are no states, or the checkpoint of --like has no optimizer"
+            omitted["optimizer"] = "there are no states, or the checkpoint of --like has no optimizer"
         for key in source.entries:
             if not key.startswith((source.model, source.optimizer)):
-                left[key] = "it is neither the model's nor the optimizer's"
+                omitted[key] = "it is neither the model's nor the optimizer's"
 
     def _holds(self, key: str) -> bool:
         entry = self.source.entries[key]
@@ -435,18 +447,19 @@ class _CheckpointConverter:
 
 
 def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """A state dict from its entries by their paths. Numbers in a path are keys of dicts, as those of the optimizer's
-    states are; only its groups are a list."""
+    """Build a state dict from entries by path. Numbers in a path are dict keys, except that the optimizer's groups are
+    a list."""
     root: dict[Any, Any] = {"model": {}, EXTRA: {}}
     for path, value in made.items():
-        at = root
-        if path[0] == EXTRA:  # an entry of `extra` is one object, whatever dots are in its key (docs/format.md)
+        node = root
+        # an entry of `extra` is one object, even if its key contains dots (docs/format.md)
+        if path[0] == EXTRA:
             path = (EXTRA, ".".join(map(str, path[1:])))
         for part in path[:-1]:
-            at = at.setdefault(part, {})
-            if not isinstance(at, dict):
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
                 raise CheckpointError(f"the checkpoint of --like is damaged: {part} is an entry and has entries")
-        at[path[-1]] = value
+        node[path[-1]] = value
     optimizer = root.get("optimizer")
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
     if isinstance(optimizer, dict) and isinstance(groups, dict) and all(type(number) is int for number in groups):
@@ -455,9 +468,10 @@ def _nested(made: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _plain_setting(value: Any) -> Any:
-    """A setting as our groups have it. With `capturable` TransformerEngine keeps some as tensors."""
-    found = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    return tuple(found) if isinstance(found, list) else found
+    """Convert a setting to the type our groups use. With `capturable`, TransformerEngine stores some settings as
+    tensors."""
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return tuple(plain) if isinstance(plain, list) else plain
 
 
 def _is_setting(name: str, value: Any) -> bool:
@@ -469,7 +483,8 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _scaling_of(fmt: Format) -> Scaling:
-    """How the first named recipe whose weights have this format scales them; without powers of two if none has."""
+    """Return the scaling of the first named recipe with weights in this format; without powers of two if there is
+    none."""
     cells = (kind().weight for kind in dict.fromkeys(recipe.NAMES.values()))
-    found = next((cell for cell in cells if cell is not None and cell.format == fmt), None)
-    return Scaling(power_of_two=False) if found is None else Scaling(power_of_two=found.scaling.power_of_two)
+    match = next((cell for cell in cells if cell is not None and cell.format == fmt), None)
+    return Scaling(power_of_two=False) if match is None else Scaling(power_of_two=match.scaling.power_of_two)

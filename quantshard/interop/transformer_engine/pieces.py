@@ -1,9 +1,9 @@
-"""One quantized tensor of TransformerEngine, as its pickle describes it: codes and scales, without padding.
+"""Parses one quantized TransformerEngine tensor from its pickle: codes and scales, without padding.
 
-DCP stores each shard of a weight by `torch.save` of TransformerEngine's tensor class, whose pickle is a call of one
-function by class, with the inner tensors and a few numbers. Nothing is called here: the arguments are looked at. Their
-order and the layouts are those of TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and
-`get_scale_shape`); earlier releases pickle a method instead, and are refused.
+DCP stores each shard of a weight by `torch.save` of TransformerEngine's tensor class. Its pickle calls one function per
+class, with the inner tensors and a few numbers. Here, only the arguments are inspected, and nothing is called. Their
+order and layouts follow TransformerEngine 2.17 to 2.20 (`tensor/*_tensor.py`: `__reduce_ex__` and `get_scale_shape`).
+Earlier releases pickle a method instead and are rejected.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from quantshard.sharding import ceil_div
 _PACKAGE = "transformer_engine.pytorch."
 _ENUMS = (f"{_PACKAGE}constants.DType", "transformer_engine_torch.DType")
 _ELEMENTS = {7: E4M3, 8: E5M2, 10: E2M1}
-"""Element encodings by their number in TransformerEngine's DType (`common/include/transformer_engine.h`)."""
+"""TransformerEngine's DType number -> element encoding (`common/include/transformer_engine.h`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class CopyPiece:
-    """One quantized copy of a rectangle: `codes` uint8 [rows, cols], one per byte, and a grid of `scales`.
+    """One quantized copy of a rectangle: `codes` uint8 [rows, cols], one code per byte, and a grid of `scales`.
 
-    Each scale is for a `block` of rows and columns, counted from the rectangle's first. `amax`: float32 [1, 1], from
-    which a second scale derives.
+    `block`: rows and columns per scale, counted from the rectangle's origin. `amax`: float32 [1, 1], which determines
+    the second scale.
     """
 
     codes: Tensor
@@ -43,7 +43,7 @@ class CopyPiece:
 
 @dataclass(frozen=True, eq=False)
 class WeightPiece:
-    """A rectangle of a weight, at `origin`, as TransformerEngine quantized it. `notes`: what is odd about it."""
+    """A rectangle of a weight at `origin`, as quantized by TransformerEngine. `notes`: anything unusual about it."""
 
     kind: str
     origin: tuple[int, int]
@@ -56,7 +56,7 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class _CopyLayout:
-    """How one copy is laid out: the rows and columns of a block; whether codes, scales are stored transposed."""
+    """Layout of one copy: rows and columns of a block, and whether codes and scales are stored transposed."""
 
     which: Orientation
     block: tuple[int, int]
@@ -66,7 +66,7 @@ class _CopyLayout:
 
 @dataclass(frozen=True, slots=True)
 class _TensorClass:
-    """A tensor class: the arguments of its function in their order, of which older releases lack the last ones."""
+    """A tensor class and the arguments of its pickle function, in order. Older releases lack the last arguments."""
 
     name: str
     module: str
@@ -77,15 +77,15 @@ class _TensorClass:
 
     @property
     def call(self) -> str:
-        """The function by which a pickle makes such a tensor, by its full name."""
+        """Full name of the function in this class's pickle."""
         return f"{_PACKAGE}tensor.{self.module}.{self.function}"
 
 
 def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]) -> WeightPiece:
-    """What a pickled tensor of TransformerEngine holds of a weight's rectangle.
+    """Parse a pickled TransformerEngine tensor that holds a rectangle of a weight.
 
     Raises:
-        CheckpointError: it is no matrix, contradicts itself, or has a layout that is not known.
+        CheckpointError: the tensor is not a matrix, is inconsistent, or has an unknown layout.
     """
     kind = _BY_CALL.get(call.name)
     if kind is None:
@@ -101,11 +101,11 @@ def piece_of(call: RecordedCall, origin: tuple[int, ...], shape: tuple[int, ...]
 def _element(fields: Mapping[str, Any]) -> Encoding:
     code = fields["element"]
     number = code.args[0] if isinstance(code, RecordedCall) and code.name in _ENUMS and len(code.args) == 1 else code
-    found = _ELEMENTS.get(number) if type(number) is int else None
-    if found is None:
-        shown = number if type(number) is int else type(number).__name__
-        raise CheckpointError(f"its codes are of TransformerEngine's DType {shown}, which is not known here")
-    return found
+    encoding = _ELEMENTS.get(number) if type(number) is int else None
+    if encoding is None:
+        label = number if type(number) is int else type(number).__name__
+        raise CheckpointError(f"its codes are of TransformerEngine's DType {label}, which is not known here")
+    return encoding
 
 
 def _tensor(value: Any, what: str) -> Tensor:
@@ -115,11 +115,11 @@ def _tensor(value: Any, what: str) -> Tensor:
 
 
 def _one(value: Any, what: str) -> Tensor:
-    """A tensor of one number, as [1, 1]."""
-    found = _tensor(value, what)
-    if found.numel() != 1:
-        raise CheckpointError(f"its {what} has {found.numel()} numbers, not one")
-    return found.reshape(1, 1)
+    """Return a one-element tensor as [1, 1]."""
+    tensor = _tensor(value, what)
+    if tensor.numel() != 1:
+        raise CheckpointError(f"its {what} has {tensor.numel()} numbers, not one")
+    return tensor.reshape(1, 1)
 
 
 def _flag(value: Any, what: str) -> bool:
@@ -131,24 +131,25 @@ def _flag(value: Any, what: str) -> bool:
 def _plane(
     fields: Mapping[str, Any], side: _CopyLayout, shape: tuple[int, int], element: Encoding, scale: Encoding
 ) -> CopyPiece | None:
-    """One copy, in the order of the weight's rows and columns; None if it is not stored."""
+    """Read one copy, in the weight's row and column order; None if it is not stored."""
     prefix = side.which.value
     if fields[f"{prefix}_data"] is None:
         return None
     codes = _tensor(fields[f"{prefix}_data"], f"{prefix} data")
     scales = _tensor(fields[f"{prefix}_scale_inv"], f"{prefix} scale")
-    stored = (shape[1], shape[0]) if side.codes_transposed else shape
-    width = ceil_div(stored[1], max(1, 8 // element.bits))
-    if codes.itemsize != 1 or tuple(codes.shape) != (stored[0], width):
+    data_shape = (shape[1], shape[0]) if side.codes_transposed else shape
+    width = ceil_div(data_shape[1], max(1, 8 // element.bits))
+    if codes.itemsize != 1 or tuple(codes.shape) != (data_shape[0], width):
         raise CheckpointError(
-            f"its {prefix} data are {codes.dtype} {list(codes.shape)}, not bytes {[stored[0], width]}"
+            f"its {prefix} data are {codes.dtype} {list(codes.shape)}, not bytes {[data_shape[0], width]}"
         )
-    codes = numerics.unpack(codes.view(torch.uint8), element, stored[1])
+    codes = numerics.unpack(codes.view(torch.uint8), element, data_shape[1])
     rows, cols = (ceil_div(size, block) for size, block in zip(shape, side.block, strict=True))
-    kept = (cols, rows) if side.scales_transposed else (rows, cols)
-    if scales.ndim != 2 or scales.shape[0] < kept[0] or scales.shape[1] < kept[1]:
-        raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(kept)} are needed")
-    scales = scales[: kept[0], : kept[1]]  # the rest is padding
+    grid = (cols, rows) if side.scales_transposed else (rows, cols)
+    if scales.ndim != 2 or scales.shape[0] < grid[0] or scales.shape[1] < grid[1]:
+        raise CheckpointError(f"its {prefix} scales are {list(scales.shape)}, of which {list(grid)} are needed")
+    # drop the padding
+    scales = scales[: grid[0], : grid[1]]
     if scale.bits == 8 and scales.itemsize == 1:
         scales = scales.contiguous().view(scale.storage)
     elif scale == FP32 and scales.is_floating_point():
@@ -177,25 +178,25 @@ def _piece(
         raise CheckpointError(
             f"its {kind} has scales in the order of a GEMM ('swizzled'); save with optimize_for_gemm=False"
         )
-    found = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
-    there = {which: plane for which, plane in found.items() if plane is not None}
-    if not there:
+    by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
+    planes = {which: plane for which, plane in by_orientation.items() if plane is not None}
+    if not planes:
         raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
-    saved = {fields[f"{which.value}_scale_inv"].dtype for which in there} if scale == FP32 else set()
-    notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in saved if dtype != torch.float32)
-    return WeightPiece(kind, origin, shape, element, scale, there, notes)
+    dtypes = {fields[f"{which.value}_scale_inv"].dtype for which in planes} if scale == FP32 else set()
+    notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in dtypes if dtype != torch.float32)
+    return WeightPiece(kind, origin, shape, element, scale, planes, notes)
 
 
 def _per_tensor(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int, int]) -> WeightPiece:
     scale, transposed = _one(fields["scale_inv"], "scale"), fields["data"] is None
-    given = {
+    rowwise_fields = {
         "element": fields["element"],
         "rowwise_data": fields["columnwise_data" if transposed else "data"],
         "rowwise_scale_inv": scale,
     }
     return _piece(
         "Float8Tensor",
-        given,
+        rowwise_fields,
         origin,
         shape,
         FP32,
@@ -231,10 +232,10 @@ def _nvfp4(fields: Mapping[str, Any], origin: tuple[int, int], shape: tuple[int,
             f"here have one for the tensor, for block scales up to {E4M3.max:g}"
         )
     sides = (_CopyLayout(Orientation.ROWWISE, (1, 16)), _CopyLayout(Orientation.COLUMNWISE, (16, 1), True, True))
-    found = _piece(kind, fields, origin, shape, E4M3, *sides)
-    if any(plane.amax is None for plane in found.planes.values()):
+    piece = _piece(kind, fields, origin, shape, E4M3, *sides)
+    if any(plane.amax is None for plane in piece.planes.values()):
         raise CheckpointError(f"its {kind} has no amax, without which its scales mean nothing")
-    return found
+    return piece
 
 
 _COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
@@ -264,4 +265,4 @@ _BY_CALL = {kind.call: kind for kind in _KINDS}
 CALLS = frozenset(
     {*_BY_CALL, *_ENUMS, *(f"{_PACKAGE}tensor.{kind.module}.{name}" for kind in _KINDS for name in kind.quantizers)}
 )
-"""All that a weight's pickle names beside tensors; a quantizer's content is not looked at."""
+"""All names, other than tensors, that can occur in a weight's pickle. A quantizer's content is ignored."""

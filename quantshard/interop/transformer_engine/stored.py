@@ -1,6 +1,6 @@
-"""The two checkpoints that a conversion reads: TransformerEngine's, and one of the model that is to go on.
+"""The two checkpoints read by a conversion: TransformerEngine's, and a template of the quantshard model.
 
-Nothing in them is run (docs/security.md).
+No code from the checkpoints is run (docs/security.md).
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from quantshard.numerics.states import MASTER
 
 STATE_ROLES = (EXP_AVG, EXP_AVG_SQ, MASTER)
 SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
-"""What TransformerEngine's FusedAdam keeps for each group of parameters."""
+"""Settings that TransformerEngine's FusedAdam stores per parameter group."""
 
 EXTRA_STATE = "_extra_state"
 
 NAMED = "save it by torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, which names them"
-"""What to do where it is not known whose states are whose."""
+"""Advice for errors about optimizer states that cannot be matched to parameters."""
 
 
 class TransformerEngineCheckpoint:
-    """TransformerEngine's checkpoint: the two trees of the given prefixes ("": at the top), and what is beside them."""
+    """A TransformerEngine checkpoint: the trees under two prefixes ("": the root), and other entries."""
 
     def __init__(self, path: Path_, model: str, optimizer: str) -> None:
         self.path, self.model, self.optimizer = path, f"{model}." if model else "", f"{optimizer}."
         self.metadata = read_metadata(path, packed=True)
         self.reader = SafeReader(path, self.metadata)
         self.entries = self.metadata.state_dict_metadata
-        order = self.metadata.planner_data or self.entries  # as the state dict had it, whichever rank wrote what
+        # planner_data has the order of the state dict, regardless of which rank wrote an entry
+        order = self.metadata.planner_data or self.entries
         self.names = [
             key.removeprefix(self.model)
             for key in order
@@ -57,65 +58,65 @@ class TransformerEngineCheckpoint:
             raise CheckpointError(f"{path} has no {model}.*, but {', '.join(tops)}; say by --model where the model is")
 
     def split_gates(self, own: Iterable[str]) -> None:
-        """Show the gated `fc1_weight` and `fc1_bias`, gate over up, as the two tensors that `own` names."""
-        their_of = {name: name.replace("fc1_gate_", "fc1_").replace("fc1_up_", "fc1_") for name in own}
+        """Present gated `fc1_weight` and `fc1_bias` (gate rows before up rows) as the two tensors named in `own`."""
+        source_names = {name: name.replace("fc1_gate_", "fc1_").replace("fc1_up_", "fc1_") for name in own}
         halves: dict[str, list[str]] = {}
-        for name, theirs in their_of.items():
+        for name, theirs in source_names.items():
             if name not in self.names and theirs in self.names and not self.size(self.model + theirs)[0] % 2:
                 halves.setdefault(theirs, []).append(name)
                 self._halves[self.model + name] = (self.model + theirs, int("fc1_up_" in name))
         self.names = [part for name in self.names for part in halves.get(name, [name])]
 
     def _stored_name(self, name: str) -> str:
-        """The name under which TransformerEngine has a parameter of ours."""
+        """Return TransformerEngine's name for one of our parameters."""
         return self._halves.get(self.model + name, (self.model + name, 0))[0].removeprefix(self.model)
 
     def pieces(self, key: str) -> list[WeightPiece | tuple[tuple[int, ...], Tensor]]:
-        """The shards of a tensor that hold any of it: quantized ones, or their place and values.
+        """Return the shards that contain a tensor: quantized pieces, or (origin, values).
 
         Raises:
-            CheckpointError: naming the tensor; it is damaged, or of a class or release that is not known.
+            CheckpointError: the tensor is damaged, or of an unknown class or release.
         """
         if key in self._halves:
             whole, half = self._halves[key]
             rows = self.size(key)[0]
             return rows_of(self.pieces(whole), half * rows, (half + 1) * rows)
-        found: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
+        pieces: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
         try:
-            for chunk, stored in self.reader.stored(key, CALLS):
+            for chunk, content in self.reader.stored(key, CALLS):
                 if not chunk.sizes.numel():
                     continue
                 origin = tuple(chunk.offsets)
-                found.append(
-                    piece_of(stored, origin, tuple(chunk.sizes))
-                    if isinstance(stored, RecordedCall)
-                    else (origin, stored)
+                pieces.append(
+                    piece_of(content, origin, tuple(chunk.sizes))
+                    if isinstance(content, RecordedCall)
+                    else (origin, content)
                 )
         except CheckpointError as error:
             old = "getattr" in str(error)
             hint = "; TransformerEngine before 2.17 wrote it: load and save it with 2.17 or later" if old else ""
             raise CheckpointError(f"{self.path}: {key}: {error}{hint}") from error
-        return found
+        return pieces
 
     def size(self, key: str) -> torch.Size:
-        """The shape of a tensor.
+        """Return a tensor's shape.
 
         Raises:
-            CheckpointError: it is no tensor.
+            CheckpointError: the entry is not a tensor.
         """
         if key in self._halves:
-            rows, *others = self.size(self._halves[key][0])
-            return torch.Size((rows // 2, *others))
+            rows, *dims = self.size(self._halves[key][0])
+            return torch.Size((rows // 2, *dims))
         entry = self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self.path}: {key} is no tensor")
         return entry.size
 
     def value(self, key: str) -> Any:
-        """A plain tensor, whole, or an object.
+        """Return an unsharded plain tensor, or an object.
 
         Raises:
-            CheckpointError: naming the entry; it is damaged, or neither.
+            CheckpointError: the entry is damaged, or is neither.
         """
         if isinstance(self.entries.get(key), BytesStorageMetadata):
             try:
@@ -128,73 +129,78 @@ class TransformerEngineCheckpoint:
 
     @cached_property
     def has_optimizer(self) -> bool:
-        """Whether there are optimizer states."""
+        """Whether the checkpoint contains optimizer states."""
         return any(key.startswith(f"{self.optimizer}state.") for key in self.entries)
 
     def states(self, own: list[str]) -> dict[str, dict[str, str]]:
-        """The keys of the optimizer's states, by a parameter's name and by role. `own`: the names of all parameters.
+        """Return the keys of the optimizer's states by parameter name and role. `own`: names of all parameters.
 
         Raises:
-            CheckpointError: the states are numbered, and it is not known which parameters are meant; or a state is none
-                of a parameter, or not of FusedAdam.
+            CheckpointError: numbered states cannot be matched to parameters, or a state belongs to no parameter or not
+                to FusedAdam.
         """
         start, numbered = f"{self.optimizer}state.", self.numbered(own)
-        stored = {self._stored_name(name) for name in own}
-        found: dict[str, dict[str, str]] = {}
+        source_names = {self._stored_name(name) for name in own}
+        keys: dict[str, dict[str, str]] = {}
         for key in self.entries:
             if not key.startswith(start):
                 continue
             which, _, role = key.removeprefix(start).rpartition(".")
             name = numbered.get(which, which)
-            if name not in stored or role not in STATE_ROLES:
+            if name not in source_names or role not in STATE_ROLES:
                 raise CheckpointError(
                     f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
                 )
-            found.setdefault(name, {})[role] = key
+            keys.setdefault(name, {})[role] = key
         for name in own:
             half = self._halves.get(self.model + name)
             if half is not None:
-                states = found.get(self._stored_name(name), {})
-                found[name] = {role: f"{start}{name}.{role}" for role in states}
-                self._halves.update({found[name][role]: (key, half[1]) for role, key in states.items()})
-        return found
+                states = keys.get(self._stored_name(name), {})
+                keys[name] = {role: f"{start}{name}.{role}" for role in states}
+                self._halves.update({keys[name][role]: (key, half[1]) for role, key in states.items()})
+        return keys
 
     def settings(self, own: list[str]) -> dict[str, dict[str, Any]]:
-        """Each parameter's `SETTINGS`, as far as its group has them.
+        """Return each parameter's `SETTINGS`, where its group has them.
 
         Raises:
             CheckpointError: see `states`.
         """
-        numbered, found = self.numbered(own), {}
+        numbered, fields_by_name = self.numbered(own), {}
         for which in self._groups:
             fields = {field: self.value(key) for field, key in self._groups[which].items() if field in SETTINGS}
             members = self._members(which)
             for member in [which] if members is None else members:
-                found[numbered.get(str(member), str(member))] = fields
-        return {name: found[stored] for name in own if (stored := self._stored_name(name)) in found}
+                fields_by_name[numbered.get(str(member), str(member))] = fields
+        return {
+            name: fields_by_name[source_name]
+            for name in own
+            if (source_name := self._stored_name(name)) in fields_by_name
+        }
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, str]]:
-        """The entries of each group, by its number, or in a flattened state dict by a parameter's name."""
-        start, found = f"{self.optimizer}param_groups.", dict[str, dict[str, str]]()
+        """Entries of each group, by its number or, in a flattened state dict, by a parameter's name."""
+        start, groups = f"{self.optimizer}param_groups.", dict[str, dict[str, str]]()
         for key in self.entries:
             if key.startswith(start):
                 which, _, field = key.removeprefix(start).rpartition(".")
-                found.setdefault(which, {})[field] = key
-        return found
+                groups.setdefault(which, {})[field] = key
+        return groups
 
     def _members(self, which: str) -> list[Any] | None:
         key = self._groups[which].get("params")
         return None if key is None else self._list(key)
 
     def _list(self, key: str) -> list[Any]:
-        found = self.value(key)
-        if not isinstance(found, list | tuple) or not all(type(member) in (int, str) for member in found):
+        members = self.value(key)
+        if not isinstance(members, list | tuple) or not all(type(member) in (int, str) for member in members):
             raise CheckpointError(f"{self.path}: {key} is no list of numbers or names")
-        return list(found)
+        return list(members)
 
     def numbered(self, own: list[str]) -> dict[str, str]:
-        """Number -> name, where states are numbered: by the groups' names, else in the order of the model.
+        """Map state numbers to parameter names, by the groups' names or otherwise by the model's order. Empty: not
+        numbered.
 
         Raises:
             CheckpointError: see `states`.
@@ -206,8 +212,8 @@ class TransformerEngineCheckpoint:
         if all(names is not None for _, names in groups):
             names = [str(name) for _, key in groups if key is not None for name in self._list(key)]
         else:
-            stored = {self._stored_name(name) for name in own}
-            names = [name for name in self.stored_names if name in stored]
+            source_names = {self._stored_name(name) for name in own}
+            names = [name for name in self.stored_names if name in source_names]
             if len(groups) > 1:
                 raise CheckpointError(
                     f"{self.path}: its optimizer numbers parameters of {len(groups)} groups and names none; {NAMED}"
@@ -220,7 +226,7 @@ class TransformerEngineCheckpoint:
 
 
 class TargetCheckpoint:
-    """A checkpoint of the model that is to go on: what the converted one must hold, and in which formats."""
+    """A checkpoint of the model to train: defines the entries and formats of the converted checkpoint."""
 
     def __init__(self, path: Path_) -> None:
         self.path, self.reader = path, contents.opened(path)
@@ -235,10 +241,10 @@ class TargetCheckpoint:
             raise CheckpointError(f"{path} cannot serve as --like: {wrong[0]}")
 
     def value(self, key: str) -> Any:
-        """A plain tensor, whole, or an object.
+        """Return an unsharded plain tensor, or an object.
 
         Raises:
-            CheckpointError: naming the entry; there is none, or it is damaged.
+            CheckpointError: the entry is missing or damaged.
         """
         if isinstance(self.entries.get(key), BytesStorageMetadata):
             return self.reader.object(key)
@@ -246,12 +252,12 @@ class TargetCheckpoint:
 
     @cached_property
     def parameters(self) -> list[tuple[int, str, str]]:
-        """The optimizer's parameters: the number, the name and the key of the group of each.
+        """The optimizer's parameters: number, name, and key of the parameter group.
 
         Raises:
-            CheckpointError: the optimizer was built without names, or with others than the model's.
+            CheckpointError: the optimizer was built without names, or its names are not the model's.
         """
-        found = []
+        parameters = []
         for key in self.entries:
             if key.startswith("optimizer.param_groups.") and key.endswith(".params"):
                 group = key.removesuffix(".params")
@@ -265,8 +271,8 @@ class TargetCheckpoint:
                     raise CheckpointError(
                         f"{self.path} is damaged: {key} and {group}.param_names are no names of numbers"
                     )
-                found += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
-        unknown = [name for _, name, _ in found if f"model.{name}" not in self.groups]
+                parameters += [(number, name, group) for number, name in zip(numbers, names, strict=True)]
+        unknown = [name for _, name, _ in parameters if f"model.{name}" not in self.groups]
         if unknown:
             raise CheckpointError(f"{self.path}: its optimizer has a parameter {unknown[0]}, which its model lacks")
-        return found
+        return parameters
