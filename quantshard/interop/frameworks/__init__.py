@@ -1,1 +1,1 @@
-"""Frameworks that train models of others: one file each, imported by the user."""
+"""Integrations with training frameworks: one file each, imported by the user."""

@@ -1,9 +1,9 @@
-"""Hugging Face accelerate: `prepare` for models with quantized weights, where `Accelerator.prepare` alone falls short.
+"""Hugging Face accelerate: `prepare` for models with quantized weights.
 
-`Accelerator.prepare(model, optimizer)` takes such a model under FSDP2 as it is. `prepare` here adds what it lacks:
-optimizers made after sharding (so that no rank holds masters of the whole model), `cpu_ram_efficient_loading`, models
-of which ranks hold nothing yet, DDP, and refusals by name. With this module imported, accelerate's loads of files that
-hold codes refuse models that are not converted.
+`Accelerator.prepare(model, optimizer)` handles such models under FSDP2. `prepare` in this module also supports
+optimizers built after sharding (so that no rank holds masters of the whole model), `cpu_ram_efficient_loading`, models
+that are on the meta device on all ranks, and DDP, and raises for unsupported settings. Importing this module also makes
+accelerate's loading functions reject files of quantized weights for models that are not converted.
 """
 
 from __future__ import annotations
@@ -42,75 +42,76 @@ from quantshard.optimizers import optimizer_members
 from quantshard.tensor import components
 
 OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
-"""Makes an optimizer of `model.named_parameters()`, as `functools.partial(FusedAdam, lr=3e-4)` does."""
+"""Builds an optimizer from `model.named_parameters()`, for example `functools.partial(FusedAdam, lr=3e-4)`."""
 
 _Names = list[list[str]]
 
 _OPTIMIZERS = "_optimizers"
-"""An Accelerator's list of those that it has prepared, from which there is no public way to take one."""
+"""An Accelerator's list of prepared optimizers, which has no public method to remove one."""
 
 
 @dataclass
 class ReplicaArguments(DistributedDataParallelKwargs):
-    """accelerate's arguments of DistributedDataParallel, and `init_sync`, which it leaves out.
+    """accelerate's arguments of DistributedDataParallel plus `init_sync`, which accelerate lacks.
 
-    DistributedDataParallel would copy quantized weights as plain tensors; `broadcast_` has made ranks equal before.
+    DistributedDataParallel would copy quantized weights as plain tensors; `broadcast_` makes the ranks equal instead.
     """
 
     init_sync: bool = True
 
 
 def replica_arguments(accelerator: Accelerator) -> ReplicaArguments:
-    """An accelerator's arguments of DistributedDataParallel, which is told not to copy weights."""
-    known = accelerator.ddp_handler
-    return ReplicaArguments(**{**({} if known is None else vars(known)), "init_sync": False})
+    """Return an accelerator's DistributedDataParallel arguments with `init_sync=False`, so that weights are not
+    copied."""
+    current = accelerator.ddp_handler
+    return ReplicaArguments(**{**({} if current is None else vars(current)), "init_sync": False})
 
 
 def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
-    """`accelerator.prepare(model, *others)` for a model with quantized weights. A collective call of all processes.
+    """`accelerator.prepare(model, *others)` for a model with quantized weights. A collective call on all processes.
 
-    Under FSDP2 an optimizer may be given as a function, which is called with the sharded `model.named_parameters()`;
-    one that exists already gets the sharded parameters, by name, in place of the whole ones, and new states. With
-    `cpu_ram_efficient_loading` the values are those of rank 0, and the model may lie on the meta device on all other
-    ranks; without it, a model that is on the meta device everywhere is sharded there, and its optimizer has to wait
-    until it has values. Under DDP all ranks get the bits of rank 0.
+    Under FSDP2, an optimizer can be a function, which is called with the sharded `model.named_parameters()`. An
+    existing optimizer gets the sharded parameters, matched by name, and new states. With `cpu_ram_efficient_loading`,
+    rank 0's values are used, and the model can be on the meta device on other ranks. Without it, a model on the meta
+    device on all ranks is sharded there; build its optimizer after loading values. Under DDP, all ranks get rank 0's
+    bits.
 
     Args:
-        accelerator: with FSDP2, DDP or one process.
-        model: as `convert` or `quantized_model_init` makes it.
-        others: optimizers or functions that make them, schedulers, data loaders.
+        accelerator: configured for FSDP2, DDP or one process.
+        model: a model from `convert` or `quantized_model_init`.
+        others: optimizers or optimizer functions, schedulers and data loaders.
 
     Returns:
-        The model and the others, in their order; the model alone if there are no others.
+        The model and the others, in order; only the model if there are no others.
 
     Raises:
-        ConfigurationError: the model has no quantized weight; accelerate is set to what does not work with them; an
-            optimizer has parameters that the model has not, or states that sharding would lose.
-        CheckpointError: ranks have different models, and rank 0's is read.
-        RankMismatchError: ranks hold different bits, and shard what they hold.
+        ConfigurationError: the model has no quantized weight, accelerate's settings are unsupported, or an optimizer
+            has parameters of another model or states that sharding would lose.
+        CheckpointError: ranks have different models while rank 0's is sent.
+        RankMismatchError: ranks hold different bits while each shards its own.
     """
     _check_model(model)
     _check_settings(accelerator)
     if not accelerator.is_fsdp2:
         return _replicated(accelerator, model, others)
     named = dict(model.named_parameters())
-    names = {at: _names_in(each, named) for at, each in enumerate(others) if isinstance(each, Optimizer)}
+    names = {index: _names_in(arg, named) for index, arg in enumerate(others) if isinstance(arg, Optimizer)}
     model = _sharded(accelerator, model)
     named = _by_canonical_name(model)
-    ready: dict[int, Any] = {}
-    for at, each in enumerate(others):
-        if at in names:
-            _follow(each, names[at], named)
-        if at in names or _is_factory(each):
-            made = each if at in names else each(iter(named.items()))
-            ready[at] = accelerator.prepare_optimizer(made, device_placement=False)
-    rest = [at for at in range(len(others)) if at not in ready]
-    if rest:
-        found = accelerator.prepare(*[others[at] for at in rest])
-        ready.update(zip(rest, found if len(rest) > 1 else [found], strict=True))
-    wrapped = [each for each in ready.values() if isinstance(each, AcceleratedOptimizer)]
-    optimizer_members.warn_of_unheld(model, [each.optimizer for each in wrapped])
-    return (model, *(ready[at] for at in range(len(others)))) if others else model
+    prepared: dict[int, Any] = {}
+    for index, arg in enumerate(others):
+        if index in names:
+            _follow(arg, names[index], named)
+        if index in names or _is_factory(arg):
+            optimizer = arg if index in names else arg(iter(named.items()))
+            prepared[index] = accelerator.prepare_optimizer(optimizer, device_placement=False)
+    remaining = [index for index in range(len(others)) if index not in prepared]
+    if remaining:
+        results = accelerator.prepare(*[others[index] for index in remaining])
+        prepared.update(zip(remaining, results if len(remaining) > 1 else [results], strict=True))
+    wrapped = [arg for arg in prepared.values() if isinstance(arg, AcceleratedOptimizer)]
+    optimizer_members.warn_of_unheld(model, [arg.optimizer for arg in wrapped])
+    return (model, *(prepared[index] for index in range(len(others)))) if others else model
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
@@ -139,7 +140,8 @@ def _check_settings(accelerator: Accelerator) -> None:
             "FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_version: 2 in the configuration file"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and kind != DistributedType.FSDP:
-        warn_of_replicas(accelerator)  # a plugin sets that variable too
+        # plugins set this variable too
+        warn_of_replicas(accelerator)
     if accelerator.mixed_precision == "fp8":
         raise ConfigurationError(
             "prepare: mixed_precision='fp8' makes accelerate convert layers to torchao's or TransformerEngine's; "
@@ -153,7 +155,7 @@ def _check_settings(accelerator: Accelerator) -> None:
 
 
 def warn_of_replicas(accelerator: Accelerator) -> None:
-    """Tell that accelerate was asked for FSDP, and does something else."""
+    """Warn that accelerate was configured for FSDP but runs without it."""
     warn_user(
         f"accelerate was asked for FSDP and runs {accelerator.distributed_type.value}, so each process holds the whole "
         "model; it shards on GPUs alone, over processes that its launcher or torchrun has started, and not with a CPU "
@@ -162,7 +164,7 @@ def warn_of_replicas(accelerator: Accelerator) -> None:
 
 
 def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names:
-    """The names of an optimizer's parameters, by group and position."""
+    """Return the names of an optimizer's parameters, by group and position."""
     by_identity = {id(param): _canonical_name(name) for name, param in named.items()}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
@@ -176,8 +178,8 @@ def _names_in(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> _Names
 
 
 def _is_factory(other: object) -> bool:
-    known = (Optimizer, nn.Module, torch.utils.data.DataLoader, torch.optim.lr_scheduler.LRScheduler)
-    return callable(other) and not isinstance(other, known)
+    other_kinds = (Optimizer, nn.Module, torch.utils.data.DataLoader, torch.optim.lr_scheduler.LRScheduler)
+    return callable(other) and not isinstance(other, other_kinds)
 
 
 # DDP and one process -------------------------------------------------------------------------------------------------
@@ -185,49 +187,50 @@ def _is_factory(other: object) -> bool:
 
 def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, ...]) -> Any:
     model.to(accelerator.device)
-    for each in others:
-        if isinstance(each, Optimizer):
-            _names_in(each, dict(model.named_parameters()))
+    for arg in others:
+        if isinstance(arg, Optimizer):
+            _names_in(arg, dict(model.named_parameters()))
     if process_groups.world() is not None:
         broadcast_(model)
         accelerator.ddp_handler = replica_arguments(accelerator)
-        for each in others:
-            if hasattr(each, "reseed_masters"):
-                each.reseed_masters()  # of the bits that have come from rank 0
-    made = [each(model.named_parameters()) if _is_factory(each) else each for each in others]
-    optimizer_members.warn_of_unheld(model, [each for each in made if isinstance(each, Optimizer)])
-    return accelerator.prepare(model, *made)
+        for arg in others:
+            if hasattr(arg, "reseed_masters"):
+                arg.reseed_masters()  # from rank 0's bits
+    objects = [arg(model.named_parameters()) if _is_factory(arg) else arg for arg in others]
+    optimizer_members.warn_of_unheld(model, [arg for arg in objects if isinstance(arg, Optimizer)])
+    return accelerator.prepare(model, *objects)
 
 
 # FSDP2 ---------------------------------------------------------------------------------------------------------------
 
 
 def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The model, sharded by accelerate's own policy.
+    """Shard the model by accelerate's own policy.
 
-    accelerate shards together with an optimizer, whose parameters it finds again by addresses, which those on the meta
-    device and empty shards do not have. So it gets another optimizer than those that will step, which is forgotten.
+    accelerate shards together with an optimizer and matches its parameters by address, which does not work for the meta
+    device or empty shards. So accelerate gets a dummy optimizer, which is discarded.
     """
     plugin = accelerator.state.fsdp_plugin
     from_rank0 = bool(plugin.cpu_ram_efficient_loading) and not isinstance(model, FSDPModule)
     state = agreement.alike(lambda: _taken(model) if from_rank0 else {}, "prepare: ")
     if not from_rank0:
         check_before_sharding(model)
-    stand_in = torch.optim.SGD(model.parameters(), lr=0.0)
+    dummy = torch.optim.SGD(model.parameters(), lr=0.0)
     with _without_ram_efficient_loading(plugin):
-        model, stand_in = accelerator.prepare(model, stand_in)
-    vars(accelerator)[_OPTIMIZERS].remove(stand_in)  # else save_state would write it
+        model, dummy = accelerator.prepare(model, dummy)
+    vars(accelerator)[_OPTIMIZERS].remove(dummy)  # save_state would write it
     if from_rank0:
         _fill(accelerator, model, state)
     return model
 
 
 def check_before_sharding(model: nn.Module) -> None:
-    """Check that ranks, of which each will keep its part of what it holds, hold one model: where all of them hold the
-    whole, with values. A collective call.
+    """Check that all ranks hold the same model before each keeps its shard. A collective call.
+
+    Skipped unless all ranks hold the whole model with values.
 
     Raises:
-        RankMismatchError: they hold different bits.
+        RankMismatchError: ranks hold different bits.
     """
     params = components.named_parameters(model).values()
     if all(agreement.gathered(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
@@ -236,16 +239,17 @@ def check_before_sharding(model: nn.Module) -> None:
 
 @contextmanager
 def _without_ram_efficient_loading(plugin: Any) -> Iterator[None]:
-    """accelerate's own sends entries one by one, and takes all of them for DTensors."""
-    before, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
+    """Disable accelerate's own implementation, which sends entries one by one and expects all of them to be
+    DTensors."""
+    previous, plugin.cpu_ram_efficient_loading = plugin.cpu_ram_efficient_loading, False
     try:
         yield
     finally:
-        plugin.cpu_ram_efficient_loading = before
+        plugin.cpu_ram_efficient_loading = previous
 
 
 def _taken(model: nn.Module) -> dict[str, Tensor]:
-    """On rank 0 all values of a model, which is then on the meta device, as on the other ranks."""
+    """Move a model to the meta device, and return all its values on rank 0 (empty on other ranks)."""
     params = list(model.named_parameters(remove_duplicate=False))
     if len({id(param) for _, param in params}) < len(params):
         raise ConfigurationError(
@@ -273,13 +277,13 @@ def _taken(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give a sharded model on the meta device the values of rank 0."""
+    """Fill a sharded model on the meta device with rank 0's values."""
     offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     model.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
     live = model.state_dict()
     load_from_rank0(
         model,
-        # `mixed_precision` has made trained parameters float32
+        # `mixed_precision` converts trained parameters to float32
         {k: v.to(live[k].dtype) if v.is_floating_point() else v for k, v in values.items() if k in live},
     )
     for name, buffer in model.named_buffers():
@@ -288,14 +292,14 @@ def _fill(accelerator: Accelerator, model: nn.Module, values: Mapping[str, Tenso
 
 
 def _send(buffer: Tensor, value: Tensor | None) -> None:
-    """Give all ranks a buffer of rank 0 that no state dict has."""
+    """Broadcast a buffer that is not in the state dict from rank 0."""
     if value is not None:
         buffer.copy_(value)
     group = process_groups.world()
     if group is not None:
-        sent = buffer.to(process_groups.collective_device(group)).contiguous()
-        dist.broadcast(sent, src=0, group=group)
-        buffer.copy_(sent)
+        staging = buffer.to(process_groups.collective_device(group)).contiguous()
+        dist.broadcast(staging, src=0, group=group)
+        buffer.copy_(staging)
 
 
 def _by_canonical_name(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -303,12 +307,12 @@ def _by_canonical_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _canonical_name(name: str) -> str:
-    """Without the parts that torch.compile and activation checkpointing add."""
+    """Remove the name components added by torch.compile and activation checkpointing."""
     return components.canonical_name(name).replace("_orig_mod.", "")
 
 
 def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Parameter]) -> None:
-    """Put a model's sharded parameters into an optimizer that was built over the whole ones."""
+    """Replace the parameters of an optimizer that was built before sharding by the model's sharded ones."""
     adopts = hasattr(optimizer, "reseed_masters")
     if not adopts and optimizer.state:
         raise ConfigurationError(
@@ -318,20 +322,22 @@ def _follow(optimizer: Optimizer, names: _Names, named: Mapping[str, nn.Paramete
     for group, members in zip(optimizer.param_groups, names, strict=True):
         group["params"] = [named[name] for name in members]
     if adopts:
-        optimizer.zero_grad()  # looks at its groups, and frees the masters of whole parameters
+        # adopts the new parameters and frees the masters of the unsharded ones
+        optimizer.zero_grad()
 
 
-# Codes that would be read as values ----------------------------------------------------------------------------------
+# Guards against loading codes as values ------------------------------------------------------------------------------
 
 _LOADS: dict[str, tuple[Callable[..., Any], Callable[[Mapping[str, Any]], None]]] = {}
-"""accelerate's functions that load files into models, by name, with what looks at their arguments before."""
+"""accelerate's functions that load files into models, by name, with the check to run on their arguments first."""
 
 
 def guard_loads() -> None:
-    """Let accelerate load no codes as values into a plain model, also where its functions were imported before.
+    """Keep accelerate from loading codes as values into a plain model, including functions that are already imported
+    elsewhere.
 
-    With `strict=False`, `load_checkpoint_in_model`'s default, it would copy codes and leave their scales out; and so
-    does PyTorch of a sharded checkpoint, always.
+    With `strict=False`, the default of `load_checkpoint_in_model`, accelerate would copy codes and drop their scales.
+    PyTorch always does so for sharded checkpoints.
     """
     for name, (plain, check) in _LOADS.items():
         guarded = _looking_before(plain, check)
@@ -341,23 +347,23 @@ def guard_loads() -> None:
 
 
 def _looking_before(plain: Callable[..., Any], check: Callable[[Mapping[str, Any]], None]) -> Callable[..., Any]:
-    takes = inspect.signature(plain)
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
     def load(*args: Any, **kwargs: Any) -> Any:
-        check(takes.bind(*args, **kwargs).arguments)
+        check(signature.bind(*args, **kwargs).arguments)
         return plain(*args, **kwargs)
 
     return load
 
 
 def _check_checkpoint(given: Mapping[str, Any]) -> None:
-    """Of `load_checkpoint_in_model`."""
+    """Check the arguments of `load_checkpoint_in_model`."""
     path = Path(given["checkpoint"])
     files = [path]
     if path.is_dir():
-        whole = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
-        files = [each for each in whole if each.is_file()][:1] or [*path.glob("*.index.json")]
+        weight_files = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
+        files = [file_path for file_path in weight_files if file_path.is_file()][:1] or [*path.glob("*.index.json")]
     if len(files) == 1 and files[0].suffix == ".json" and files[0].is_file():
         index = json.loads(files[0].read_text())
         files = [files[0].parent / name for name in sorted({*index.get("weight_map", index).values()})]
@@ -365,7 +371,7 @@ def _check_checkpoint(given: Mapping[str, Any]) -> None:
 
 
 def _check_state(given: Mapping[str, Any]) -> None:
-    """Of `Accelerator.load_state`, with DDP or one process."""
+    """Check the arguments of `Accelerator.load_state` under DDP or with one process."""
     for number, model in enumerate(given["models"]):
         ending = f"_{number}" if number else ""
         names = f"{constants.SAFE_MODEL_NAME}{ending}.safetensors", f"{constants.MODEL_NAME}{ending}.bin"
@@ -374,7 +380,7 @@ def _check_state(given: Mapping[str, Any]) -> None:
 
 
 def _check_sharded_state(given: Mapping[str, Any]) -> None:
-    """Of `Accelerator.load_state` and the Trainer of transformers, under FSDP."""
+    """Check the arguments of `Accelerator.load_state` and of transformers' Trainer under FSDP."""
     name = f"{constants.FSDP_MODEL_NAME}_{given.get('model_index', 0)}"
     folder = Path(given["input_dir"])
     folder = folder if folder.name == name else folder / name
@@ -385,37 +391,38 @@ def _check_sharded_state(given: Mapping[str, Any]) -> None:
         keys = [key for key in metadata.state_dict_metadata if key.endswith(components.FORMAT_SUFFIX)]
         tags = read_whole(folder, metadata, keys) if keys else {}
     except CheckpointError:
-        return  # of another program, or damaged, which PyTorch tells
+        # written by another program, or damaged; PyTorch raises
+        return
     _check_model_takes(given["model"], {key.removeprefix("model."): tag for key, tag in tags.items()}, str(folder))
 
 
 def _tags_in(files: Iterable[Path]) -> dict[str, Tensor]:
-    """The format tags in files of a state dict, by their keys; of what cannot be read accelerate tells."""
+    """Return the format tags in state dict files, by key. Unreadable files are left for accelerate to report."""
     tags: dict[str, Tensor] = {}
     for path in files:
         if not path.is_file():
             continue
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as opened:
-                found = {key: opened.get_tensor(key) for key in opened.keys() if key.endswith(components.FORMAT_SUFFIX)}
+            with safe_open(path, framework="pt") as file:
+                entries = {key: file.get_tensor(key) for key in file.keys() if key.endswith(components.FORMAT_SUFFIX)}
         else:
             try:
-                found = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+                entries = dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
             except (OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
                 continue
-        tags |= {key: value for key, value in found.items() if str(key).endswith(components.FORMAT_SUFFIX)}
+        tags |= {key: value for key, value in entries.items() if str(key).endswith(components.FORMAT_SUFFIX)}
     return tags
 
 
 def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) -> None:
-    """Refuse quantized weights of a file for weights in high precision.
+    """Check that no high-precision weight of a model is quantized in a file.
 
     Raises:
-        CheckpointError: the model has one of them in high precision.
+        CheckpointError: such a weight exists.
     """
-    own = {_without_wrapper(name): param for name, param in components.named_parameters(model).items()}
+    params = {_without_wrapper(name): param for name, param in components.named_parameters(model).items()}
     names = {_without_wrapper(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
-    wrong = [name for name, param in own.items() if name in names and components.quantized_local(param) is None]
+    wrong = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         tag = components.read_format_tag(names[wrong[0]])
@@ -427,7 +434,7 @@ def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) 
 
 
 def _without_wrapper(name: str) -> str:
-    """Without what DistributedDataParallel and torch.compile put in front."""
+    """Remove the name components added by DistributedDataParallel and torch.compile."""
     return _canonical_name(name).removeprefix("module.")
 
 

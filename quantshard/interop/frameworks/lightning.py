@@ -1,4 +1,4 @@
-"""Lightning: models converted and sharded inside of its `ModelParallelStrategy`, by Fabric and by the Trainer."""
+"""Lightning: models converted and sharded in its `ModelParallelStrategy`, for Fabric and the Trainer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from quantshard.tensor import components
 __all__ = ["FabricStrategy", "TrainerStrategy", "convert_and_shard"]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""Axes of the mesh that Lightning makes."""
+"""Axes of Lightning's device mesh."""
 
 _IN_FABRIC = "_forward_module."
-"""What names of parameters begin with in what `fabric.setup` returns."""
+"""Prefix of parameter names in the module returned by `fabric.setup`."""
 
 
 def convert_and_shard(
@@ -43,25 +43,25 @@ def convert_and_shard(
     layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
     **options: Any,
 ) -> nn.Module:
-    """`quantshard.convert`, then `fully_shard` of each layer and of the model: what a `parallelize_fn` is to do.
+    """Call `quantshard.convert`, then `fully_shard` on each layer and the model, as a `parallelize_fn` should.
 
-    Fabric: `FabricStrategy(lambda model, mesh: convert_and_shard(model, mesh), n, 1)`. The Trainer: in
-    `configure_model`, `convert_and_shard(self.model, self.device_mesh)`; it calls that again for another
-    `fit` or `test`, and a model that is converted and sharded stays as it is. Make the optimizer afterwards.
+    Fabric: `FabricStrategy(lambda model, mesh: convert_and_shard(model, mesh), n, 1)`. Trainer: call
+    `convert_and_shard(self.model, self.device_mesh)` in `configure_model`, which the Trainer calls again for each `fit`
+    or `test`; a model that is already converted and sharded stays unchanged. Build the optimizer afterwards.
 
     Args:
-        model: the network; not the LightningModule around it, whose `forward` the Trainer does not call.
-        mesh: the strategy's `device_mesh`; its axis "tensor_parallel" has one rank.
-        recipe: as of `convert`, which tells on rank 0 what it did.
-        filter: as of `convert`.
-        layers: which modules FSDP2 gathers by themselves; by default the elements of `nn.ModuleList`s.
-        **options: of `fully_shard` (`mp_policy`, `reshard_after_forward`, `offload_policy`).
+        model: the network, not the LightningModule around it, because the Trainer does not call the latter's `forward`.
+        mesh: the strategy's `device_mesh`; its axis "tensor_parallel" must have size 1.
+        recipe: as in `convert`. Rank 0 prints the conversion report.
+        filter: as in `convert`.
+        layers: function that returns the modules to shard separately. Default: the elements of `nn.ModuleList`s.
+        **options: arguments of `fully_shard` (`mp_policy`, `reshard_after_forward`, `offload_policy`).
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: the model is a LightningModule, the mesh has tensor parallelism, or what `convert` refuses.
+        ConfigurationError: the model is a LightningModule, the mesh has tensor parallelism, or `convert` raises.
     """
     if isinstance(model, LightningModule):
         raise ConfigurationError(
@@ -83,33 +83,38 @@ def convert_and_shard(
 
 
 def listed_layers(model: nn.Module) -> list[nn.Module]:
-    """The elements of a model's `nn.ModuleList`s, not of those that are inside of another."""
-    found: list[nn.Module] = []
+    """Return the elements of a model's outermost `nn.ModuleList`s."""
+    layers: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else listed_layers(child)
-    return found
+        layers += list(child) if isinstance(child, nn.ModuleList) else listed_layers(child)
+    return layers
 
 
 class FabricStrategy(fabric_strategies.ModelParallelStrategy):
-    """Fabric's `ModelParallelStrategy`, which refuses what is told too late, without a name, or not at all.
+    """Fabric's `ModelParallelStrategy` with earlier and clearer errors.
 
-    An optimizer that was made before its model was sharded, or of one that is not, and a checkpoint in a single file.
+    Rejects an optimizer that was built before its model was sharded, or over another model, and single-file
+    checkpoints.
     """
 
     _known: frozenset[int] = frozenset()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """As its base."""
+        """Set up the module and record its parameters for `setup_optimizer`."""
         module = super().setup_module(module)
         self._known |= {id(param) for param in module.parameters()}
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """As its base; but one that holds no parameter of the models here is refused, or whole quantized weights."""
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        if self._known.isdisjoint(map(id, held)):
+        """Set up an optimizer.
+
+        Raises:
+            ConfigurationError: it holds no parameter of this strategy's models, or holds unsharded quantized weights.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._known.isdisjoint(map(id, params)):
             raise ConfigurationError(
-                f"{type(optimizer).__name__} holds {len(held)} parameters, none of a model that this strategy has "
+                f"{type(optimizer).__name__} holds {len(params)} parameters, none of a model that this strategy has "
                 "converted and sharded, so it would train nothing: call model = fabric.setup(model) first, make the "
                 "optimizer of model.named_parameters(), then call fabric.setup_optimizers(optimizer)"
             )
@@ -118,45 +123,59 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As its base; but a single file is refused for a quantized model."""
-        held = [state] if isinstance(state, nn.Module) else [*(state or {}).values()]
-        refuse_single_file(self.broadcast(path), [each for each in held if isinstance(each, nn.Module)])
+        """Load a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is a single file and the model is quantized.
+        """
+        objects = [state] if isinstance(state, nn.Module) else [*(state or {}).values()]
+        refuse_single_file(self.broadcast(path), [value for value in objects if isinstance(value, nn.Module)])
         return super().load_checkpoint(path, state, *args, **kwargs)
 
 
 class TrainerStrategy(trainer_strategies.ModelParallelStrategy):
-    """The Trainer's `ModelParallelStrategy`, which refuses two things that are told without a name, or not at all.
+    """The Trainer's `ModelParallelStrategy` with clearer errors.
 
-    A checkpoint in a single file, and training of a model that several processes hold whole.
+    Rejects single-file checkpoints, and training of a model that several processes hold unsharded.
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """As its base; but replicas, whose gradients this strategy does not reduce, are refused for training."""
+        """Set up the strategy.
+
+        Raises:
+            ConfigurationError: training would use replicas, for which this strategy does not reduce gradients.
+        """
         if trainer.state.fn == TrainerFn.FITTING and self.model is not None:
             refuse_whole(type(self).__name__, components.named_parameters(self.model), self.world_size)
         super().setup(trainer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As its base; but a single file is refused for a quantized model."""
+        """Load a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint is a single file and the model is quantized.
+        """
         refuse_single_file(self.broadcast(checkpoint_path), [self.model] if self.model is not None else [])
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
 
 def refuse_whole(strategy: str, named: Mapping[str, Tensor], ranks: int) -> None:
-    """Nothing reduces gradients of what is not sharded: each rank would train a model of its own.
+    """Reject unsharded quantized weights on several ranks: their gradients are not reduced, so ranks would diverge.
 
     Args:
-        named: the parameters of a model, or those that an optimizer holds.
+        strategy: name of the strategy, for the message.
+        named: the parameters of a model or of an optimizer.
+        ranks: number of ranks.
 
     Raises:
-        ConfigurationError: there are quantized weights, and none of those that train is sharded.
+        ConfigurationError: there are quantized weights, and no trained one is sharded.
     """
     quantized = {name for name, param in named.items() if components.quantized_local(param) is not None}
     trained = {name: param for name, param in named.items() if param.requires_grad}
-    asked = {name: param for name, param in trained.items() if name in quantized} or trained
-    if ranks > 1 and quantized and asked and not any(isinstance(param, DTensor) for param in asked.values()):
+    items = {name: param for name, param in trained.items() if name in quantized} or trained
+    if ranks > 1 and quantized and items and not any(isinstance(param, DTensor) for param in items.values()):
         raise ConfigurationError(
-            f"{strategy}: {next(iter(asked))}, the first of {len(asked)} that train, is whole on each of {ranks} ranks,"
+            f"{strategy}: {next(iter(items))}, the first of {len(items)} that train, is whole on each of {ranks} ranks,"
             " and this strategy does not reduce gradients of what is not sharded, so each would train a model of its "
             "own; shard it by convert_and_shard(network, mesh, recipe), in configure_model or as parallelize_fn does, "
             "or by fully_shard if it was converted before"
@@ -164,10 +183,10 @@ def refuse_whole(strategy: str, named: Mapping[str, Tensor], ranks: int) -> None
 
 
 def refuse_single_file(path: Any, models: Iterable[nn.Module]) -> None:
-    """Lightning loads a file one key at a time: codes without their scales.
+    """Reject single-file checkpoints, which Lightning loads one key at a time, so codes without their scales.
 
     Raises:
-        CheckpointError: it is a file, and a model has quantized weights.
+        CheckpointError: `path` is a file and a model has quantized weights.
     """
     names = [name for model in models for name in quantized_names(model)]
     if names and Path(path).is_file():
@@ -179,5 +198,5 @@ def refuse_single_file(path: Any, models: Iterable[nn.Module]) -> None:
 
 
 def quantized_names(model: nn.Module) -> list[str]:
-    """Names of the quantized weights."""
+    """Return the names of the quantized weights."""
     return list(components.quantized_parameters(model))

@@ -1,8 +1,8 @@
-"""PEFT: LoRA and DoRA over frozen quantized weights, merged in one rounding and unmerged to the same codes.
+"""PEFT: LoRA and DoRA over frozen quantized weights. Merging rounds once, and unmerging restores the exact codes.
 
-PEFT takes the layers that `quantshard.convert` makes for `nn.Linear`, so plain LoRA trains, is saved and is loaded
-without this module. What it adds: DoRA, whose norms need the values of the base weight; merging, which PEFT does in one
-rounding for each adapter and undoes by subtraction; `safe_merge`; and refusals by name.
+Layers made by `quantshard.convert` work with plain LoRA without this module: adapters train, save and load. This module
+adds DoRA, which needs norms of the base weight; merging all adapters in one rounding with exact unmerging, where PEFT
+rounds once per adapter and subtracts; `safe_merge`; and errors for unsupported variants.
 """
 
 from __future__ import annotations
@@ -28,51 +28,50 @@ from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS
 
 _REGISTER = "_register_custom_module"
-"""PEFT's method for layers of others, which it documents as experimental; there is no other way."""
+"""PEFT's experimental method for custom layers; there is no alternative."""
 
 
 def register(config: PeftConfig) -> PeftConfig:
-    """Let a LoRA configuration wrap quantized layers as this module does; returns it.
+    """Make a LoRA configuration wrap quantized layers with `QuantizedLoraLinear`, and return it.
 
         model = peft.get_peft_model(model, quantshard.integrations.peft.register(LoraConfig(...)))
 
     Args:
-        config: with or without `use_dora`; give it to `get_peft_model`, or to a trainer as its `peft_config`.
+        config: LoRA configuration, with or without `use_dora`, for `get_peft_model` or a trainer's `peft_config`.
 
     Raises:
-        ConfigurationError: it is of another kind than LoRA, or of a variant that needs the base weight in high
-            precision.
+        ConfigurationError: the configuration is not LoRA, or needs the base weight in high precision.
     """
     if not isinstance(config, LoraConfig):
         raise ConfigurationError(
             f"register({type(config).__name__}): LoRA and DoRA are supported over quantized weights; use a LoraConfig"
         )
-    start = config.init_lora_weights
-    if isinstance(start, str) and start.lower() not in ("gaussian", "orthogonal"):
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower() not in ("gaussian", "orthogonal"):
         raise ConfigurationError(
-            f"register(LoraConfig(init_lora_weights={start!r})): it would change the base weights, which are "
+            f"register(LoraConfig(init_lora_weights={init!r})): it would change the base weights, which are "
             "quantized; use True, 'gaussian' or 'orthogonal'"
         )
-    variants = [each.name for each in fields(config) if each.metadata.get("is_lora_variant")]
-    if others := [name for name in variants if name != "use_dora" and getattr(config, name)]:
+    variants = [option.name for option in fields(config) if option.metadata.get("is_lora_variant")]
+    if unsupported := [name for name in variants if name != "use_dora" and getattr(config, name)]:
         raise ConfigurationError(
-            f"register(LoraConfig({others[0]}=...)): LoRA and DoRA alone are supported over quantized weights"
+            f"register(LoraConfig({unsupported[0]}=...)): LoRA and DoRA alone are supported over quantized weights"
         )
     getattr(config, _REGISTER)({Linear: QuantizedLoraLinear})
     return config
 
 
 def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftModel:
-    """Put an adapter that `save_pretrained` wrote onto a model with quantized weights.
+    """Add an adapter written by `save_pretrained` to a model with quantized weights.
 
     Args:
-        model: converted, with the same layers as the one that was trained.
-        folder: with adapter_config.json.
-        options: of `PeftModel.from_pretrained`, such as `is_trainable=True`.
+        model: a model with the same converted layers as the trained one.
+        folder: directory with adapter_config.json.
+        options: arguments of `PeftModel.from_pretrained`, such as `is_trainable=True`.
 
     Raises:
-        ConfigurationError: the adapter is no LoRA, or has whole layers (`modules_to_save`) that are quantized in its
-            files and not in the model, or the other way round.
+        ConfigurationError: the adapter is not LoRA, or a complete layer in it (`modules_to_save`) is quantized in the
+            files but not in the model, or vice versa.
     """
     config = register(PeftConfig.from_pretrained(str(folder)))
     _check_whole_layers(model, Path(folder) / SAFETENSORS_WEIGHTS_NAME)
@@ -81,53 +80,56 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> PeftMo
 
 
 def _check_whole_layers(model: nn.Module, path: Path) -> None:
-    """Check that layers that an adapter replaces as a whole are quantized in its files as in a model; PEFT would load
-    codes as values."""
+    """Check that layers replaced completely by an adapter are quantized both in its files and in the model, or in
+    neither. Otherwise PEFT would load codes as values."""
     if not path.is_file():
         return
-    with safe_open(path, framework="pt") as opened:
-        keys = set(opened.keys())
+    with safe_open(path, framework="pt") as file:
+        keys = set(file.keys())
     for name, param in components.named_parameters(model).items():
         key = f"base_model.model.{name}"
-        stored, quantized = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
-        if key in keys and stored != quantized:
-            here, there = ("quantized", "plain") if quantized else ("plain", "quantized")
+        is_stored_quantized, is_quantized = (
+            key + components.FORMAT_SUFFIX in keys,
+            components.quantized_local(param) is not None,
+        )
+        if key in keys and is_stored_quantized != is_quantized:
+            expected, actual = ("quantized", "plain") if is_quantized else ("plain", "quantized")
             raise ConfigurationError(
-                f"load_adapter: {name} is {there} in {path} (modules_to_save) and {here} in this model; "
+                f"load_adapter: {name} is {actual} in {path} (modules_to_save) and {expected} in this model; "
                 + (
                     "leave its layer out of convert: filter="
-                    if quantized
+                    if is_quantized
                     else "convert the model as the one that was trained"
                 )
             )
 
 
 def save_adapter(model: PeftModel, folder: str | Path, **options: Any) -> None:
-    """Write the adapters of a model as `model.save_pretrained` does, also of a sharded one. A collective call then.
+    """Write a model's adapters like `model.save_pretrained`. Under FSDP2 this is a collective call.
 
     Args:
-        model: with adapters; under FSDP2 every rank calls, and rank 0 writes.
-        folder: for adapter_config.json and adapter_model.safetensors.
-        options: of `PeftModel.save_pretrained`.
+        model: a model with adapters. Under FSDP2 every rank must call, and rank 0 writes.
+        folder: directory for adapter_config.json and adapter_model.safetensors.
+        options: arguments of `PeftModel.save_pretrained`.
     """
-    kept = ("lora_", "modules_to_save")
-    trained = {key: value for key, value in model.state_dict().items() if any(word in key for word in kept)}
-    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in trained.items()}
+    markers = ("lora_", "modules_to_save")
+    selected = {key: value for key, value in model.state_dict().items() if any(word in key for word in markers)}
+    full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in selected.items()}
     options = {"save_embedding_layers": False, "is_main_process": agreement.rank() == 0, **options}
-    model.save_pretrained(str(folder), state_dict=whole, **options)
+    model.save_pretrained(str(folder), state_dict=full, **options)
 
 
 class _BaseValues(nn.Module):
-    """A quantized layer whose weight reads as a plain tensor of its values, which DoRA takes norms of."""
+    """A quantized layer with its weight presented as a plain dequantized tensor, from which DoRA computes norms."""
 
     def __init__(self, base: Linear) -> None:
         super().__init__()
-        self.__dict__["weight"] = _values(base)  # no parameter: nothing trains or saves it
+        self.__dict__["weight"] = _values(base)  # not registered: neither trained nor saved
         self.bias = base.bias
 
 
 class _LayerValues:
-    """A LoRA layer that gives `_BaseValues` as its base; else the layer itself."""
+    """A proxy of a LoRA layer that returns `_BaseValues` as its base layer."""
 
     def __init__(self, layer: lora.Linear) -> None:
         self.__dict__["_layer"] = layer
@@ -143,47 +145,48 @@ class _LayerValues:
 
 
 class QuantizedDoraVariant(DoraLinearVariant):
-    """DoRA (Liu et al., 2024, arXiv:2402.09353) of a quantized weight."""
+    """DoRA (Liu et al., 2024, arXiv:2402.09353) over a quantized weight."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **options: Any) -> None:
-        """Begin with the norms of the rows of the quantized weight."""
+        """Initialize magnitudes from the row norms of the quantized weight."""
         layer: Any = _LayerValues(module)
         DoraLinearVariant.init(layer, adapter_name, **options)
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **options: Any) -> Tensor:
-        """The base's output scaled, and the adapter's added."""
+        """Scale the base output and add the adapter's."""
         layer: Any = _LayerValues(module)
         return DoraLinearVariant.forward(layer, active_adapter, x, result, **options)
 
 
 class QuantizedLoraLinear(lora.Linear):
-    """PEFT's LoRA layer over a quantized one. Merged, it keeps the codes from before, as many bytes again."""
+    """PEFT's LoRA layer over a quantized layer. While merged, it also keeps the original codes, doubling the weight's
+    memory."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **options: Any) -> None:
-        under = base_layer.get_base_layer() if isinstance(base_layer, lora.LoraLayer) else base_layer
-        _check_base(under)
+        base = base_layer.get_base_layer() if isinstance(base_layer, lora.LoraLayer) else base_layer
+        _check_base(base)
         super().__init__(base_layer, adapter_name, **options)
         self._before: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], type | None]:
-        """Those that need nothing of the base weight but its values."""
+        """Variants that need only the values of the base weight."""
         return {(): None, ("use_dora",): QuantizedDoraVariant}
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Quantize base and adapters together, in one rounding.
+        """Quantize the base weight plus adapters, with a single rounding.
 
         Args:
-            safe_merge: raise PEFT's kind of error, and change nothing, if merged values are infinite or NaN; without
-                it the error is a `ConfigurationError`, and nothing is changed either.
-            adapter_names: which; by default the active ones.
+            safe_merge: raise ValueError, as PEFT does, if merged values are infinite or NaN. Otherwise the error is a
+                ConfigurationError. Nothing changes in either case.
+            adapter_names: adapters to merge. Default: the active ones.
 
         Raises:
             UnsupportedOperationError: the weight is sharded.
-            ConfigurationError: an adapter has a bias and the base has none.
+            ConfigurationError: an adapter has a bias but the base layer has none.
         """
         names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
         if not names:
@@ -191,27 +194,28 @@ class QuantizedLoraLinear(lora.Linear):
         base: Any = self.get_base_layer()
         _check_whole(base.weight)
         bias = None if base.bias is None else base.bias.clone()
-        before = self._before or (base.weight.detach().clone(), bias)
+        original = self._before or (base.weight.detach().clone(), bias)
         merged = [*self.merged_adapters, *names]
-        values, bias = self._merged(merged, *before)
+        values, bias = self._merged(merged, *original)
         if safe_merge and not values.isfinite().all():
             raise ValueError(f"merged values of {', '.join(merged)} are infinite or NaN; nothing was merged")
         base.weight.quantize_(values)
         if bias is not None:
             base.bias.copy_(bias)
-        self._before = before
+        self._before = original
         self.merged_adapters[:] = merged
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Put the codes and scales from before the first merge back, bit for bit."""
+        """Restore the codes and scales from before the first merge, bit for bit."""
         if self._before is None:
-            super().unmerge()  # which warns that there is nothing to do
+            # warns that nothing is merged
+            super().unmerge()
             return
         base: Any = self.get_base_layer()
         weight, bias = self._before
-        drawn = components.storage_of(base.weight).state[DRAWS]
-        components.storage_of(weight).state[DRAWS].copy_(drawn)  # no random word is used twice
+        draws = components.storage_of(base.weight).state[DRAWS]
+        components.storage_of(weight).state[DRAWS].copy_(draws)  # never reuse random bits
         components.load_components(base.weight, components.state_of(weight), "weight")
         if bias is not None:
             base.bias.copy_(bias)
@@ -219,15 +223,15 @@ class QuantizedLoraLinear(lora.Linear):
         self.merged_adapters.clear()
 
     def _merged(self, names: list[str], weight: Any, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Values of weight and bias with all of these adapters, from those before any was merged."""
-        start = weight.dequantize(dtype=torch.float32)
-        values = start
+        """Compute the merged weight and bias from the unmerged ones."""
+        base = weight.dequantize(dtype=torch.float32)
+        values = base
         for name in names:
             delta = self.get_delta_weight(name).float()
             values = values + delta
             if name in self.lora_variant:
                 magnitude = self.lora_magnitude_vector[name].weight.float()
-                values = values * (magnitude / torch.linalg.norm(start + delta, dim=1)).unsqueeze(1)
+                values = values * (magnitude / torch.linalg.norm(base + delta, dim=1)).unsqueeze(1)
             if self.lora_bias[name]:
                 if bias is None:
                     raise ConfigurationError(
@@ -238,7 +242,11 @@ class QuantizedLoraLinear(lora.Linear):
 
 
 def _check_base(base: nn.Module) -> None:
-    """Raise if a layer has no weight of its own that is quantized and whole."""
+    """Check that a layer has an unsharded quantized weight of its own.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
     weight = getattr(base, "weight", None)
     if components.quantized_local(weight) is None:
         raise ConfigurationError(
@@ -262,6 +270,6 @@ def _check_whole(weight: Tensor) -> None:
 
 
 def _values(layer: nn.Module) -> Tensor:
-    """The values of a layer's weight as a plain tensor without a gradient."""
+    """Return a layer's weight as a plain dequantized tensor without a gradient."""
     weight: Any = layer.weight
     return weight.detach().dequantize()

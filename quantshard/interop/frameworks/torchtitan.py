@@ -1,4 +1,4 @@
-"""torchtitan: its linear layers with quantized weights, and FusedAdam, switched on by its overrides or a converter."""
+"""torchtitan: linear layers with quantized weights and FusedAdam, enabled by its overrides or a converter."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from quantshard.tensor.components import FORMAT_SUFFIX
 __all__ = ["TitanConverter", "TitanLinear", "TitanOptimizers"]
 
 LAYERS = ["*.attention.*", "*.feed_forward.*", "*.shared_experts.w?"]
-"""Where the override `linear` takes linear layers: not the head, and no router."""
+"""Layers replaced by the override `linear`; excludes the head and routers."""
 
 ADAMS = {"AdamW": True, "Adam": False}
-"""Names of optimizers in torchtitan's configs, and FusedAdam's `adam_w_mode` for them."""
+"""Optimizer name in torchtitan's configs -> FusedAdam's `adam_w_mode`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TitanLinearConfig(PlainLinear.Config):
-    """As of torchtitan's Linear. `recipe`: the name of one."""
+    """torchtitan's Linear config with a quantization recipe. `recipe`: name of the recipe."""
 
     recipe: str = AUTO
 
 
 class TitanLinear(ConvertedLinear, Module):
-    """A linear layer of torchtitan's whose weight is quantized; it enters its recipe unless its caller is in one."""
+    """torchtitan's linear layer with a quantized weight. Enters its recipe unless the caller is already in an
+    autocast."""
 
     Config = TitanLinearConfig
     _param_init: dict[str, Callable[..., Any]] | None = None  # set by torchtitan, after the constructor
@@ -57,14 +58,14 @@ class TitanLinear(ConvertedLinear, Module):
         self.recipe = self.model_recipe = concrete_name(config.recipe)
 
     def forward(self, input: Tensor) -> Any:  # type: ignore[override]  # torchtitan looks for an argument of this name
-        """As of Linear."""
+        """See `Linear`."""
         return super().forward(input)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """As torchtitan's, where that leaves weights to FSDP2.
+        """Apply torchtitan's parallelization, provided that it leaves weights to FSDP2.
 
         Raises:
-            ConfigurationError: there is tensor parallelism, or another backend than "partial_dtensor".
+            ConfigurationError: tensor parallelism is enabled, or the backend is not "partial_dtensor".
         """
         layer = f"{type(self).__name__} [{self.out_features}, {self.in_features}]"
         if parallel_dims.tp > 1:
@@ -80,24 +81,25 @@ class TitanLinear(ConvertedLinear, Module):
         super().parallelize(parallel_dims)
 
     def _init_self_parameters(self) -> None:
-        """Each of the config's initializers fills a whole weight, by the weight's key: the same on any mesh."""
-        given = self._param_init or {}
-        if given:
+        """Run the config's initializers on unsharded weights with per-weight RNG keys, so that results do not depend on
+        the mesh."""
+        initializers = self._param_init or {}
+        if initializers:
             for name, spec in self._weights.items():
-                self._weights[name] = replace(spec, init_method=given[name])
+                self._weights[name] = replace(spec, init_method=initializers[name])
         self.reset_parameters()
-        for name in self._vectors if given else ():
-            given[name](self.get_parameter(name))
+        for name in self._vectors if initializers else ():
+            initializers[name](self.get_parameter(name))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As Linear's; but whole codes are cut here: torchtitan joins those of a fused projection on every rank."""
+        """Load like `Linear`, but shard replicated codes: torchtitan joins a fused projection's codes on every rank."""
         live = self.state_dict(prefix=prefix, keep_vars=True)
         fitting = {key: _as_live(value, live.get(key)) for key, value in state_dict.items() if key.startswith(prefix)}
         super()._load_from_state_dict(fitting, prefix, *args)
 
 
 def _as_live(value: Any, live: Any) -> Any:
-    """A replicated DTensor with the placements of the tensor that it goes to."""
+    """Redistribute a replicated DTensor to the placements of the destination tensor."""
     if isinstance(value, DTensor) and isinstance(live, DTensor) and all(p.is_replicate() for p in value.placements):
         return value.redistribute(live.device_mesh, live.placements)
     return value
@@ -105,14 +107,15 @@ def _as_live(value: Any, live: Any) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class TitanConverterConfig(QuantizationConverter.Config):
-    """`filter`: patterns of names, as of `quantshard.convert`; by default all but the head and routers."""
+    """Config of TitanConverter. `filter`: name patterns as in `quantshard.convert`; default: all layers except the head
+    and routers."""
 
     recipe: str = AUTO
     filter: list[str] = field(default_factory=list)
 
 
 class TitanConverter(QuantizationConverter):
-    """The converter of a model's linear layers, for `model_registry(flavor, converters=[TitanConverter.Config()])`."""
+    """Converts a model's linear layers, for `model_registry(flavor, converters=[TitanConverter.Config()])`."""
 
     Config = TitanConverterConfig
 
@@ -121,21 +124,22 @@ class TitanConverter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """The config with `TitanLinear.Config` in the place of the chosen linear layers; the same object, changed.
+        """Replace the configs of the selected linear layers by `TitanLinear.Config`, in place, and return the model
+        config.
 
         Raises:
-            ConfigurationError: no layer is chosen, or a pattern matches none.
+            ConfigurationError: no layer is selected, or a pattern matches none.
         """
-        found = [each for each in model_config.traverse(PlainLinear.Config) if type(each[1]) is PlainLinear.Config]
-        self._check_patterns([name for name, *_ in found])
-        chosen = [each for each in found if self._chooses(each[0])]
-        for _, config, parent, attribute in chosen:
+        plain = [entry for entry in model_config.traverse(PlainLinear.Config) if type(entry[1]) is PlainLinear.Config]
+        self._check_patterns([name for name, *_ in plain])
+        selected = [entry for entry in plain if self._chooses(entry[0])]
+        for _, config, parent, attribute in selected:
             new = derive(config, TitanLinearConfig, recipe=self.config.recipe)
             if isinstance(parent, list):
                 parent[attribute] = new
             else:
                 setattr(parent, attribute, new)
-        logger.info(f"quantshard: {len(chosen)} of {len(found)} linear layers have weights of {self.config.recipe}")
+        logger.info(f"quantshard: {len(selected)} of {len(plain)} linear layers have weights of {self.config.recipe}")
         return model_config
 
     def _check_patterns(self, names: list[str]) -> None:
@@ -160,7 +164,7 @@ class TitanConverter(QuantizationConverter):
 
 @dataclass(kw_only=True, slots=True)
 class TitanOptimizersConfig(OptimizersContainer.Config):
-    """As of torchtitan's OptimizersContainer. Its `implementation` means nothing here."""
+    """torchtitan's OptimizersContainer config. `implementation` is ignored."""
 
 
 class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
@@ -183,14 +187,14 @@ class TitanOptimizers(OptimizersContainer):  # type: ignore[type-arg]
 
 
 def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
-    """A method of torchtitan's that refuses quantized weights where its argument of that name is true."""
+    """Wrap a torchtitan method so that it rejects quantized weights if its argument `flag` is true."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        tagged = [key.removesuffix(FORMAT_SUFFIX) for key in given["state_dict"] if key.endswith(FORMAT_SUFFIX)]
-        if given.get(flag) and tagged:
+        arguments = signature.bind(*args, **kwargs).arguments
+        tagged = [key.removesuffix(FORMAT_SUFFIX) for key in arguments["state_dict"] if key.endswith(FORMAT_SUFFIX)]
+        if arguments.get(flag) and tagged:
             raise ConfigurationError(
                 f"torchtitan's adapter to Hugging Face would take the codes of {len(tagged)} quantized weights "
                 f"({tagged[0]}, ...) for values, and leave out their scales; save with last_save_in_hf=False, write "
@@ -202,6 +206,6 @@ def _guarded(method: Callable[..., Any], flag: str) -> Callable[..., Any]:
     return checked
 
 
-# The adapter maps names, and drops those that it does not know, in silence: there is no place for a check of ours.
+# The adapter maps names and silently drops unknown ones, so the check must run before it.
 CheckpointManager.dcp_save = _guarded(CheckpointManager.dcp_save, "to_hf")
 CheckpointManager.dcp_load = _guarded(CheckpointManager.dcp_load, "from_hf")

@@ -1,7 +1,7 @@
-"""transformers: `from_pretrained` quantizes while it loads, `save_pretrained` writes what is read again; the Trainer.
+"""transformers: quantization in `from_pretrained`, saving with `save_pretrained`, and the Trainer.
 
-`quantshard.convert` imports this module if transformers' models are imported. Import it yourself to load a quantized
-model in a process that converts none.
+`quantshard.convert` imports this module if transformers' models are already imported. To load a quantized model in a
+process that does not call `convert`, import this module first.
 """
 
 from __future__ import annotations
@@ -42,30 +42,29 @@ from quantshard.tensor import components
 __all__ = ["AdamFactory", "QuantizedTraining", "QuantshardConfig", "QuantshardQuantizer", "adam", "training_config"]
 
 REPORT: Final = "quantshard_report"
-"""The model's attribute with what `from_pretrained` converted and left."""
+"""Attribute of the model: the conversion report of `from_pretrained`."""
 
 LAYOUT: Final = "quantshard_layout"
-"""The model's attribute with the form that `save_pretrained` writes, where it is not the native one."""
+"""Attribute of the model: the layout written by `save_pretrained`, if it is not the native one."""
 
 
 @register_quantization_config(METHOD)
 class QuantshardConfig(QuantizationConfigMixin):
-    """How `from_pretrained(..., quantization_config=QuantshardConfig())` converts a model while it loads it.
+    """Makes `from_pretrained(..., quantization_config=QuantshardConfig())` convert a model while loading it.
 
-    The arguments are those of `quantshard.convert`, which is what happens; the model is as if it had been called after
-    loading in high precision, bit for bit, but one weight at a time is in high precision.
+    See `quantshard.convert` for the arguments. The result matches loading in high precision and then converting, bit
+    for bit, but only one weight at a time is in high precision.
 
     Args:
-        recipe: a recipe, its name, a mapping from patterns of layers' names to recipes, or a function; see `convert`.
-        filter: which layers to convert: a function of module and name, or patterns of names.
+        recipe: a recipe, its name, a mapping from layer name patterns to recipes, or a function; see `convert`.
+        filter: which layers to convert: a function of module and name, or name patterns.
         modules: "linear" or "fused".
         autocast: make the model's forward enter the recipe.
-        preserve_high_precision_init_val: keep the file's values on the CPU, for the masters of an optimizer.
-        layout: what `save_pretrained` writes unless it is told otherwise: "native", or a row or family of
-            `quantshard.layouts.LAYOUTS`.
+        preserve_high_precision_init_val: keep the file's values on the CPU for an optimizer's masters.
+        layout: default layout of `save_pretrained`: "native", or a layout or family in `quantshard.layouts.LAYOUTS`.
 
     Raises:
-        ConfigurationError: there is no such recipe or layout, or `modules` is neither.
+        ConfigurationError: the recipe, the layout or `modules` is unknown.
     """
 
     def __init__(
@@ -88,61 +87,62 @@ class QuantshardConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """From the `quantization_config` that the native form has in its config.json."""
-        found = _native(cls, config_dict)
-        return (found, kwargs) if return_unused_kwargs else found
+        """Create from the `quantization_config` that the native form writes to config.json."""
+        config = _native(cls, config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can write it: recipes and functions by what they print."""
+        """Return a JSON-serializable dict; recipes and functions are represented by their text."""
         recipe = self.recipe if isinstance(self.recipe, Mapping) else {"*": self.recipe}
         return {
-            "quant_method": METHOD, "recipe": {pattern: str(each) for pattern, each in recipe.items()},
+            "quant_method": METHOD, "recipe": {pattern: str(value) for pattern, value in recipe.items()},
             "filter": self.filter if isinstance(self.filter, str | list | None) else repr(self.filter),
             "modules": self.modules, "autocast": self.autocast, "layout": self.layout,
         }  # fmt: skip
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dictionary, which transformers takes the configuration of a file for."""
+        """Look up a setting as in a dict, because transformers expects a file's configuration to be one."""
         return getattr(self, key, default)
 
 
 def _checked_layout(layout: str) -> str:
     if layout != NATIVE and layout not in {*LAYOUTS, *(row.family for row in LAYOUTS.values())}:
-        table.find(layout, set())  # raises, with the names
+        # raises an error that lists the names
+        table.find(layout, set())
     return layout
 
 
 def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> QuantshardConfig:
-    """The configuration of what the native form says, by names of layers."""
-    recipe, layers, own = saved.get("recipe"), saved.get("layers"), saved.get("layer_recipes") or {}
-    if not isinstance(layers, list) or not isinstance(own, dict):
+    """Create the configuration described by the native form, which lists layer names."""
+    recipe, layers, layer_recipes = saved.get("recipe"), saved.get("layers"), saved.get("layer_recipes") or {}
+    if not isinstance(layers, list) or not isinstance(layer_recipes, dict):
         raise CheckpointError(
             "config.json's quantization_config of quantshard has no list of layers; the file is damaged, or of another "
             "release"
         )
-    unnamed = [name for name, each in {"the model": recipe, **own}.items() if each is None]
+    unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
     if unnamed:
         raise ConfigurationError(
             f"config.json cannot hold the recipe of {unnamed[0]}, which has arguments of its own; pass config="
             "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
         )
-    rest = {"*": recipe} if set(layers) - own.keys() else {}
-    recipes: Any = {**own, **rest} if own else recipe
-    found = cls(
+    rest = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
+    recipes: Any = {**layer_recipes, **rest} if layer_recipes else recipe
+    config = cls(
         recipes,
         filter=_NameFilter(layers),
         modules=saved.get("modules", "linear"),
         autocast=saved.get("autocast", True),
     )
-    found.stored = dict(saved)
-    return found
+    config.stored = dict(saved)
+    return config
 
 
 class _NameFilter:
-    """A filter of `convert` that takes these very layers."""
+    """A filter for `convert` that selects layers by exact name."""
 
     leaves_out = "not quantized in the files"
-    """What is said of others."""
+    """Reason reported for all other layers."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)
@@ -151,16 +151,18 @@ class _NameFilter:
         return name in self.names
 
     def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, _NameFilter]:
-        """Recipes and names as a model has them that may be the base of the one that was saved, or have it as its base:
-        then a prefix is gone, or is there."""
-        here = {name for name, _ in model.named_modules()}
+        """Adapt recipes and names to a model that is the saved model's base, or has the saved model as its base.
+
+        A name prefix is then removed or added.
+        """
+        module_names = {name for name, _ in model.named_modules()}
         prefix = f"{model.base_model_prefix}."
         names = {}
         for name in self.names:
-            other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-            if found := next((each for each in (name, other) if each in here), None):
-                names[name] = found
-        if isinstance(recipes, Mapping):  # of layers by name, and of all others
+            alternative = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+            if match := next((candidate for candidate in (name, alternative) if candidate in module_names), None):
+                names[name] = match
+        if isinstance(recipes, Mapping):  # layers by name, and * for all others
             gone = self.names - names.keys()
             recipes = {names.get(name, name): recipe for name, recipe in recipes.items() if name not in gone}
         return recipes, _NameFilter(names.values())
@@ -169,15 +171,15 @@ class _NameFilter:
 def training_config(
     path: str, recipe: Recipes = AUTO, *, filter: Filter | None = None, **options: Any
 ) -> PreTrainedConfig:
-    """The configuration of a quantized model, to train on from it: `from_pretrained(path, config=...)`.
+    """Return a quantized model's configuration for further training: `from_pretrained(path, config=...)`.
 
-    For files of another program's layout (`quantshard.layouts.LAYOUTS`), of which codes and scales are copied, and for
-    the native form of a recipe that config.json cannot hold. transformers takes a `quantization_config=` only beside
-    files that have none, or one of the same kind.
+    Use it for files in another program's layout (`quantshard.layouts.LAYOUTS`), which have their codes and scales
+    copied, and for the native form with a recipe that config.json cannot represent. transformers accepts
+    `quantization_config=` only for files without one, or with one of the same kind.
 
     Args:
         path: a directory, or a name on the hub.
-        recipe, filter, options: those of `QuantshardConfig`.
+        recipe, filter, options: see `QuantshardConfig`.
 
     Raises:
         ConfigurationError: there is no configuration, or the files are not quantized.
@@ -189,24 +191,25 @@ def training_config(
             raise ConfigurationError(f"training_config({str(path)!r}): there is no such folder") from None
         why = str(error).strip().partition("\n")[0]
         raise ConfigurationError(f"training_config({str(path)!r}): no config.json can be read: {why:.200}") from None
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
+    file_config = getattr(config, "quantization_config", None)
+    if file_config is None:
         raise ConfigurationError(
             f"training_config({path!r}): its config.json has no quantization_config; pass quantization_config="
             "QuantshardConfig(recipe) to from_pretrained"
         )
-    stored = stored if isinstance(stored, dict) else stored.to_dict()
-    if filter is None and stored.get("quant_method") == METHOD:
-        filter = _NameFilter(stored["layers"])
-    given = QuantshardConfig(recipe, filter=filter, **options)
-    given.stored = stored
-    config.quantization_config = given
+    file_config = file_config if isinstance(file_config, dict) else file_config.to_dict()
+    if filter is None and file_config.get("quant_method") == METHOD:
+        filter = _NameFilter(file_config["layers"])
+    new_config = QuantshardConfig(recipe, filter=filter, **options)
+    new_config.stored = file_config
+    config.quantization_config = new_config
     return config
 
 
 @register_quantizer(METHOD)
 class QuantshardQuantizer(HfQuantizer):
-    """What transformers calls while it loads a model: layers are converted on the meta device, then filled in turn."""
+    """The quantizer that transformers calls while loading: layers are converted on the meta device, then filled one by
+    one."""
 
     serialized_names: dict[str, list[str]]
 
@@ -218,62 +221,65 @@ class QuantshardQuantizer(HfQuantizer):
         self.noted: dict[str, str] = {}
         self.report: ConversionReport | None = None
         self.written: files.SavedForm | None = None
-        stored = quantization_config.stored
-        self.stored_layout = None if stored is None or stored.get("quant_method") == METHOD else stored
+        file_config = quantization_config.stored
+        self.stored_layout = None if file_config is None or file_config.get("quant_method") == METHOD else file_config
         self.layout: table.Layout | None = None
-        self.in_layout: set[str] = set()  # the layers that have scales in the files; others have values there
+        self.in_layout: set[str] = set()  # layers with scales in the files; the files have values for all others
         self.serialized_names = {"weight": ["weight"]}
 
-    # What transformers asks
+    # Interface used by transformers
 
     def is_serializable(self) -> bool:
-        """`save_pretrained` writes it."""
+        """Return True: `save_pretrained` is supported."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Weights are trained as they are."""
+        """True: quantized weights are trained directly."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Without adapters."""
+        """True: training needs no adapters."""
         return True
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        """What `save_pretrained` writes: the form that `_save` made."""
+        """Return the tensors and metadata prepared by `_save`."""
         return (None, {}) if self.written is None else (self.written.tensors, dict(self.written.metadata))
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse what cannot be: offloaded weights.
+        """Check that no weights are offloaded to disk.
 
         Raises:
-            ConfigurationError: weights are to be on the disk.
+            ConfigurationError: `device_map` places weights on disk.
         """
         if isinstance(device_map, Mapping) and "disk" in map(str, device_map.values()):
             raise ConfigurationError("from_pretrained: device_map puts weights on the disk, where none can be trained")
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Whether a tensor of a file is quantized."""
+        """Return whether a tensor of a file belongs to a quantized weight."""
         return param_name.removesuffix(".weight") in self.layers and param_name.endswith(".weight")
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What fills converted layers with values in high precision."""
+        """Return the operation that fills converted layers with high-precision values."""
         return WeightFill(self)
 
     def get_load_operations(self) -> dict[str, Any]:
-        """What fills them with quantized ones."""
+        """Return the operations that fill converted layers with quantized values."""
         return {"deserialize": StoredWeightFill}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """The same with the names in the files, for which transformers before 5.21 asks; "weight" is in the others."""
+        """Return the load operations with the names in the files, as needed by transformers before 5.21.
+
+        Longer names come first, because they contain "weight".
+        """
         return [
             WeightConverter(sorted(names, key=len, reverse=True), target, [StoredWeightFill(self)])
             for target, names in self.serialized_names.items()
             if self.pre_quantized
         ]
 
-    # While it loads
+    # Loading
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -285,22 +291,23 @@ class QuantshardQuantizer(HfQuantizer):
             )
         if self.stored_layout is not None:
             self._read_layout(checkpoint_files or [])
-        del model.quantization_method  # by which convert knows what another program quantized
+        # convert rejects models with this attribute as quantized by another program
+        del model.quantization_method
         for target, source in model.all_tied_weights_keys.items():
-            # transformers ties them after loading, and convert is to know which they are
+            # transformers ties weights after loading, but convert needs to know which are tied
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
-        given = self.given
-        recipe, filter = given.recipe, given.filter
+        settings = self.given
+        recipe, filter = settings.recipe, settings.filter
         if isinstance(filter, _NameFilter):
             recipe, filter = filter.placed(recipe, model)
-            if not filter.names:  # a base of a model of which the head alone is quantized
+            if not filter.names:  # only the head was quantized, and this model has none
                 return model
         self.report = convert(
-            model, recipe, filter=filter, modules=given.modules, autocast=given.autocast,
-            preserve_high_precision_init_val=given.preserve_high_precision_init_val,
+            model, recipe, filter=filter, modules=settings.modules, autocast=settings.autocast,
+            preserve_high_precision_init_val=settings.preserve_high_precision_init_val,
         )  # fmt: skip
-        self.layers = {each.name: model.get_submodule(each.name) for each in self.report.converted}  # type: ignore[misc]
+        self.layers = {converted.name: model.get_submodule(converted.name) for converted in self.report.converted}  # type: ignore[misc]
         for layer in self.layers.values():
             setattr(layer.weight, "_is_hf_initialized", True)  # noqa: B010 (else transformers would draw values)
         loading: Any = model
@@ -309,9 +316,10 @@ class QuantshardQuantizer(HfQuantizer):
         return model
 
     def _dtypes_read(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """By patterns of names, the dtype that weights have when they are read: the model's, or a layout's of codes.
+        """Return the dtype in which weights are read, by name pattern: the model's, or the dtype of a layout's codes.
 
-        Before 5.23 transformers casts what it reads to the dtype of the parameter's entry, here of codes, unless told.
+        transformers before 5.23 would otherwise cast what it reads to the dtype of the parameter's entry, which holds
+        codes.
         """
         return {
             re.escape(f"{name}.weight"): torch.float8_e4m3fn if name in self.in_layout else dtype
@@ -319,12 +327,12 @@ class QuantshardQuantizer(HfQuantizer):
         }
 
     def _read_layout(self, paths: Iterable[str]) -> None:
-        """Find the layout of the files, and the amaxes that our exports have in the headers."""
+        """Determine the files' layout, and read the amaxes that our exports record in the headers."""
         names: set[str] = set()
         for path in paths:
-            with safe_open(path, framework="pt") as opened:
-                names |= set(opened.keys())
-                self.noted.update(opened.metadata() or {})
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+                self.noted.update(file.metadata() or {})
         self.layout = table.detect(self.stored_layout, names, "config.json")
         assert self.layout is not None
         scale = f".{self.layout.scale_key}"
@@ -332,12 +340,14 @@ class QuantshardQuantizer(HfQuantizer):
         self.serialized_names = {"weight": list(dict.fromkeys(["weight", *files.layout_keys(self.layout)]))}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        # transformers keeps how it loaded, to undo that in a save; there is nothing to undo of what is filled here
+        # transformers records load conversions to undo them in a save; filled layers need no undoing
         loaded: Any = model
-        conversions = [each for each in getattr(model, "_weight_conversions", ()) if not fills(each)]
-        self.remove_quantization_config(model)  # from here on it is a converted model, as any other
-        vars(loaded).pop("_get_dtype_plan", None)  # there is none where nothing is quantized here
-        loaded._weight_conversions = conversions  # which 5.24 removes with the configuration, though a save reads them
+        conversions = [conversion for conversion in getattr(model, "_weight_conversions", ()) if not fills(conversion)]
+        # from here on, the model is like any other converted model
+        self.remove_quantization_config(model)
+        vars(loaded).pop("_get_dtype_plan", None)  # missing if nothing was quantized
+        # 5.24 removes these with the configuration, but saving reads them
+        loaded._weight_conversions = conversions
         for name, error in self.failures.items():
             raise type(error)(f"{name}.weight: {error}")
         empty = [name for name, layer in self.layers.items() if components.quantized_local(layer.weight) is None
@@ -355,14 +365,16 @@ class QuantshardQuantizer(HfQuantizer):
         return model
 
     def fill(self, name: str, parts: Mapping[str, Tensor], missing: set[str] | None) -> None:
-        """Fill a converted layer with one weight of the files; `parts`: by what stands in place of "weight"."""
+        """Fill a converted layer with one weight of the files. `parts`: tensors keyed by the name that replaces
+        "weight"."""
         layer = self.layers[name]
-        if missing is not None:  # once, for all: transformers would make those that no file has, one by one
-            missing -= {f"{n}.{key}" for n, each in self.layers.items() for key in _own_keys(each)}
+        if missing is not None:  # transformers would initialize keys that no file has, one by one
+            missing -= {f"{n}.{key}" for n, converted in self.layers.items() for key in _own_keys(converted)}
         try:
             self._fill(layer, name, parts)
         except QuantshardError as error:
-            self.failures[name] = error  # told at the end, by itself; transformers would print a table of errors
+            # raised after loading; transformers would only print a table of errors
+            self.failures[name] = error
 
     def _fill(self, layer: ConvertedLinear, name: str, parts: Mapping[str, Tensor]) -> None:
         weight = parts.get("weight")
@@ -371,21 +383,21 @@ class QuantshardQuantizer(HfQuantizer):
         if weight is None:
             raise CheckpointError(f"the files have {', '.join(parts)} of it, and no weight")
         if packing.is_packed(weight):
-            found = packing.unpack(layer.weight, weight, name)
+            entries = packing.unpack(layer.weight, weight, name)
             layer.leave_meta(weight.device)
-            return components.load_components(layer.weight, found, name)
+            return components.load_components(layer.weight, entries, name)
         if not weight.is_floating_point() or weight.shape != layer.weight.shape or weight.element_size() < 2:
             raise CheckpointError(
                 f"it is {weight.dtype} {list(weight.shape)} in the files, and values {list(layer.weight.shape)} are "
                 "needed"
             )
         if weight.dtype != layer.weight.dtype:
-            layer.to(weight.dtype)  # as transformers keeps some modules in float32
+            layer.to(weight.dtype)  # transformers keeps some modules in float32
         layer.take_values(weight, f"{name}.weight", self.given.preserve_high_precision_init_val)
 
 
 def _own_keys(layer: ConvertedLinear) -> list[str]:
-    """What is in a state dict of a layer's weight and histories, and in no file in high precision."""
+    """List the state dict keys of a layer's weight and histories, which high-precision files do not have."""
     suffixes = [] if components.quantized_local(layer.weight) is None else components.suffixes(layer.weight)
     return [f"weight{suffix}" for suffix in suffixes] + [name for name, _ in layer.named_buffers(recurse=False)]
 
@@ -393,17 +405,17 @@ def _own_keys(layer: ConvertedLinear) -> list[str]:
 # Saving
 
 _WRAPPED = ".base_layer"
-"""How names of layers end that adapters of PEFT are around."""
+"""Suffix of the names of layers that are wrapped by PEFT adapters."""
 
 
 def _save(
     model: PreTrainedModel, plain: Callable[..., Any], save_directory: Any, *args: Any, layout: str | None = None,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """`save_pretrained` of a converted model; `layout`: see `QuantshardConfig`."""
+    """Implement `save_pretrained` for a converted model. `layout`: see `QuantshardConfig`."""
     if layout is not None:
         _check_asked(model, layout)
-    if hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False):  # the former of a PeftModel
+    if hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False):  # the former: a PeftModel
         adapters = [name for name in files.quantized_weights(model) if f".{ADAPTERS}" in name]
         if adapters:
             raise ConfigurationError(
@@ -431,16 +443,17 @@ def _save(
         )
     state = kwargs.pop("state_dict", None)
     if state is not None and not state and not kwargs.get("is_main_process", True):
-        return None  # of a rank that does not write, after a gather on rank 0
-    chosen = _checked_layout(str(layout or getattr(model, LAYOUT, NATIVE)))
-    form = files.saved_form(model, model.state_dict() if state is None else state, chosen)
+        # a rank that does not write, after a gather on rank 0
+        return None
+    layout_name = _checked_layout(str(layout or getattr(model, LAYOUT, NATIVE)))
+    form = files.saved_form(model, model.state_dict() if state is None else state, layout_name)
     with _writing(model, form):
         return plain(save_directory, **kwargs)
 
 
 @contextmanager
 def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
-    """Show transformers' `save_pretrained` the tensors of a form, and its `quantization_config`."""
+    """Temporarily make transformers' `save_pretrained` write a form's tensors and `quantization_config`."""
     quantizer = QuantshardQuantizer(QuantshardConfig("bf16"))
     quantizer.written = form
     config = model.config
@@ -457,8 +470,8 @@ def _writing(model: PreTrainedModel, form: files.SavedForm) -> Iterator[None]:
 
 def _check_asked(model: nn.Module, layout: str) -> None:
     _checked_layout(str(layout))
-    layers = (each for each in model.modules() if isinstance(each, ConvertedLinear))
-    if not any(components.quantized_local(each.weight) is not None for each in layers):
+    layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
+    if not any(components.quantized_local(module.weight) is not None for module in layers):
         raise ConfigurationError(
             f"save_pretrained(layout={layout!r}): no weight of this {type(model).__name__} is quantized, so nothing "
             "would be written in that layout; leave layout= out, or call quantshard.convert(model, recipe) first"
@@ -466,9 +479,13 @@ def _check_asked(model: nn.Module, layout: str) -> None:
 
 
 def _hearing_layout(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' `save_pretrained` takes any argument; of a model that nobody converted this one is refused."""
+    """Add the argument `layout` to transformers' `save_pretrained`, and reject it for models that are not converted.
 
-    @functools.wraps(plain)  # with the guard's mark
+    transformers accepts any keyword argument and would ignore it.
+    """
+
+    # also copies the guard's mark
+    @functools.wraps(plain)
     def save(self: PreTrainedModel, *args: Any, layout: str | None = None, **kwargs: Any) -> Any:
         if layout is not None:
             _check_asked(self, layout)

@@ -1,7 +1,7 @@
-"""What `save_pretrained` of a converted model writes, and how one weight of it is read again.
+"""The forms that `save_pretrained` writes for a converted model, and reading a weight in another program's layout.
 
-Native: each quantized weight is one tensor of bytes (`conversion/packing.py`), from which training goes on bit for bit;
-a reader without quantshard finds a wrong shape and raises. A layout of `layouts/table.py`: what other programs read.
+Native: each quantized weight is one tensor of bytes (`conversion/packing.py`), from which training resumes bit for bit.
+Readers without quantshard see a wrong shape and raise. Other forms are the layouts of `layouts/table.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ METHOD: Final = "quantshard"
 
 @dataclass
 class SavedForm:
-    """What is to be written: tensors by name, the configuration's `quantization_config`, strings for file headers."""
+    """The output of a save: tensors by name, the configuration's `quantization_config`, and strings for file
+    headers."""
 
     tensors: dict[str, Tensor]
     quantization: dict[str, Any] | None
@@ -45,36 +46,40 @@ class SavedForm:
 
 
 def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> SavedForm:
-    """The form of a converted model that `layout` names: "native", or a row or family of `layouts.LAYOUTS`.
+    """Build a converted model's tensors in `layout`: "native", or a layout or family in `layouts.LAYOUTS`.
 
     Args:
-        entries: the model's state dict, whole.
+        model: the converted model.
+        entries: the model's unsharded state dict.
+        layout: name of the layout.
 
     Raises:
-        ConfigurationError: there is no such layout, or a weight does not go into it exactly; the model is sharded.
+        ConfigurationError: the layout is unknown, cannot represent a weight exactly, or the model is sharded.
     """
     weights = quantized_weights(model)
     _check_whole(entries)
     parts = {name: _parts(param, name, entries) for name, param in weights.items()}
-    taken = {name + suffix for name, found in parts.items() for suffix in found}
-    others = {name: value for name, value in entries.items() if name not in taken}
+    part_keys = {name + suffix for name, entry in parts.items() for suffix in entry}
+    plain_entries = {name: value for name, value in entries.items() if name not in part_keys}
     if layout == NATIVE:
-        packed = {name: packing.pack(found) for name, found in parts.items()}
-        return SavedForm({**others, **packed}, native_config(model, weights))
+        packed = {name: packing.pack(entry) for name, entry in parts.items()}
+        return SavedForm({**plain_entries, **packed}, native_config(model, weights))
     tags = {components.storage_of(param).cell.tag for param in weights.values()}
-    others = {name: value for name, value in others.items() if not name.endswith(AMAX_HISTORY)}  # of no layout
+    plain_entries = {
+        name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)
+    }  # in no layout
     row = table.find(layout, tags)
     if row.is_plain:
-        return _plain_form(model, row, weights, parts, others)
-    form = _layout_form(model, row, weights, parts, others)
+        return _plain_form(model, row, weights, parts, plain_entries)
+    form = _layout_form(model, row, weights, parts, plain_entries)
     _warn_of_unread(model, row, weights)
     return form
 
 
 def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]) -> None:
-    """Tell of what transformers (5.24) cannot read again, whichever other program does."""
+    """Warn about weights that transformers (5.24) cannot read in this layout, even if other programs can."""
     if ALL not in row.block and min(row.block) > 1:
-        # of one block transformers has the size right, whatever it is
+        # transformers handles a single block of any size
         few = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
         cut = [
             name
@@ -97,7 +102,7 @@ def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]
 
 
 def quantized_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The quantized parameters by their names in the state dict."""
+    """Return the quantized parameters by their names in the state dict."""
     return components.quantized_parameters(model)
 
 
@@ -116,19 +121,19 @@ def _check_whole(entries: Mapping[str, Tensor]) -> None:
 
 
 def _parts(param: Tensor, name: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A weight's entries in a state dict, by key suffix."""
-    wanted = components.suffixes(param)
-    lacking = [suffix for suffix in wanted if name + suffix not in entries]
-    if lacking:
+    """Return a weight's state dict entries by key suffix."""
+    suffixes = components.suffixes(param)
+    missing = [suffix for suffix in suffixes if name + suffix not in entries]
+    if missing:
         raise ConfigurationError(
-            f"save_pretrained: the state dict lacks {name}{lacking[0]}, and codes mean nothing without it; pass the "
+            f"save_pretrained: the state dict lacks {name}{missing[0]}, and codes mean nothing without it; pass the "
             "model's whole state dict, or none"
         )
-    return {suffix: entries[name + suffix] for suffix in wanted}
+    return {suffix: entries[name + suffix] for suffix in suffixes}
 
 
 def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Component name -> tensor, of entries by key suffix."""
+    """Convert entries by key suffix to tensors by component name."""
     fmt = components.storage_of(param).cell.format
     return {component.name: parts[component.key_suffix] for component in fmt.components}
 
@@ -137,13 +142,12 @@ def _components(param: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The `quantization_config` of the native form: which layers are quantized, by which recipes.
+    """Return the `quantization_config` of the native form, which lists quantized layers and their recipes.
 
-    Of a model that was converted in part, or in several parts, it is as if the whole had been, with the recipe that
-    most layers have.
+    A model converted in part, or in several parts, is described as a converted model with the most common recipe.
 
     Raises:
-        ConfigurationError: some of its parts enter their recipes and others do not; a weight is in none of them.
+        ConfigurationError: only some parts enter their recipes, or a weight is in no converted part.
     """
     layers = [name.removesuffix(".weight") for name in weights]
     parts = {name: _converted_part(model, name) for name in layers}
@@ -153,30 +157,34 @@ def native_config(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
             "save_pretrained: parts of this model were converted with autocast=True and others with autocast=False, "
             "which config.json cannot say; convert them alike, or save with quantshard.checkpoints.save"
         )
-    given = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
-    own: dict[str, Recipe] = {name: resolve(given[name] or getattr(part, RECIPE)) for name, part in parts.items()}
-    around = resolve(getattr(model, RECIPE, None) or max(own.values(), key=list(own.values()).count))
+    explicit = {name: getattr(model.get_submodule(name), "recipe", None) for name in layers}
+    recipes: dict[str, Recipe] = {
+        name: resolve(explicit[name] or getattr(part, RECIPE)) for name, part in parts.items()
+    }
+    around = resolve(getattr(model, RECIPE, None) or max(recipes.values(), key=list(recipes.values()).count))
     return {
         "quant_method": METHOD,
         "recipe": stock_name(around),
         "layers": layers,
-        "layer_recipes": {name: stock_name(each) for name, each in own.items() if given[name] or each != around},
+        "layer_recipes": {
+            name: stock_name(recipe) for name, recipe in recipes.items() if explicit[name] or recipe != around
+        },
         "modules": "fused" if is_fused(model) else "linear",
         "autocast": enters.pop(),
     }
 
 
 def _converted_part(model: nn.Module, layer: str) -> nn.Module:
-    """The innermost module around a layer that entered a recipe when it was converted."""
+    """Return the innermost module around a layer that entered a recipe when it was converted."""
     path = layer.split(".")
     around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) - 1, -1, -1)]
-    found = next((module for module in around if hasattr(module, RECIPE)), None)
-    if found is None:
+    part = next((module for module in around if hasattr(module, RECIPE)), None)
+    if part is None:
         raise ConfigurationError(
             f"save_pretrained: {layer} is quantized, and in no part of this model that convert changed; save "
             "with quantshard.checkpoints.save"
         )
-    return found
+    return part
 
 
 # Layouts
@@ -192,87 +200,89 @@ def _plain_form(
             f"save_pretrained(layout={row.name!r}): the weights of this model stand for {dtype}, which config.json "
             f"says too; call model.to({row.dtype}) first"
         )
-    found = {}
+    tensors = {}
     for name, param in weights.items():
         copy, shape = (
             components.storage_of(param).cell.format.copies[Orientation.ROWWISE],
             (param.shape[0], param.shape[1]),
         )
-        found[name] = numerics.dequantize(copy, _components(param, parts[name]), shape).to(row.dtype)
-    return SavedForm({**others, **found}, None)
+        tensors[name] = numerics.dequantize(copy, _components(param, parts[name]), shape).to(row.dtype)
+    return SavedForm({**others, **tensors}, None)
 
 
 def _layout_form(
     model: nn.Module, row: Layout, weights: Mapping[str, Tensor], parts: Mapping[str, dict[str, Tensor]],
     others: dict[str, Tensor],
 ) -> SavedForm:  # fmt: skip
-    found, noted = {}, {}
+    tensors, amaxes = {}, {}
     for name, param in weights.items():
-        cell, held = components.storage_of(param).cell, _components(param, parts[name])
+        cell, parts_by_name = components.storage_of(param).cell, _components(param, parts[name])
         verdict = table.verdict(cell, row, has_input_amax=False)
         shape = (param.shape[0], param.shape[1])
         try:
             if verdict.kind != EXACT:
                 raise InexactConversionError(verdict.why)
-            made = conversion.to_layout(row, cell.format, held, shape)
+            converted = conversion.to_layout(row, cell.format, parts_by_name, shape)
         except InexactConversionError as error:
             raise ConfigurationError(
                 f"save_pretrained(layout={row.name!r}): {name} {list(shape)}, {cell.tag}, does not go into it exactly: "
                 f"{error}; choose another layout, or save with quantshard.checkpoints.save and export with "
                 "quantshard.layouts.export(lossy=True)"
             ) from None
-        found.update({name.removesuffix("weight") + key: tensor for key, tensor in made.items()})
+        tensors.update({name.removesuffix("weight") + key: tensor for key, tensor in converted.items()})
         amax = cell.format.copies[Orientation.ROWWISE].amax
         if amax is not None:
-            noted[NOTED_AMAX + name] = float(held[amax.name]).hex()
-    return SavedForm({**others, **found}, row.config(_ignored(model, weights)), noted)
+            amaxes[NOTED_AMAX + name] = float(parts_by_name[amax.name]).hex()
+    return SavedForm({**others, **tensors}, row.config(_ignored(model, weights)), amaxes)
 
 
 def _ignored(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
-    """The modules with matrices that stay in high precision."""
-    named = components.named_parameters(model)
-    return sorted(n.rpartition(".")[0] for n, param in named.items() if param.ndim == 2 and n not in weights)
+    """List the modules with matrices that stay in high precision."""
+    params = components.named_parameters(model)
+    return sorted(n.rpartition(".")[0] for n, param in params.items() if param.ndim == 2 and n not in weights)
 
 
 def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tensor], noted: str | None) -> None:
-    """Fill a converted layer, on the meta device still, with a weight of another program's layout, bit for bit.
+    """Fill a converted layer on the meta device with a weight in another program's layout, bit for bit.
 
     Args:
-        parts: by what stands in place of "weight" in the names there.
-        noted: the amax that our export has in the header.
+        layer: the layer to fill.
+        layout: the layout of the weight.
+        parts: tensors keyed by the name that replaces "weight".
+        noted: the amax recorded in the header of our own exports.
 
     Raises:
-        CheckpointError: the weight does not go into this layer's format exactly.
+        CheckpointError: the layer's format cannot represent the weight exactly.
     """
     cell = components.storage_of(layer.weight).cell
     verdict = table.import_verdict(cell, layout)
     rows, cols = layer.weight.shape
-    wanted = conversion.shapes(layout, rows, cols)
-    for key, (_, shape) in wanted.items():
+    expected = conversion.shapes(layout, rows, cols)
+    for key, (_, shape) in expected.items():
         if key not in parts or parts[key].numel() != torch.Size(shape).numel():
-            held = "missing" if key not in parts else list(parts[key].shape)
-            raise CheckpointError(f"{key} is {held}, and a {layout.name} weight [{rows}, {cols}] has {list(shape)}")
+            actual = "missing" if key not in parts else list(parts[key].shape)
+            raise CheckpointError(f"{key} is {actual}, and a {layout.name} weight [{rows}, {cols}] has {list(shape)}")
     if verdict.kind != EXACT:
         raise CheckpointError(f"it cannot be copied into {cell}: {verdict.why}")
     layer.leave_meta(parts[layout.codes_key].device)
     storage = components.storage_of(layer.weight)
     scale = cell.format.copies[Orientation.ROWWISE].scale
-    stored = conversion.stored_scale(layout, parts[layout.scale_key])
-    by_row = stored[torch.arange(rows, device=stored.device) // min(layout.block[0], max(rows, 1))]
+    scales = conversion.stored_scale(layout, parts[layout.scale_key])
+    by_row = scales[torch.arange(rows, device=scales.device) // min(layout.block[0], max(rows, 1))]
     try:
         grid = conversion.our_grid(by_row, layout, cell.format, storage.shard.resident(scale), cols)
     except InexactConversionError as error:
         raise CheckpointError(f"it cannot be copied into {cell}: {error}") from None
-    found = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
+    values = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
     if layout.second is not None:
-        known = None if noted is None else float.fromhex(noted)
-        found[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, known)
-    pairs = [(storage.components[c.name], found[c.role]) for c in cell.format.components]
+        recorded = None if noted is None else float.fromhex(noted)
+        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, recorded)
+    pairs = [(storage.components[c.name], values[c.role]) for c in cell.format.components]
     components.write_components(layer.weight, pairs)
     storage.forget_amaxes()
 
 
 def layout_keys(layout: Layout) -> Sequence[str]:
-    """What stands in place of "weight" in the names of a weight's tensors."""
+    """Return the names that replace "weight" in the keys of a weight's tensors."""
     second = [] if layout.second is None else [layout.second.key]
     return [layout.codes_key, layout.scale_key, *second]

@@ -1,5 +1,6 @@
-"""What transformers calls for each tensor of a file while it loads a model that is quantized meanwhile: it fills the
-layer, and hands on what is none of a quantized layer.
+"""Conversion operations that transformers runs for each tensor of a file while it loads a quantized model.
+
+They fill converted layers and pass through all other tensors.
 """
 
 from __future__ import annotations
@@ -15,39 +16,40 @@ from quantshard.interop.conversion.linear import ConvertedLinear
 
 
 class LayersToFill(Protocol):
-    """What these operations ask of the quantizer that loads."""
+    """The interface that these operations need from the quantizer."""
 
     layers: dict[str, ConvertedLinear]
     failures: dict[str, QuantshardError]
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Whether a tensor of a file is quantized."""
+        """Return whether a tensor of a file belongs to a quantized weight."""
 
     def fill(self, name: str, parts: Mapping[str, Tensor], missing: set[str] | None) -> None:
-        """Fill a converted layer with one weight of the files; `parts`: by what stands in place of "weight"."""
+        """Fill a converted layer with one weight of the files. `parts`: tensors keyed by the name that replaces
+        "weight"."""
 
 
 def fills(conversion: Any) -> bool:
-    """Whether an entry of transformers' list of conversions is one of these, of which a save has nothing to undo."""
+    """Return whether an entry of transformers' list of conversions is one of these, which saving need not undo."""
     return any(isinstance(operation, WeightFill) for operation in getattr(conversion, "operations", ()))
 
 
 class WeightFill(ConversionOps):
-    """Fills converted layers with tensors in high precision, as transformers has them ready; hands on all others."""
+    """Fills converted layers with tensors in high precision, and passes through all others."""
 
     def __init__(self, hf_quantizer: LayersToFill) -> None:
         self.hf_quantizer = hf_quantizer
 
     def __deepcopy__(self, memo: Any) -> WeightFill:
-        """As one is made for each tensor: of the same layers."""
+        """Share the quantizer, because transformers copies the operation for each tensor."""
         return type(self)(self.hf_quantizer)
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
         rest = {}
-        for name, given in input_dict.items():
-            value = given[0] if isinstance(given, list) else given
+        for name, entry in input_dict.items():
+            value = entry[0] if isinstance(entry, list) else entry
             if self.hf_quantizer.param_needs_quantization(kwargs["model"], name):
                 self.hf_quantizer.fill(name.removesuffix(".weight"), {"weight": value}, missing_keys)
             else:
@@ -56,7 +58,7 @@ class WeightFill(ConversionOps):
 
 
 class StoredWeightFill(WeightFill):
-    """Fills converted layers with tensors as the files have them; hands on all others, in the model's dtype."""
+    """Fills converted layers with tensors as stored in the files, and casts all others to the model's dtype."""
 
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], missing_keys: set[str] | None = None, full_layer_name: str = "", **kwargs: Any
@@ -72,5 +74,5 @@ class StoredWeightFill(WeightFill):
                 f"it is quantized in the files ({', '.join(parts)}), and not to be here; let filter= match it"
             )
             return {}
-        wanted = kwargs["model"].get_parameter_or_buffer(full_layer_name).dtype
-        return {full_layer_name: weight.to(wanted) if weight.is_floating_point() else weight}
+        dtype = kwargs["model"].get_parameter_or_buffer(full_layer_name).dtype
+        return {full_layer_name: weight.to(dtype) if weight.is_floating_point() else weight}

@@ -1,6 +1,6 @@
-"""The Trainer of transformers over quantized weights: its optimizer, its replicas, its checkpoints.
+"""transformers' Trainer over quantized weights: its optimizer, replicas and checkpoints.
 
-`integrations/transformers.py` has these names too.
+`integrations/transformers.py` exports these names too.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from quantshard.interop.frameworks.transformers_checkpoint import load_weights, 
 from quantshard.optimizers import FusedAdam
 
 ADAMS: Final = frozenset("adamw_torch adamw_torch_fused".split())
-"""The Trainer's names of the optimizer that `FusedAdam` is; the second is its default."""
+"""Names of the Trainer's optimizers that `FusedAdam` replaces; the second is the default."""
 
 ADAPTERS_ALONE: Final = "_hf_peft_config_loaded"
-"""The mark of transformers' models of which adapters alone are saved and loaded; there is no public one."""
+"""transformers' private mark on models that save and load only adapters."""
 
 _TOLD: Final = "_told_of_plain_model"
-"""A Trainer's attribute that says that its model was found plain."""
+"""Attribute of a Trainer: whether it has warned that its model is not quantized."""
 
 _LOGGER: Final = logging.get_logger("transformers.trainer")
 
 
 class AdamFactory:
-    """What the Trainer makes `FusedAdam` by: called with the model, it has the parameters' names.
+    """Builds `FusedAdam` for the Trainer. The factory is called with the model, so it has the parameters' names.
 
-    Parameters of two dims and more decay, as by the Trainer's rule.
+    As in the Trainer, weight decay applies to parameters with two or more dims.
     """
 
     def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
@@ -50,39 +50,38 @@ class AdamFactory:
 
 
 def adam(args: TrainingArguments, **options: Any) -> tuple[type[AdamFactory], dict[str, Any]]:
-    """`FusedAdam` with a Trainer's settings: `transformers.Trainer(..., optimizer_cls_and_kwargs=adam(args))`.
+    """Return `FusedAdam` with a Trainer's settings: `transformers.Trainer(..., optimizer_cls_and_kwargs=adam(args))`.
 
     Args:
-        args: learning rate, betas, epsilon and weight decay are taken from here.
-        options: of `FusedAdam`, as `exp_avg_dtype`.
+        args: source of the learning rate, betas, epsilon and weight decay.
+        options: other arguments of `FusedAdam`, such as `exp_avg_dtype`.
     """
-    given = {
+    settings = {
         "lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon,
         "weight_decay": args.weight_decay,
     }  # fmt: skip
-    return AdamFactory, {**given, **options}
+    return AdamFactory, {**settings, **options}
 
 
 class QuantizedTraining:
-    """What a Trainer needs to train quantized weights, to be put in front of it: `class T(QuantizedTraining, Trainer)`.
+    """Mixin that lets a Trainer train quantized weights: `class T(QuantizedTraining, Trainer)`.
 
-    The default optimizer is `FusedAdam`; others are refused by name. DistributedDataParallel is told not to copy
-    weights, after all ranks were found to hold the same. Under FSDP2 checkpoints are sharded, and `save_model` writes
-    the whole model. Else checkpoints are read by the names that `from_pretrained` knows, and a weight that is in none
-    is an error.
+    The default optimizer becomes `FusedAdam`; other names raise. DistributedDataParallel does not copy weights, but all
+    ranks are checked to hold the same ones. Under FSDP2, checkpoints are sharded and `save_model` writes the whole
+    model. Otherwise checkpoints are read by `from_pretrained`'s names, and a missing weight is an error.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer; DistributedDataParallel gets `init_sync=False`."""
+        """Like the Trainer's, with `init_sync=False` for DistributedDataParallel."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         accelerator = cast(Any, self).accelerator
         accelerator.ddp_handler = replica_arguments(accelerator)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The Trainer's AdamW as `FusedAdam`.
+        """Replace the Trainer's AdamW by `FusedAdam`.
 
         Raises:
-            ConfigurationError: it is to be another one, or checkpoints are to be of a kind that cannot be resumed.
+            ConfigurationError: another optimizer is configured, or checkpoints of a kind that cannot be resumed.
             RankMismatchError: replicas hold different bits.
         """
         trainer = cast(Any, self)
@@ -94,7 +93,7 @@ class QuantizedTraining:
                 warn_of_replicas(trainer.accelerator)
             if trainer.is_fsdp_enabled:
                 _check_sharded_checkpoints(trainer)
-                if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # rank 0's is read then
+                if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # otherwise rank 0's is sent
                     check_before_sharding(whole)
             elif trainer.args.world_size > 1:
                 check_replicas(whole)
@@ -109,23 +108,23 @@ class QuantizedTraining:
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer; of a model sharded by FSDP2 rank 0 writes the whole, which the Trainer leaves out where
-        checkpoints are sharded."""
+        """Like the Trainer's, but rank 0 writes the whole model under FSDP2, which the Trainer omits with sharded
+        checkpoints."""
         trainer = cast(Any, self)
         plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
         if plugin is not None and _internal_call and output_dir is not None:
-            # sharded files come after the Trainer has looked, on each rank, whether there is such a folder to be best
+            # the Trainer looks for the best checkpoint's folder on each rank before sharded files are written
             os.makedirs(output_dir, exist_ok=True)
         if plugin is None or _internal_call or not files.quantized_weights(trainer.model):
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        kept, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+        previous, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         finally:
-            plugin.state_dict_type = kept
+            plugin.state_dict_type = previous
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """As the Trainer, but by the names that `from_pretrained` knows; see `transformers_checkpoint.load_weights`."""
+        """Like the Trainer's, but uses `from_pretrained`'s names; see `transformers_checkpoint.load_weights`."""
         trainer = cast(Any, self)
         whole = trainer.model if model is None else model
         if not _is_read_here(trainer, whole, resume_from_checkpoint):
@@ -134,7 +133,7 @@ class QuantizedTraining:
         load_weights(whole, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """As the Trainer, but as any checkpoint is read."""
+        """Like the Trainer's, but reads the checkpoint as `_load_from_checkpoint` does."""
         trainer = cast(Any, self)
         best = trainer.state.best_model_checkpoint
         if not _is_read_here(trainer, trainer.model, best):
@@ -144,14 +143,14 @@ class QuantizedTraining:
 
 
 def _is_read_here(trainer: Any, model: nn.Module, folder: str) -> bool:
-    """Whether a checkpoint is one of the whole model; what shards it, and PEFT, have their own ways."""
+    """Return whether a checkpoint contains the whole model. Sharding and PEFT have their own loading code."""
     has_adapters = hasattr(model, "get_base_model") or getattr(model, ADAPTERS_ALONE, False)
     is_whole = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or has_adapters)
     return is_whole and bool(weight_files(folder))
 
 
 def _log_of_release(folder: str) -> None:
-    """What the Trainer says of a checkpoint that another transformers has written."""
+    """Log the Trainer's warning about a checkpoint from another release of transformers."""
     if not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
         return
     release = PreTrainedConfig.from_json_file(os.path.join(folder, CONFIG_NAME)).transformers_version
