@@ -1,1 +1,2 @@
-"""Names and paths of other libraries, so that their users' scripts run with one import changed."""
+"""Compatibility modules with the names and paths of other libraries. Scripts for these libraries only change an
+import."""

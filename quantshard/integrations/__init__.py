@@ -1,1 +1,1 @@
-"""Public import paths of the framework integrations; the code is in `quantshard.interop.frameworks`."""
+"""Public import paths of the framework integrations, which are implemented in `quantshard.interop.frameworks`."""

@@ -1,4 +1,4 @@
-"""Public names of the torchtitan integration; torchtitan finds an override by the module that defines it, so here."""
+"""Public names of the torchtitan integration. Overrides are defined here because torchtitan finds them by module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["TitanConverter", "TitanLinear", "TitanOptimizers", "linear", "optimi
 
 @override(target=PlainLinear.Config, fqns=LAYERS, description="quantized weights, by quantshard")
 def linear(config: PlainLinear.Config, recipe: str = AUTO) -> TitanLinearConfig:
-    """The override of linear layers: `--override.imports 'quantshard.integrations.torchtitan.linear={"recipe": ...}'`.
+    """Override linear layers: `--override.imports 'quantshard.integrations.torchtitan.linear={"recipe": ...}'`.
 
-    It takes the layers that `LAYERS` says; `TitanConverter` takes patterns.
+    Applies to the layers in `LAYERS`; `TitanConverter` accepts other patterns.
 
     Raises:
-        ConfigurationError: the recipe is not known, or the layer is of a class that computes in its own way.
+        ConfigurationError: the recipe is unknown, or the layer's class has its own computation.
     """
     resolve(recipe)
     if type(config) is not PlainLinear.Config:
@@ -41,5 +41,5 @@ def linear(config: PlainLinear.Config, recipe: str = AUTO) -> TitanLinearConfig:
 
 @override(target=OptimizersContainer.Config, description="FusedAdam, by quantshard")
 def optimizer(config: OptimizersContainer.Config) -> TitanOptimizersConfig:
-    """The override of the optimizers: `--override.imports quantshard.integrations.torchtitan.optimizer`."""
+    """Override the optimizers: `--override.imports quantshard.integrations.torchtitan.optimizer`."""
     return derive(config, TitanOptimizersConfig)

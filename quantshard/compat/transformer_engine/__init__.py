@@ -1,6 +1,6 @@
-"""TransformerEngine's packages: `transformer_engine.X` is `quantshard.compat.transformer_engine.X`.
+"""TransformerEngine's packages: import `quantshard.compat.transformer_engine.X` instead of `transformer_engine.X`.
 
-The classes are quantshard's own. What differs, and what is refused: docs/transformer-engine.md.
+The classes are quantshard's own. docs/transformer-engine.md lists differences and unsupported features.
 """
 
 from quantshard.compat.transformer_engine import common, pytorch

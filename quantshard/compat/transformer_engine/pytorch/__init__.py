@@ -104,11 +104,11 @@ NOT_HERE = {
     "NVFP4Tensor": "use QuantizedTensor, the class of all formats",
     "Float8BlockwiseQTensor": "use QuantizedTensor, the class of all formats",
 }
-"""Names of TransformerEngine's that are not here, and what to use instead."""
+"""TransformerEngine names that do not exist here, and their replacements."""
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Compute capability of the current GPU. A CPU has none: (0, 0)."""
+    """Return the compute capability of the current GPU, or (0, 0) without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's `pytorch.graph`: `make_graphed_callables` with its arguments, old names and new."""
+"""TransformerEngine's `pytorch.graph`: `make_graphed_callables` with old and new argument names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _REFUSED = {
     "capture_time_hooks": "hooks run outside of the graphs; register them after the capture",
 }
 _HINTS = ("_clone_param_grads_on_return",)
-"""They always are; weights (`cache_quantized_params`) that are stored quantized are not quantized again, and others are
-in each replay, to the same codes."""
+"""Arguments without effect, because gradients are always cloned. Likewise `cache_quantized_params`: weights stored
+quantized are not quantized again, and others are quantized in each replay to the same codes."""
 
 
 def make_graphed_callables(
@@ -52,12 +52,15 @@ def make_graphed_callables(
     pool: Any = None,
     **others: Any,
 ) -> Any:
-    """`quantshard.make_graphed_callables`; `fp8_enabled`, `fp8_recipe` and `fp8_group` are `enabled`, `recipe` and
-    `amax_reduction_group`, and GEMMs run in high precision unless it is enabled, as in TransformerEngine, for all
-    callables or, by a tuple, for each.
+    """`quantshard.make_graphed_callables` with TransformerEngine's argument names.
+
+    `fp8_enabled`, `fp8_recipe` and `fp8_group` are old names of `enabled`, `recipe` and `amax_reduction_group`. As in
+    TransformerEngine, GEMMs run in high precision unless `enabled`, which is a flag for all callables or a tuple of
+    flags.
 
     Raises:
-        ConfigurationError: as there; for what is not supported of TransformerEngine's; for both names of one argument.
+        ConfigurationError: `quantshard.make_graphed_callables` raises, an argument is not supported, or both names of
+            an argument are given.
     """
     others |= {
         "fp8_calibrating": fp8_calibrating,
@@ -78,13 +81,13 @@ def make_graphed_callables(
     for name, (new, old) in pairs.items():
         if new is not None and old is not None:
             raise ConfigurationError(f"make_graphed_callables: give {name} or its old name, not both")
-    given: dict[str, Any] = {name: old if new is None else new for name, (new, old) in pairs.items()}
+    settings: dict[str, Any] = {name: old if new is None else new for name, (new, old) in pairs.items()}
     return layers.make_graphed_callables(
         modules,
         sample_args,
         num_warmup_iters,
         allow_unused_input,
         sample_kwargs,
-        **given | {"enabled": False if given["enabled"] is None else given["enabled"]},
+        **settings | {"enabled": False if settings["enabled"] is None else settings["enabled"]},
         pool=pool,
     )

@@ -1,4 +1,4 @@
-"""TransformerEngine's contexts by their old names too, and its questions about hardware."""
+"""TransformerEngine's contexts, including their old names, and its queries about hardware support."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def fp8_autocast(
     fp8_group: dist.ProcessGroup | None = None,
     _graph: bool = False,
 ) -> autocast:
-    """`autocast` with the arguments' old names: `fp8_recipe` is the recipe, `fp8_group` the `amax_reduction_group`.
+    """`autocast` with its old argument names: `fp8_recipe` for `recipe`, `fp8_group` for `amax_reduction_group`.
 
     Raises:
-        ConfigurationError: as `autocast`, and for `_graph=True`.
+        ConfigurationError: `autocast` raises, or `_graph` is True.
     """
     if _graph:
         raise ConfigurationError(
@@ -52,9 +52,9 @@ def fp8_autocast(
 
 
 def get_default_recipe() -> Recipe:
-    """Return the recipe of an autocast that names none: MXFP8 on GPUs of compute capability 10.x, otherwise current.
+    """Return the default recipe of `autocast`: MXFP8 on GPUs of compute capability 10.x, otherwise current scaling.
 
-    TransformerEngine's default is the same on 10.x and 12.x; on older GPUs it is delayed scaling.
+    TransformerEngine's default is the same on 10.x and 12.x, and delayed scaling on older GPUs.
     """
     return resolve(None)
 
@@ -63,7 +63,7 @@ get_default_fp8_recipe = get_default_recipe
 
 
 Availability = tuple[bool, str]
-"""Whether something is native on the current device; if not, why not, else an empty string."""
+"""Whether a feature is native on the current device, and the reason if not (otherwise an empty string)."""
 
 
 def _native(recipe: str) -> Availability:
@@ -77,70 +77,70 @@ def _answer(found: Availability, return_reason: bool) -> bool | Availability:
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | Availability:
-    """Whether products of FP8 with one scale a tensor are native here, and with `return_reason` also why not.
+    """Return whether FP8 GEMMs with one scale per tensor are native, and with `return_reason` also why not.
 
-    Every recipe runs everywhere: where this says no, products are emulated, and slower than BF16.
+    All recipes work on all devices. Without native support, GEMMs are emulated and slower than BF16.
     """
     return _answer(_native("current"), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | Availability:
-    """The same of MXFP8."""
+    """`is_fp8_available` for MXFP8."""
     return _answer(_native("mxfp8"), return_reason)
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Availability:
-    """The same of FP8 in blocks."""
+    """`is_fp8_available` for FP8 in blocks."""
     return _answer(_native("block"), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | Availability:
-    """The same of NVFP4."""
+    """`is_fp8_available` for NVFP4."""
     return _answer(_native("nvfp4"), return_reason)
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | Availability:
-    """Whether products in BF16 are native here: on a CPU too, as TransformerEngine does not say."""
+    """Return whether BF16 GEMMs are native. On a CPU, this is always True."""
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return _answer((True, ""), return_reason)
     return _answer((False, f"{torch.cuda.get_device_name()} has no BF16"), return_reason)
 
 
 class FP8GlobalStateManager:
-    """The questions that scripts ask TransformerEngine's global state. There is none here."""
+    """Queries of TransformerEngine's global state, answered from quantshard's contexts."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
-        """True inside an autocast that quantizes."""
+        """Return whether an autocast that quantizes is active."""
         return context.quantizes(context.current_setting())
 
     @staticmethod
     def with_fp8_parameters() -> bool:
-        """True inside a `quantized_model_init` that quantizes."""
+        """Return whether a `quantized_model_init` that quantizes is active."""
         return context.quantizes_weights()
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:
-        """The recipe of the innermost autocast, or the default one."""
+        """Return the recipe of the innermost autocast, or the default recipe."""
         inside = context.in_autocast()
         return context.setting(context.current_setting()).recipe if inside else get_default_recipe()
 
     @staticmethod
     def is_fp8_available() -> Availability:
-        """As `is_fp8_available(return_reason=True)`."""
+        """`is_fp8_available(return_reason=True)`."""
         return _native("current")
 
     @staticmethod
     def is_mxfp8_available() -> Availability:
-        """As `is_mxfp8_available(return_reason=True)`."""
+        """`is_mxfp8_available(return_reason=True)`."""
         return _native("mxfp8")
 
     @staticmethod
     def is_fp8_block_scaling_available() -> Availability:
-        """As `is_fp8_block_scaling_available(return_reason=True)`."""
+        """`is_fp8_block_scaling_available(return_reason=True)`."""
         return _native("block")
 
     @staticmethod
     def is_nvfp4_available() -> Availability:
-        """As `is_nvfp4_available(return_reason=True)`."""
+        """`is_nvfp4_available(return_reason=True)`."""
         return _native("nvfp4")

@@ -1,4 +1,4 @@
-"""TransformerEngine's `pytorch.tensor`: one class for all formats, where it has one for each."""
+"""TransformerEngine's `pytorch.tensor`, with one class for all formats."""
 
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
