@@ -88,7 +88,7 @@ def check_unsharded(model: nn.Module, what: str) -> None:
 def _check_foreign(model: nn.Module, what: str) -> None:
     modules = list(_foreign(model))
     if modules:
-        kinds = Counter(f"{by}'s {kind}" if by else kind for _, by, kind in modules)
+        kinds = Counter(f"{library}'s {kind}" if library else kind for _, library, kind in modules)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4))
         raise ConfigurationError(
             f"{what}: this model is quantized already, by another library: it has {counts}, the first {modules[0][0]}; "
@@ -100,17 +100,19 @@ def _foreign(model: nn.Module) -> Iterator[tuple[str, str, str]]:
     """Yield modules quantized by other libraries: name, library if known, and class."""
     for name, module in model.named_modules():
         tensors = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        by, weight = _quantizer(type(module)), tensors.get("weight")
+        library, weight = _quantizer(type(module)), tensors.get("weight")
         if weight is not None and _quantizer(type(weight)):
             yield name, _quantizer(type(weight)), type(weight).__name__
         elif any(packed in tensors and not tensors[packed].is_floating_point() for packed in _PACKED):
-            yield name, by, type(module).__name__
+            yield name, library, type(module).__name__
         elif isinstance(module, nn.Linear) and weight is not None and weight.dtype.itemsize == 1:
-            yield name, by, f"{type(module).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+            yield name, library, f"{type(module).__name__} of {str(weight.dtype).removeprefix('torch.')}"
 
 
 def _quantizer(kind: type) -> str:
-    return next((by for base in kind.__mro__ if (by := _QUANTIZERS.get(base.__module__.partition(".")[0]))), "")
+    return next(
+        (library for base in kind.__mro__ if (library := _QUANTIZERS.get(base.__module__.partition(".")[0]))), ""
+    )
 
 
 @torch.no_grad()
@@ -131,9 +133,9 @@ def check_values(chosen: Sequence[LayerChoice]) -> None:
     if bad:
         weight = bad[0].module.weight.detach()
         more = f" (and those of {len(bad) - 1} other layers)" if len(bad) > 1 else ""
-        half = f"; float16 ends at {_HALF.max:.0f}: load the model in bfloat16" if weight.dtype is torch.float16 else ""
+        hint = f"; float16 ends at {_HALF.max:.0f}: load the model in bfloat16" if weight.dtype is torch.float16 else ""
         raise ConfigurationError(
-            f"convert: {bad[0].name}.weight{more}: {non_finite(weight, (0, 0))}{half}; codes saturate, which would "
+            f"convert: {bad[0].name}.weight{more}: {non_finite(weight, (0, 0))}{hint}; codes saturate, which would "
             "hide it, so nothing was converted. Look at where the values come from"
         )
     for choice, amax in zip(layers, largest, strict=True):

@@ -142,10 +142,10 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
     names = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: plain, "__doc__": plain.__doc__}
     if hasattr(plain, SAVE):
         names[SAVE] = _saving(getattr(plain, SAVE))
-    entering = type(plain.__name__, (plain,), names)
-    entering.__module__, entering.__qualname__ = plain.__module__, plain.__qualname__
-    _CLASSES[plain] = entering
-    return entering
+    subclass = type(plain.__name__, (plain,), names)
+    subclass.__module__, subclass.__qualname__ = plain.__module__, plain.__qualname__
+    _CLASSES[plain] = subclass
+    return subclass
 
 
 def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,8 +154,8 @@ def _saving_in_part(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def save(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # classes that enter a recipe have already run their own guard
-        in_part = not hasattr(type(self), _PLAIN) and any(isinstance(m, ConvertedLinear) for m in self.modules())
-        return (guarded if in_part else plain)(self, *args, **kwargs)
+        is_partial = not hasattr(type(self), _PLAIN) and any(isinstance(m, ConvertedLinear) for m in self.modules())
+        return (guarded if is_partial else plain)(self, *args, **kwargs)
 
     setattr(save, _GUARDED, True)
     return save
@@ -178,5 +178,5 @@ def _saving(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _blank(plain: type[nn.Module]) -> nn.Module:
     """Create an instance without state, which copying sets later, because a module can refer to itself."""
     guard_saving()
-    entering = _entering(plain)
-    return entering.__new__(entering)
+    subclass = _entering(plain)
+    return subclass.__new__(subclass)

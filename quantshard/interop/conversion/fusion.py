@@ -67,12 +67,14 @@ def fuse(
 ) -> tuple[tuple[FusedLayers, ...], tuple[UnfusedLayers, ...]]:
     """Fuse MLPs and let layers that read the same input share its quantization. Returns what was fused and what was
     not."""
-    more = "" if activation_storage == HIGH_PRECISION else f", gate and up kept as {activation_storage}"
+    storage_note = "" if activation_storage == HIGH_PRECISION else f", gate and up kept as {activation_storage}"
     fused, unfused = [], [UnfusedLayers(entry.name, entry.reason) for entry in mlps if entry.reason]
     for entry in mlps:
         if not entry.reason:
             gated_mlp.fuse(entry.module, activation_storage)
-            fused.append(FusedLayers(entry.name, f"gated MLP, {gated_mlp.activation_of(entry.module.act_fn)}{more}"))
+            fused.append(
+                FusedLayers(entry.name, f"gated MLP, {gated_mlp.activation_of(entry.module.act_fn)}{storage_note}")
+            )
     for name, module in model.named_modules():
         for group in _readers(module):
             names = ", ".join(group)
@@ -92,8 +94,8 @@ def fuse(
 def is_fused(model: nn.Module) -> bool:
     """Return whether a model has fused layers or layers that share their input's quantization."""
     layers = (module for module in model.modules() if isinstance(module, ConvertedLinear))
-    fused = any(isinstance(module, gated_mlp.FusedGatedMLP) for module in model.modules())
-    return fused or any(layer.shared_input is not None for layer in layers)
+    has_fused_mlp = any(isinstance(module, gated_mlp.FusedGatedMLP) for module in model.modules())
+    return has_fused_mlp or any(layer.shared_input is not None for layer in layers)
 
 
 def _readers(module: nn.Module) -> list[list[str]]:
@@ -108,9 +110,9 @@ def _share(layers: Sequence[ConvertedLinear]) -> str:
         return "they have different recipes"
     if any(layer.has_histories for layer in layers):
         return "under delayed scaling each has a history of its own to scale by"
-    shared = SharedInput()
+    shared_input = SharedInput()
     for layer in layers:
-        layer.shared_input = InputReader(shared)
+        layer.shared_input = InputReader(shared_input)
     return ""
 
 

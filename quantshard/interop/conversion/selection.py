@@ -64,13 +64,13 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     check_arguments("convert", _FILTER.or_none, filter=filter)
     if filter is not None and not callable(filter):
         check_patterns("convert(filter=", filter, list(layers))
-    elsewhere, head = _users_of_weights(model), _output_layer(model)
-    named = set(recipes) if isinstance(recipes, Mapping) else set()
+    weight_users, head = _users_of_weights(model), _output_layer(model)
+    recipe_names = set(recipes) if isinstance(recipes, Mapping) else set()
     layer_choices = []
     for (name, module), recipe in zip(layers.items(), layer_recipes, strict=True):
         reason = (
-            _unfit(module, [user for user in elsewhere.get(id(module.weight), []) if user != name])
-            or ("" if filter is None and name in named else _unwanted(name, module, filter, module is head))
+            _unfit(module, [user for user in weight_users.get(id(module.weight), []) if user != name])
+            or ("" if filter is None and name in recipe_names else _unwanted(name, module, filter, module is head))
             or ("" if recipe is not None and recipe.table else _no_recipe(recipe))
         )
         layer_choices.append(LayerChoice(name, module, None if reason else recipe, reason))
@@ -144,7 +144,7 @@ def _unfit(module: nn.Linear, users: Sequence[str]) -> str:
 def _own(module: nn.Linear) -> list[str]:
     """List parameters, buffers and children that `nn.Linear` does not have."""
     iterators = (module.named_parameters, module.named_buffers)
-    names = [name for named in iterators for name, _ in named(recurse=False) if name not in ("weight", "bias")]
+    names = [name for iterator in iterators for name, _ in iterator(recurse=False) if name not in ("weight", "bias")]
     return names + [name for name, _ in module.named_children()]
 
 

@@ -94,16 +94,16 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     _check_settings(accelerator)
     if not accelerator.is_fsdp2:
         return _replicated(accelerator, model, others)
-    named = dict(model.named_parameters())
-    names = {index: _names_in(arg, named) for index, arg in enumerate(others) if isinstance(arg, Optimizer)}
+    params_by_name = dict(model.named_parameters())
+    names = {index: _names_in(arg, params_by_name) for index, arg in enumerate(others) if isinstance(arg, Optimizer)}
     model = _sharded(accelerator, model)
-    named = _by_canonical_name(model)
+    params_by_name = _by_canonical_name(model)
     prepared: dict[int, Any] = {}
     for index, arg in enumerate(others):
         if index in names:
-            _follow(arg, names[index], named)
+            _follow(arg, names[index], params_by_name)
         if index in names or _is_factory(arg):
-            optimizer = arg if index in names else arg(iter(named.items()))
+            optimizer = arg if index in names else arg(iter(params_by_name.items()))
             prepared[index] = accelerator.prepare_optimizer(optimizer, device_placement=False)
     remaining = [index for index in range(len(others)) if index not in prepared]
     if remaining:
@@ -266,8 +266,8 @@ def _taken(model: nn.Module) -> dict[str, Tensor]:
                     f"{name} is on the meta device on rank 0, whose values cpu_ram_efficient_loading sends; load the "
                     "model on rank 0, or set cpu_ram_efficient_loading=False and load_high_precision after prepare"
                 )
-            quantized = components.quantized_local(param)
-            if quantized is not None and quantized.get_high_precision_init_val() is not None:
+            weight = components.quantized_local(param)
+            if weight is not None and weight.get_high_precision_init_val() is not None:
                 raise ConfigurationError(
                     f"{name} keeps its high-precision initial values, which cpu_ram_efficient_loading does not send; "
                     "set cpu_ram_efficient_loading=False, or call convert without preserve_high_precision_init_val"
@@ -422,12 +422,12 @@ def _check_model_takes(model: nn.Module, tags: Mapping[str, Tensor], path: str) 
     """
     params = {_without_wrapper(name): param for name, param in components.named_parameters(model).items()}
     names = {_without_wrapper(key.removesuffix(components.FORMAT_SUFFIX)): tag for key, tag in tags.items()}
-    wrong = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        tag = components.read_format_tag(names[wrong[0]])
+    mismatched = [name for name, param in params.items() if name in names and components.quantized_local(param) is None]
+    if mismatched:
+        more = f" and {len(mismatched) - 1} more" if len(mismatched) > 1 else ""
+        tag = components.read_format_tag(names[mismatched[0]])
         raise CheckpointError(
-            f"{path} holds quantized weights, {wrong[0]} of format {tag}{more}, "
+            f"{path} holds quantized weights, {mismatched[0]} of format {tag}{more}, "
             f"which this {type(model).__name__} has in high precision, so that their codes would be read as values; "
             "call quantshard.convert(model, recipe) first, with the recipe that was saved"
         )

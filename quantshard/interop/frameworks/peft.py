@@ -88,17 +88,14 @@ def _check_whole_layers(model: nn.Module, path: Path) -> None:
         keys = set(file.keys())
     for name, param in components.named_parameters(model).items():
         key = f"base_model.model.{name}"
-        is_stored_quantized, is_quantized = (
-            key + components.FORMAT_SUFFIX in keys,
-            components.quantized_local(param) is not None,
-        )
-        if key in keys and is_stored_quantized != is_quantized:
-            expected, actual = ("quantized", "plain") if is_quantized else ("plain", "quantized")
+        in_file, in_model = key + components.FORMAT_SUFFIX in keys, components.quantized_local(param) is not None
+        if key in keys and in_file != in_model:
+            model_form, file_form = ("quantized", "plain") if in_model else ("plain", "quantized")
             raise ConfigurationError(
-                f"load_adapter: {name} is {actual} in {path} (modules_to_save) and {expected} in this model; "
+                f"load_adapter: {name} is {file_form} in {path} (modules_to_save) and {model_form} in this model; "
                 + (
                     "leave its layer out of convert: filter="
-                    if is_quantized
+                    if in_model
                     else "convert the model as the one that was trained"
                 )
             )

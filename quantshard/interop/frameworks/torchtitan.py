@@ -94,8 +94,8 @@ class TitanLinear(ConvertedLinear, Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load like `Linear`, but shard replicated codes: torchtitan joins a fused projection's codes on every rank."""
         live = self.state_dict(prefix=prefix, keep_vars=True)
-        fitting = {key: _as_live(value, live.get(key)) for key, value in state_dict.items() if key.startswith(prefix)}
-        super()._load_from_state_dict(fitting, prefix, *args)
+        resharded = {key: _as_live(value, live.get(key)) for key, value in state_dict.items() if key.startswith(prefix)}
+        super()._load_from_state_dict(resharded, prefix, *args)
 
 
 def _as_live(value: Any, live: Any) -> Any:

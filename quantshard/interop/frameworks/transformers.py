@@ -126,8 +126,8 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
             f"config.json cannot hold the recipe of {unnamed[0]}, which has arguments of its own; pass config="
             "quantshard.integrations.transformers.training_config(DIR, recipe) with it"
         )
-    rest = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
-    recipes: Any = {**layer_recipes, **rest} if layer_recipes else recipe
+    default = {"*": recipe} if set(layers) - layer_recipes.keys() else {}
+    recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
     config = cls(
         recipes,
         filter=_NameFilter(layers),

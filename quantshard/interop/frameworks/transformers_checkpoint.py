@@ -101,7 +101,8 @@ def _by_live_names(model: PreTrainedModel, stored: Mapping[str, Tensor], folder:
     for name, converter in pending.items():
         try:
             converted: dict[str, Any] = converter.convert(name, model=model, config=model.config)
-        except Exception as error:  # of any operation of transformers
+        # transformers' operations can raise any exception
+        except Exception as error:
             raise CheckpointError(
                 f"{folder}: {name} of this {type(model).__name__} cannot be made of the tensors in the checkpoint: "
                 f"{type(error).__name__}: {error}"

@@ -65,9 +65,8 @@ def saved_form(model: nn.Module, entries: Mapping[str, Tensor], layout: str) -> 
         packed = {name: packing.pack(entry) for name, entry in parts.items()}
         return SavedForm({**plain_entries, **packed}, native_config(model, weights))
     tags = {components.storage_of(param).cell.tag for param in weights.values()}
-    plain_entries = {
-        name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)
-    }  # in no layout
+    # no layout has amax histories
+    plain_entries = {name: value for name, value in plain_entries.items() if not name.endswith(AMAX_HISTORY)}
     row = table.find(layout, tags)
     if row.is_plain:
         return _plain_form(model, row, weights, parts, plain_entries)
@@ -80,16 +79,16 @@ def _warn_of_unread(model: nn.Module, row: Layout, weights: Mapping[str, Tensor]
     """Warn about weights that transformers (5.24) cannot read in this layout, even if other programs can."""
     if ALL not in row.block and min(row.block) > 1:
         # transformers handles a single block of any size
-        few = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
-        cut = [
+        safe_size = 1 if row.family == COMPRESSED_TENSORS else max(row.block)
+        unaligned = [
             name
             for name, param in weights.items()
-            if any(size % block and size > few for size, block in zip(param.shape, row.block, strict=True))
+            if any(size % block and size > safe_size for size, block in zip(param.shape, row.block, strict=True))
         ]
-        if cut:
+        if unaligned:
             warn_user(
-                f"save_pretrained(layout={row.name!r}): {cut[0]} {list(weights[cut[0]].shape)}"
-                + (f" and {len(cut) - 1} more have" if len(cut) > 1 else " has")
+                f"save_pretrained(layout={row.name!r}): {unaligned[0]} {list(weights[unaligned[0]].shape)}"
+                + (f" and {len(unaligned) - 1} more have" if len(unaligned) > 1 else " has")
                 + f" sides that are no multiples of {row.block[0]}; transformers alone reads such weights wrong in "
                 "this layout, or not at all, and by quantshard's training_config right"
             )

@@ -41,9 +41,12 @@ class AdamFactory:
     """
 
     def __call__(self, model: nn.Module, weight_decay: float = 0.0, **options: Any) -> Optimizer:
-        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        named_params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         groups = [
-            {"params": [(name, param) for name, param in named if (param.ndim > 1) == decays], "weight_decay": decay}
+            {
+                "params": [(name, param) for name, param in named_params if (param.ndim > 1) == decays],
+                "weight_decay": decay,
+            }
             for decays, decay in ((True, weight_decay), (False, 0.0))
         ]
         return FusedAdam([group for group in groups if group["params"]], **options)
@@ -85,8 +88,8 @@ class QuantizedTraining:
             RankMismatchError: replicas hold different bits.
         """
         trainer = cast(Any, self)
-        whole = trainer.model if model is None else model
-        if files.quantized_weights(whole):
+        target = trainer.model if model is None else model
+        if files.quantized_weights(target):
             if trainer.optimizer is None and trainer.optimizer_cls_and_kwargs is None:
                 trainer.optimizer_cls_and_kwargs = _default_optimizer(trainer.args)
             if trainer.args.fsdp and not trainer.is_fsdp_enabled:
@@ -94,13 +97,13 @@ class QuantizedTraining:
             if trainer.is_fsdp_enabled:
                 _check_sharded_checkpoints(trainer)
                 if not trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # otherwise rank 0's is sent
-                    check_before_sharding(whole)
+                    check_before_sharding(target)
             elif trainer.args.world_size > 1:
-                check_replicas(whole)
+                check_replicas(target)
         elif not vars(self).setdefault(_TOLD, False):
             vars(self)[_TOLD] = True
             warn_user(
-                f"QuantizedTraining: {type(whole).__name__} has no quantized weight, and is trained as by the Trainer "
+                f"QuantizedTraining: {type(target).__name__} has no quantized weight, and is trained as by the Trainer "
                 "alone; call quantshard.convert(model, recipe) before, or use the Trainer alone, which takes plain "
                 "models",
                 is_counted=True,
@@ -126,11 +129,11 @@ class QuantizedTraining:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Like the Trainer's, but uses `from_pretrained`'s names; see `transformers_checkpoint.load_weights`."""
         trainer = cast(Any, self)
-        whole = trainer.model if model is None else model
-        if not _is_read_here(trainer, whole, resume_from_checkpoint):
+        target = trainer.model if model is None else model
+        if not _is_read_here(trainer, target, resume_from_checkpoint):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         _log_of_release(resume_from_checkpoint)
-        load_weights(whole, resume_from_checkpoint)
+        load_weights(target, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Like the Trainer's, but reads the checkpoint as `_load_from_checkpoint` does."""

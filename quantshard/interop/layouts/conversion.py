@@ -60,9 +60,9 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
         ConfigurationError: the layout does not support this number of columns.
     """
     assert layout.element is not None
-    packed = 8 // layout.element.bits
+    codes_per_byte = 8 // layout.element.bits
     block_cols = min(layout.block[1], cols)
-    if cols % packed or (layout.whole_blocks and cols % layout.block[1]):
+    if cols % codes_per_byte or (layout.whole_blocks and cols % layout.block[1]):
         raise ConfigurationError(
             f"a weight [{rows}, {cols}] does not go into {layout.name}: its {cols} columns are not a multiple of the "
             f"{layout.block[1]} of a block; export it to another layout"
@@ -73,7 +73,7 @@ def shapes(layout: Layout, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
         layout.scale_shape
     ]
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        layout.codes_key: (codes, (rows, cols // packed)),
+        layout.codes_key: (codes, (rows, cols // codes_per_byte)),
         layout.scale_key: (layout.scale_dtype, scale),
     }
     if layout.second is not None:

@@ -66,7 +66,7 @@ class TensorBatch:
     @property
     def nbytes(self) -> int:
         """Total size of the tensors in bytes."""
-        return sum(_nbytes(*described) for described in self.tensors.values())
+        return sum(_nbytes(*spec) for spec in self.tensors.values())
 
 
 def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

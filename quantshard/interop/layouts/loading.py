@@ -153,8 +153,8 @@ class _ParameterSlices:
 
     @property
     def storage(self) -> QuantizedStorage | None:
-        quantized = components.quantized_local(self.param)
-        return None if quantized is None else quantized.quantized_storage
+        tensor = components.quantized_local(self.param)
+        return None if tensor is None else tensor.quantized_storage
 
     def extents(self) -> list[tuple[int, int]]:
         """Return the range of the local shard along each dim."""
@@ -165,8 +165,8 @@ class _ParameterSlices:
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Yield our rows start...stop - 1 in order, as (external name, first external row, count)."""
-        every = sorted((run.ours, name, run) for name, runs in self.pieces.items() for run in runs)
-        for first, name, run in every:
+        all_runs = sorted((run.ours, name, run) for name, runs in self.pieces.items() for run in runs)
+        for first, name, run in all_runs:
             low, high = max(start, first), min(stop, first + run.length)
             if low < high:
                 yield name, run.theirs + low - first, high - low
@@ -187,9 +187,9 @@ class _LayoutLoader:
         self.report = Import(path, self.layout)
         self.zero_centered = set() if files_center_gamma(self.config) else set(state_keys.zero_centered_gammas(model))
         self.taken: set[str] = set()
-        named = dict(model.named_parameters())
-        name_map = names or default_names(named)
-        self.items = [self._item(name, param, name_map) for name, param in named.items()]
+        params = dict(model.named_parameters())
+        name_map = names or default_names(params)
+        self.items = [self._item(name, param, name_map) for name, param in params.items()]
         unknown = sorted(n for n in self.files.names() if n not in self.taken and not n.endswith(_SKIPPED))
         if self.tied:
             unknown = [name for name in unknown if name != f"{HEAD}.weight"]
@@ -210,8 +210,8 @@ class _LayoutLoader:
         return _ParameterSlices(name, param, pieces, kinds.pop())
 
     def _tied(self, name: str) -> str:
-        tied = name == f"{HEAD}.weight" and name not in self.files and self.tied
-        return "model.embed_tokens.weight" if tied else name
+        uses_embedding = name == f"{HEAD}.weight" and name not in self.files and self.tied
+        return "model.embed_tokens.weight" if uses_embedding else name
 
     def _check(self, ours: str, param: nn.Parameter, theirs: str, runs: list[RowRun]) -> bool:
         """Check that the tensors of an external weight match the layout. Returns whether it is quantized."""
@@ -223,8 +223,8 @@ class _LayoutLoader:
             expected = {stem + k: v for k, v in conversion.shapes(layout, rows, param.shape[1]).items()}
         for key, (dtype, shape) in expected.items():
             if key not in self.files:
-                what = "which this model has" if key == ours else f"which is {ours} of this model"
-                raise CheckpointError(f"{self.report.path} lacks {key}, {what}")
+                clause = "which this model has" if key == ours else f"which is {ours} of this model"
+                raise CheckpointError(f"{self.report.path} lacks {key}, {clause}")
             dtype_, size = self.files.tensors[key]
             # some programs write scales in half precision
             is_half_scale = dtype == torch.float32 and dtype_ in (torch.bfloat16, torch.float16)
@@ -376,8 +376,8 @@ class _LayoutLoader:
         across = () if cols is None else (slice(*cols),)
         parts = []
         for name, first, length in item.runs(*rows):
-            whole = name if key == "weight" else name.removesuffix("weight") + key
-            part = self.files.read(whole, slice(first, first + length), *across)
+            tensor_name = name if key == "weight" else name.removesuffix("weight") + key
+            part = self.files.read(tensor_name, slice(first, first + length), *across)
             parts.append(part if viewed is None else part.view(viewed))
         if parts:
             return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -392,10 +392,14 @@ class _LayoutLoader:
         assert self.layout is not None
         assert self.layout.element is not None
         (r0, r1), (c0, c1) = extents
-        packed, element = 8 // self.layout.element.bits, self.layout.element
+        codes_per_byte, element = 8 // self.layout.element.bits, self.layout.element
         # a shard can begin or end inside a byte of two codes: read whole bytes and drop the extra codes
-        codes = self._rows(item, self.layout.codes_key, (r0, r1), (c0 // packed, ceil_div(c1, packed)), torch.uint8)
-        numbers = numerics.unpack(codes, element, codes.shape[1] * packed)[:, c0 % packed :][:, : c1 - c0]
+        codes = self._rows(
+            item, self.layout.codes_key, (r0, r1), (c0 // codes_per_byte, ceil_div(c1, codes_per_byte)), torch.uint8
+        )
+        numbers = numerics.unpack(codes, element, codes.shape[1] * codes_per_byte)[:, c0 % codes_per_byte :][
+            :, : c1 - c0
+        ]
         scale = numerics.decode(self._scales(item, r0, r1), self.layout.scale)
         second = self.layout.second
         if second is not None and r1 > r0:

@@ -85,8 +85,8 @@ def fused_runs(name: str, order: str, rows: int, heads: HeadCounts) -> list[list
     Raises:
         ConfigurationError: the number of rows does not match the numbers of heads.
     """
-    size, rest = divmod(rows, heads.queries + 2 * heads.groups)
-    if rest or heads.queries % heads.groups:
+    size, remainder = divmod(rows, heads.queries + 2 * heads.groups)
+    if remainder or heads.queries % heads.groups:
         raise ConfigurationError(
             f"{name} has {rows} rows, which are not {heads.queries} heads of queries and {heads.groups} each of keys "
             "and values; check num_attention_heads and num_key_value_heads"

@@ -94,14 +94,14 @@ class CheckpointModel:
         tag = self._tensor(name + FORMAT_SUFFIX)
         text = components.read_format_tag(tag)
         fmt = cell_of_tag(text).format
-        packed, padding = fmt.copies[Orientation.ROWWISE].codes.block_shape[1], int(tag[-1])
+        codes_per_byte, padding = fmt.copies[Orientation.ROWWISE].codes.block_shape[1], int(tag[-1])
         size = self._entries[name].size if name in self._entries else ()
-        if len(size) != 2 or padding > min(size[1], 1) * (packed - 1):
+        if len(size) != 2 or padding > min(size[1], 1) * (codes_per_byte - 1):
             raise CheckpointError(
                 f"{self.path} is damaged: {name} is tagged {text!r}, with {padding} of padding, and has no codes "
                 f"[rows, columns] but {list(size)}"
             )
-        shape = (size[0], size[1] * packed - padding)
+        shape = (size[0], size[1] * codes_per_byte - padding)
         for component in fmt.components:
             key = name + component.key_suffix
             entry = self._entries.get(key)
@@ -146,8 +146,8 @@ class CheckpointModel:
         for key, entry in self._stored.items():
             start, _, state = key.rpartition(".")
             if f"{start}." in keys and isinstance(entry, TensorStorageMetadata):
-                described = entry.properties.dtype, tuple(entry.size)
-                states_by_name.setdefault(keys[f"{start}."], {})[state] = described
+                spec = entry.properties.dtype, tuple(entry.size)
+                states_by_name.setdefault(keys[f"{start}."], {})[state] = spec
         return states_by_name
 
     def state_key(self, name: str, state: str) -> str:

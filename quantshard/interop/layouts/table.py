@@ -91,8 +91,8 @@ class Layout:
         """Return our format with this element, scale and block and a single copy, used for requantization."""
         for fmt in FORMATS.values():
             copy = fmt.copies[Orientation.ROWWISE]
-            same = (copy.codes.encoding, copy.scale.encoding, copy.block) == (self.element, self.scale, self.block)
-            if same and len(fmt.copies) == 1:
+            matches = (copy.codes.encoding, copy.scale.encoding, copy.block) == (self.element, self.scale, self.block)
+            if matches and len(fmt.copies) == 1:
                 return fmt
         raise AssertionError(f"no format has the blocks of {self.name}")
 
@@ -169,12 +169,12 @@ def import_verdict(cell: QuantSpec | None, layout: Layout) -> Verdict:
     pairs = list(zip(layout.block, copy.block, strict=True))
     if not all(refines(theirs, ours) or refines(ours, theirs) for theirs, ours in pairs):
         return Verdict(LOSSY, f"blocks are {said(layout.block)} there, {said(copy.block)} here")
-    checked = []
+    conditions = []
     if not all(refines(ours, theirs) for theirs, ours in pairs):
-        checked.append("blocks of theirs in one of ours have one scale, as in our exports")
+        conditions.append("blocks of theirs in one of ours have one scale, as in our exports")
     if (layout.scale, copy.scale.encoding) == (FP32, E8M0):
-        checked.append("scales are powers of two")
-    return Verdict(EXACT, " and ".join(["where " + checked[0], *checked[1:]]) if checked else "")
+        conditions.append("scales are powers of two")
+    return Verdict(EXACT, " and ".join(["where " + conditions[0], *conditions[1:]]) if conditions else "")
 
 
 def recipe_of(layout: Layout) -> str | None:

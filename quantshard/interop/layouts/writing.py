@@ -345,14 +345,14 @@ class _ExportPlan:
         stem = name.removesuffix("weight")
         if stem == name:
             raise ConfigurationError(f"{weight.name} is quantized, but {name} does not end in 'weight'")
-        tensors = {stem + key: described for key, described in conversion.shapes(self.layout, *shape).items()}
+        tensors = {stem + key: spec for key, spec in conversion.shapes(self.layout, *shape).items()}
         scale = self._input_scale(weight)
         if scale is not None:
             tensors[stem + str(self.layout.input_scale)] = (torch.float32, ())
 
         def made() -> dict[str, Tensor]:
-            named = {stem + key: tensor for key, tensor in make().items()}
-            return named if scale is None else {**named, stem + str(self.layout.input_scale): scale}
+            result = {stem + key: tensor for key, tensor in make().items()}
+            return result if scale is None else {**result, stem + str(self.layout.input_scale): scale}
 
         return TensorBatch(tensors, made)
 

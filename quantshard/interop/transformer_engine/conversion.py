@@ -226,8 +226,8 @@ class _CheckpointConverter:
         except InexactConversionError as error:
             master = self._master(name)
             values = values_of(pieces, shape).float() if master is None else master
-            by = "what its codes stand for" if master is None else "its master"
-            self.report.inexact[name] = f"{error}; quantized anew to {fmt.name}, from {by}"
+            value_source = "what its codes stand for" if master is None else "its master"
+            self.report.inexact[name] = f"{error}; quantized anew to {fmt.name}, from {value_source}"
             return numerics.quantize(values, fmt, _scaling_of(fmt))
         notes = sorted({note for piece in quantized for note in piece.notes})
         self.report.left.update({name: "; ".join(omitted)} if omitted else {})
@@ -411,12 +411,12 @@ class _CheckpointConverter:
             self.made[key] = value
             if not key.endswith((FORMAT_SUFFIX, ".params", ".param_names")):
                 keys.append(key)
-        for what, why, ends in (
+        for category, why, ends in (
             ("random keys and draw counts", "TransformerEngine has none", (f"_{KEY}", f"_{DRAWS}")),
             ("amax histories", "they start empty: the scales of the first steps are other ones", AMAX_HISTORY),
         ):
             if any(key.endswith(ends) for key in keys):
-                self.report.own[what] = why
+                self.report.own[category] = why
                 keys = [key for key in keys if not key.endswith(ends)]
         settings = sorted({key.rpartition(".")[2] for key in keys if key.startswith("optimizer.param_groups.")})
         if settings:

@@ -179,10 +179,10 @@ def _piece(
             f"its {kind} has scales in the order of a GEMM ('swizzled'); save with optimize_for_gemm=False"
         )
     by_orientation = {side.which: _plane(fields, side, shape, element, scale) for side in sides}
-    planes = {which: plane for which, plane in by_orientation.items() if plane is not None}
+    planes = {orientation: plane for orientation, plane in by_orientation.items() if plane is not None}
     if not planes:
         raise CheckpointError(f"its {kind} has neither a rowwise nor a columnwise copy")
-    dtypes = {fields[f"{which.value}_scale_inv"].dtype for which in planes} if scale == FP32 else set()
+    dtypes = {fields[f"{orientation.value}_scale_inv"].dtype for orientation in planes} if scale == FP32 else set()
     notes = tuple(f"its scales were saved as {dtype}, not as used" for dtype in dtypes if dtype != torch.float32)
     return WeightPiece(kind, origin, shape, element, scale, planes, notes)
 

@@ -78,9 +78,9 @@ class TransformerEngineCheckpoint:
             CheckpointError: the tensor is damaged, or of an unknown class or release.
         """
         if key in self._halves:
-            whole, half = self._halves[key]
+            source_key, half_index = self._halves[key]
             rows = self.size(key)[0]
-            return rows_of(self.pieces(whole), half * rows, (half + 1) * rows)
+            return rows_of(self.pieces(source_key), half_index * rows, (half_index + 1) * rows)
         pieces: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
         try:
             for chunk, content in self.reader.stored(key, CALLS):
@@ -145,8 +145,8 @@ class TransformerEngineCheckpoint:
         for key in self.entries:
             if not key.startswith(start):
                 continue
-            which, _, role = key.removeprefix(start).rpartition(".")
-            name = numbered.get(which, which)
+            parameter, _, role = key.removeprefix(start).rpartition(".")
+            name = numbered.get(parameter, parameter)
             if name not in source_names or role not in STATE_ROLES:
                 raise CheckpointError(
                     f"{self.path}: {key} is no state of TransformerEngine's FusedAdam for a parameter of this model"
@@ -167,10 +167,10 @@ class TransformerEngineCheckpoint:
             CheckpointError: see `states`.
         """
         numbered, fields_by_name = self.numbered(own), {}
-        for which in self._groups:
-            fields = {field: self.value(key) for field, key in self._groups[which].items() if field in SETTINGS}
-            members = self._members(which)
-            for member in [which] if members is None else members:
+        for group in self._groups:
+            fields = {field: self.value(key) for field, key in self._groups[group].items() if field in SETTINGS}
+            members = self._members(group)
+            for member in [group] if members is None else members:
                 fields_by_name[numbered.get(str(member), str(member))] = fields
         return {
             name: fields_by_name[source_name]
@@ -184,8 +184,8 @@ class TransformerEngineCheckpoint:
         start, groups = f"{self.optimizer}param_groups.", dict[str, dict[str, str]]()
         for key in self.entries:
             if key.startswith(start):
-                which, _, field = key.removeprefix(start).rpartition(".")
-                groups.setdefault(which, {})[field] = key
+                group, _, field = key.removeprefix(start).rpartition(".")
+                groups.setdefault(group, {})[field] = key
         return groups
 
     def _members(self, which: str) -> list[Any] | None:
@@ -205,7 +205,7 @@ class TransformerEngineCheckpoint:
         Raises:
             CheckpointError: see `states`.
         """
-        groups = [(self._members(which), self._groups[which].get("param_names")) for which in self._groups]
+        groups = [(self._members(group), self._groups[group].get("param_names")) for group in self._groups]
         numbers = [str(member) for members, _ in groups for member in members or ()]
         if not numbers or not all(number.isdigit() for number in numbers):
             return {}
@@ -233,12 +233,12 @@ class TargetCheckpoint:
         self.metadata = self.reader.read_metadata()
         self.entries = self.metadata.state_dict_metadata
         self.groups: Mapping[str, TensorGroup] = {group.name: group for group in contents.groups(self.reader)}
-        wrong = [line for group in self.groups.values() for line in group.wrong]
+        problems = [line for group in self.groups.values() for line in group.wrong]
         self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
-        if not wrong and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
-            wrong = ["it does not say where entries stand in a state dict"]
-        if wrong:
-            raise CheckpointError(f"{path} cannot serve as --like: {wrong[0]}")
+        if not problems and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
+            problems = ["it does not say where entries stand in a state dict"]
+        if problems:
+            raise CheckpointError(f"{path} cannot serve as --like: {problems[0]}")
 
     def value(self, key: str) -> Any:
         """Return an unsharded plain tensor, or an object.

@@ -33,34 +33,38 @@ def components_of(
     """
     _check_encodings(pieces, fmt)
     tensors: dict[str, Tensor] = {}
-    planes = {which: plane for which in Orientation if (plane := _whole(pieces, which, shape)) is not None}
-    for which, copy in fmt.copies.items():
-        plane = planes.get(which) or (next(iter(planes.values()), None) if fmt.transposable else None)
+    planes = {
+        orientation: plane for orientation in Orientation if (plane := _whole(pieces, orientation, shape)) is not None
+    }
+    for orientation, copy in fmt.copies.items():
+        plane = planes.get(orientation) or (next(iter(planes.values()), None) if fmt.transposable else None)
         if plane is None:
-            raise InexactConversionError(f"no {which.value} copy is stored (of all its shards), and {fmt.name} has one")
+            raise InexactConversionError(
+                f"no {orientation.value} copy is stored (of all its shards), and {fmt.name} has one"
+            )
         tensors[copy.codes.name] = numerics.pack(plane.codes, copy.codes.encoding)
         tensors[copy.scale.name] = _regrid(plane.scales, plane.block, copy.block, shape)
         if copy.amax is not None:
             assert plane.amax is not None
             if not torch.equal(tensors.setdefault(copy.amax.name, plane.amax), plane.amax):
                 raise InexactConversionError("its two copies have different amaxes, and a format has one")
-    unused = tuple(which for which in planes if which not in fmt.copies)
+    unused = tuple(orientation for orientation in planes if orientation not in fmt.copies)
     if fmt.transposable and len(planes) == 2:
         _check_copies_agree(tensors, planes, fmt, shape)
         return tensors, ()
-    return tensors, tuple(f"its {which.value} copy is left out: {fmt.name} has none" for which in unused)
+    return tensors, tuple(f"its {orientation.value} copy is left out: {fmt.name} has none" for orientation in unused)
 
 
 def _check_encodings(pieces: Sequence[WeightPiece], fmt: Format) -> None:
     copy = fmt.copies[Orientation.ROWWISE]
     for piece in pieces:
-        for theirs, ours, what in (
+        for theirs, ours, component in (
             (piece.element, copy.codes.encoding, "codes"),
             (piece.scale, copy.scale.encoding, "scales"),
         ):
             if theirs != ours:
                 raise InexactConversionError(
-                    f"its {what} are {theirs.name} ({piece.kind}), those of {fmt.name} {ours.name}"
+                    f"its {component} are {theirs.name} ({piece.kind}), those of {fmt.name} {ours.name}"
                 )
 
 
@@ -152,7 +156,7 @@ def rows_of(
             continue
         new_origin = (origin[0] + low - start, *origin[1:])
         if isinstance(piece, WeightPiece) and _can_cut(piece, low, high):
-            planes = {which: _rows_of_plane(plane, low, high) for which, plane in piece.planes.items()}
+            planes = {orientation: _rows_of_plane(plane, low, high) for orientation, plane in piece.planes.items()}
             selected.append(
                 replace(piece, origin=(new_origin[0], new_origin[1]), shape=(high - low, shape[1]), planes=planes)
             )
