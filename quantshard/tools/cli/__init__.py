@@ -1,4 +1,4 @@
-"""The command line. Each command is registered by the module that implements it."""
+"""The command line; every command is registered by the module that implements it."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class DemoRun:
     # Chapters --------------------------------------------------------------------------------------------------------
 
     def uninterrupted(self) -> None:
-        """Chapter 1."""
+        """Chapter 1: the uninterrupted reference run."""
         self.chapter(1, "Train with MXFP8 weights on 2 processes, without interruption")
         self.say(
             f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
@@ -198,7 +198,7 @@ class DemoRun:
         self.show_samples()
 
     def kill(self) -> None:
-        """Chapter 2."""
+        """Chapter 2: a run that is killed."""
         kill_step = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
         self.chapter(2, f"Start the same training again, and kill it at step {kill_step}")
         self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
@@ -209,7 +209,7 @@ class DemoRun:
         self.say(f"  A copy of what is left goes to {self.single.path}, for chapter 5.")
 
     def resume_on_two(self) -> None:
-        """Chapter 3."""
+        """Chapter 3: the killed run resumed on 2 processes."""
         self.chapter(3, "Resume on 2 processes")
         self.expected(f"steps {self.resumed + 1} to {self.steps} repeat the uninterrupted run to the last bit.")
         self.resume(self.killed, 2)
@@ -225,7 +225,7 @@ class DemoRun:
         self.outcome.add("resumed on 2: last checkpoint bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def load_on_one(self) -> None:
-        """Chapter 4."""
+        """Chapter 4: its checkpoint loaded by 1 process."""
         self.chapter(4, "Load the checkpoint of 2 processes in 1")
         self.expected("the bits of a weight do not depend on how many processes hold it.")
         checkpoint, resaved = self.killed.checkpoint(self.resumed), self.out / f"resaved-step-{self.resumed:06d}"
@@ -235,7 +235,7 @@ class DemoRun:
         self.outcome.add("loaded by 1: weights and optimizer bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def resume_on_one(self) -> None:
-        """Chapter 5."""
+        """Chapter 5: the killed run resumed on 1 process."""
         self.chapter(5, "Resume the killed run on 1 process")
         bounds = self.rounding_bounds()
         self.expected(
@@ -259,7 +259,7 @@ class DemoRun:
         self.outcome.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
 
     def compare_with_bf16(self) -> None:
-        """Chapter 6."""
+        """Chapter 6: the same model with BF16 weights."""
         self.chapter(6, "Train the same model with BF16 weights")
         self.say("  The same seed, data and learning rate, on 2 processes. No bits are claimed here, only shown.")
         self.train(self.bf16, "bf16")
@@ -283,7 +283,7 @@ class DemoRun:
         self.follow(["resume", str(run.path), "--nproc-per-node", str(processes)], run, None)
 
     def follow(self, arguments: list[str], run: RunDir, kill_at: int | None) -> int:
-        """Train by a command and print its progress. Return the last completed step. `kill_at`: step of the kill."""
+        """Run a training command, and return the last completed step. `kill_at`: step at which to kill the command."""
         log = self.out / f"{run.path.name}-{arguments[0]}.log"
         quarter, reported, step, start = max(1, self.steps // 4), 0, 0, time.monotonic()
         self.say(f"  $ quantshard {' '.join(arguments)}")
@@ -349,12 +349,12 @@ class DemoRun:
         return bounds
 
     def say(self, *lines: str) -> None:
-        """Print lines."""
+        """Print lines on the screen of the demo."""
         for line in lines:
             self.console.print(line)
 
     def chapter(self, number: int, title: str) -> None:
-        """Begin a chapter."""
+        """Print the title of a chapter."""
         self.say("", f"[{number}/6] {title}")
 
     def expected(self, text: str) -> None:

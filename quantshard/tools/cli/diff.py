@@ -150,7 +150,7 @@ def _with_values(comparison: Comparison) -> Comparison:
         if is_part and weight_a is not None and weight_b is not None and weight_a.shape == weight_b.shape:
             if owner not in values:
                 values[owner] = largest_difference(a.values(weight_a), b.values(weight_b))
-            if name == owner + FORMAT_SUFFIX:  # bytes of a name
+            if name == owner + FORMAT_SUFFIX:  # the bytes encode the format's name
                 entry = replace(entry, what=f"{weight_a.tag} and {weight_b.tag}", count=0)
             else:
                 entry = replace(entry, largest=values[owner])

@@ -102,7 +102,7 @@ class RunFigures:
 
     @property
     def step(self) -> int:
-        """The last step."""
+        """Step of the last record, or 0 before the first record."""
         return step_of(self.entry) or 0
 
     def add(self, entry: Mapping[str, Any]) -> None:
