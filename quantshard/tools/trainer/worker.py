@@ -296,7 +296,7 @@ def _train(run: RunDir, order: WorkerJob, place: ProcessInfo, task: RunSetup, st
     with trainer.manager:
         restored = trainer.restore(requantize=task.requantize, lossy=task.lossy) if task.restores else None
         done = 0 if restored is None else restored.step
-        if place.rank == 0 and task.again:  # only now, because nothing before this point changes the run
+        if place.rank == 0 and task.again:  # late, so that a failed start leaves the records alone
             run.forget_after(done)
         _record_start(run, task, place, trainer, restored)
         if place.rank == 0 and task.again:  # after the record, so that a kill in between loses nothing
