@@ -31,15 +31,6 @@ _MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.
 Stored = Mapping[str, STORAGE_TYPES]
 
 
-def check_places(model: nn.Module) -> None:
-    """Check that all ranks find the model's entries at the same offsets of a checkpoint.
-
-    Raises:
-        ConfigurationError: a shard of a parameter is not at the offset where DCP saves and loads it.
-    """
-    components.check_offsets(model.named_parameters())
-
-
 def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds, suggests_names
-from quantshard.checkpoints import fit, optimizer_states, rank_state, state_conversion
+from quantshard.checkpoints import optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
@@ -89,7 +89,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     """
     path = request.path
     with loading(f"the load of {path}", request.model, request.optimizer) as guard:
-        fit.check_places(request.model)
+        components.check_offsets(request.model.named_parameters())
         plan = _agreed_plan(request)
         if plan.manifest is None:
             checksums.warn_of_none(path, plan.metadata)

@@ -25,7 +25,7 @@ from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
-from quantshard.tensor import state_keys
+from quantshard.tensor import components, state_keys
 
 
 @suggests_names
@@ -73,7 +73,7 @@ def checkpoint_state(
     Raises:
         ConfigurationError, RankMismatchError, UnsupportedOperationError: see `save`.
     """
-    fit.check_places(model)
+    components.check_offsets(model.named_parameters())
     state = {"model": agreement.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
     return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
 

@@ -7,6 +7,7 @@ drop masters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ class ParameterRegistry:
             ConfigurationError: progress would be lost, or groups or parameters were added, removed or moved.
         """
         if len(groups) == len(self._held) and all(
-            len(group["params"]) == len(known_params) and all(map(_is, group["params"], known_params))
+            len(group["params"]) == len(known_params) and all(map(operator.is_, group["params"], known_params))
             for group, known_params in zip(groups, self._held, strict=True)
         ):
             return []
@@ -191,10 +192,6 @@ class ParameterRegistry:
             f"{names[one.old]} (group {one.group}, position {one.position}, shape {old}) was replaced by another "
             f"parameter of shape {new}"
         )
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _on_any_rank(flag: bool, params: Iterable[Tensor]) -> bool:

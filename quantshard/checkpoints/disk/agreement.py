@@ -88,11 +88,6 @@ def from_rank0(find: Callable[[], T]) -> T:
     return result
 
 
-def raise_alike(error: str | None, prefix: str = "") -> None:
-    """Raise the error of the first rank that has one, on every rank, after a prefix. A collective call."""
-    raise_first(gathered(error), prefix)
-
-
 def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
     """Raise the first of the errors of all ranks, by rank, after a prefix."""
     for number, message in enumerate(errors):

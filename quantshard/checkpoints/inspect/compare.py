@@ -99,7 +99,6 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """
     check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
-    a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []
     num_tensors = num_objects = num_bytes = 0

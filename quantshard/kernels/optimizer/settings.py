@@ -39,11 +39,6 @@ class SettingsRow:
     corrects: bool = False
     ema_decay: float = 0.0
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the device computes the columns that depend on step and lr."""
-        return isinstance(self.step, Tensor)
-
 
 def adam_row(h: Hyperparameters) -> SettingsRow:
     """Return the row of a group of Adam."""

@@ -81,9 +81,7 @@ class RunDir:
         self.logs = path / "logs"
         self.profile = path / "profile"
         self.model = path / "model"
-        self.statistics = path / "statistics.jsonl"
         self.parameters = path / "parameters.json"
-        self.logs = path / "logs"
         self.tensorboard = path / "tensorboard"
         self.wandb = path / "wandb.json"
         self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings are read
