@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import pickle
 import sys
@@ -38,7 +37,9 @@ from quantshard.checkpoints.untrusted.reader import read_whole
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.foreign import read_json
 from quantshard.optimizers import optimizer_members
+from quantshard.read_limits import FILE_BYTES
 from quantshard.tensor import components
 
 OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
@@ -365,7 +366,7 @@ def _check_checkpoint(given: Mapping[str, Any]) -> None:
         weight_files = [path / name for name in (constants.WEIGHTS_NAME, constants.SAFE_WEIGHTS_NAME)]
         files = [file_path for file_path in weight_files if file_path.is_file()][:1] or [*path.glob("*.index.json")]
     if len(files) == 1 and files[0].suffix == ".json" and files[0].is_file():
-        index = json.loads(files[0].read_text())
+        index = read_json(files[0], FILE_BYTES["index"], raising=CheckpointError, follow=True)
         files = [files[0].parent / name for name in sorted({*index.get("weight_map", index).values()})]
     _check_model_takes(given["model"], _tags_in(files), str(path))
 

@@ -29,7 +29,7 @@ from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.interop.conversion.report import ConversionReport
 from quantshard.interop.conversion.selection import ADAPTERS, Filter
 from quantshard.interop.frameworks import transformers_files as files
-from quantshard.interop.frameworks.transformers_files import METHOD, NATIVE
+from quantshard.interop.frameworks.transformers_files import METHOD, NATIVE, NameFilter, layers_of
 from quantshard.interop.frameworks.transformers_operations import StoredWeightFill, WeightFill, fills
 from quantshard.interop.frameworks.transformers_trainer import ADAPTERS_ALONE, AdamFactory, QuantizedTraining, adam
 from quantshard.interop.layouts import table
@@ -114,12 +114,7 @@ def _checked_layout(layout: str) -> str:
 
 def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> QuantshardConfig:
     """Create the configuration described by the native form, which lists layer names."""
-    recipe, layers, layer_recipes = saved.get("recipe"), saved.get("layers"), saved.get("layer_recipes") or {}
-    if not isinstance(layers, list) or not isinstance(layer_recipes, dict):
-        raise CheckpointError(
-            "config.json's quantization_config of quantshard has no list of layers; the file is damaged, or of another "
-            "release"
-        )
+    recipe, layers, layer_recipes = saved.get("recipe"), layers_of(saved), saved.get("layer_recipes") or {}
     unnamed = [name for name, value in {"the model": recipe, **layer_recipes}.items() if value is None]
     if unnamed:
         raise ConfigurationError(
@@ -130,42 +125,12 @@ def _native(cls: type[QuantshardConfig], saved: Mapping[str, Any]) -> Quantshard
     recipes: Any = {**layer_recipes, **default} if layer_recipes else recipe
     config = cls(
         recipes,
-        filter=_NameFilter(layers),
+        filter=NameFilter(layers),
         modules=saved.get("modules", "linear"),
         autocast=saved.get("autocast", True),
     )
     config.stored = dict(saved)
     return config
-
-
-class _NameFilter:
-    """A filter for `convert` that selects layers by exact name."""
-
-    leaves_out = "not quantized in the files"
-    """Reason reported for all other layers."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = frozenset(names)
-
-    def __call__(self, module: nn.Module, name: str) -> bool:
-        return name in self.names
-
-    def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, _NameFilter]:
-        """Adapt recipes and names to a model that is the saved model's base, or has the saved model as its base.
-
-        A name prefix is then removed or added.
-        """
-        module_names = {name for name, _ in model.named_modules()}
-        prefix = f"{model.base_model_prefix}."
-        names = {}
-        for name in self.names:
-            alternative = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-            if match := next((candidate for candidate in (name, alternative) if candidate in module_names), None):
-                names[name] = match
-        if isinstance(recipes, Mapping):  # layers by name, and * for all others
-            gone = self.names - names.keys()
-            recipes = {names.get(name, name): recipe for name, recipe in recipes.items() if name not in gone}
-        return recipes, _NameFilter(names.values())
 
 
 def training_config(
@@ -199,7 +164,7 @@ def training_config(
         )
     file_config = file_config if isinstance(file_config, dict) else file_config.to_dict()
     if filter is None and file_config.get("quant_method") == METHOD:
-        filter = _NameFilter(file_config["layers"])
+        filter = NameFilter(layers_of(file_config))
     new_config = QuantshardConfig(recipe, filter=filter, **options)
     new_config.stored = file_config
     config.quantization_config = new_config
@@ -299,7 +264,7 @@ class QuantshardQuantizer(HfQuantizer):
             setattr(model.get_submodule(owner), name, model.get_parameter(source))
         settings = self.given
         recipe, filter = settings.recipe, settings.filter
-        if isinstance(filter, _NameFilter):
+        if isinstance(filter, NameFilter):
             recipe, filter = filter.placed(recipe, model)
             if not filter.names:  # only the head was quantized, and this model has none
                 return model

@@ -6,13 +6,14 @@ Readers without quantshard see a wrong shape and raise. Other forms are the layo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from quantshard import numerics
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
@@ -26,6 +27,7 @@ from quantshard.interop.layouts import conversion, table
 from quantshard.interop.layouts.conversion import InexactConversionError
 from quantshard.interop.layouts.table import COMPRESSED_TENSORS, EXACT, Layout
 from quantshard.interop.layouts.writing import NOTED_AMAX
+from quantshard.modules.contexts.layer_recipes import Recipes
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
 from quantshard.tensor.storage import AMAX_HISTORY
@@ -274,8 +276,7 @@ def take_layout(layer: ConvertedLinear, layout: Layout, parts: Mapping[str, Tens
         raise CheckpointError(f"it cannot be copied into {cell}: {error}") from None
     values = {Role.CODES: parts[layout.codes_key].view(torch.uint8), Role.SCALE: grid}
     if layout.second is not None:
-        recorded = None if noted is None else float.fromhex(noted)
-        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, recorded)
+        values[Role.AMAX] = conversion.amax_of(parts[layout.second.key], cell.format, layout.second.divides, noted)
     pairs = [(storage.components[c.name], values[c.role]) for c in cell.format.components]
     components.write_components(layer.weight, pairs)
     storage.forget_amaxes()
@@ -285,3 +286,48 @@ def layout_keys(layout: Layout) -> Sequence[str]:
     """Return the names that replace "weight" in the keys of a weight's tensors."""
     second = [] if layout.second is None else [layout.second.key]
     return [layout.codes_key, layout.scale_key, *second]
+
+
+def layers_of(saved: Mapping[str, Any]) -> list[str]:
+    """Return the layers that the native form of a `quantization_config` lists.
+
+    Raises:
+        CheckpointError: the list is missing.
+    """
+    layers = saved.get("layers")
+    if not isinstance(layers, list) or not isinstance(saved.get("layer_recipes") or {}, dict):
+        raise CheckpointError(
+            "config.json's quantization_config of quantshard has no list of layers; the file is damaged, or of another "
+            "release"
+        )
+    return layers
+
+
+class NameFilter:
+    """A filter for `convert` that selects layers by exact name."""
+
+    leaves_out = "not quantized in the files"
+    """Reason reported for all other layers."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    def __call__(self, module: nn.Module, name: str) -> bool:
+        return name in self.names
+
+    def placed(self, recipes: Recipes, model: PreTrainedModel) -> tuple[Recipes, NameFilter]:
+        """Adapt recipes and names to a model that is the saved model's base, or has the saved model as its base.
+
+        A name prefix is then removed or added.
+        """
+        module_names = {name for name, _ in model.named_modules()}
+        prefix = f"{model.base_model_prefix}."
+        names = {}
+        for name in self.names:
+            alternative = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+            if match := next((candidate for candidate in (name, alternative) if candidate in module_names), None):
+                names[name] = match
+        if isinstance(recipes, Mapping):  # layers by name, and * for all others
+            gone = self.names - names.keys()
+            recipes = {names.get(name, name): recipe for name, recipe in recipes.items() if name not in gone}
+        return recipes, NameFilter(names.values())

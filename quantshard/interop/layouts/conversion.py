@@ -170,14 +170,18 @@ def second_scale(amax: Tensor, fmt: Format, divides: bool) -> Tensor:
 # Import
 
 
-def amax_of(second: Tensor, fmt: Format, divides: bool, noted: float | None = None) -> Tensor:
-    """Return the amax, float32 [1, 1], that has this second scale: `noted` if it matches, otherwise the nearest
-    float32."""
+def amax_of(second: Tensor, fmt: Format, divides: bool, noted: str | None = None) -> Tensor:
+    """Return the amax, float32 [1, 1], that has this second scale.
+
+    `noted`: the recorded amax, as `float.hex` writes it. Without it, or if it does not match, the nearest float32.
+    """
     scale = second.float().reshape(())
-    if noted is not None:
-        amax = torch.tensor(noted, dtype=torch.float32, device="cpu")
-        if torch.equal(second_scale(amax, fmt, divides), scale):
-            return amax.view(1, 1)
+    try:
+        amax = None if noted is None else torch.tensor(float.fromhex(noted), dtype=torch.float32, device="cpu")
+    except (ValueError, OverflowError):  # a damaged entry
+        amax = None
+    if amax is not None and torch.equal(second_scale(amax, fmt, divides), scale):
+        return amax.view(1, 1)
     copy = fmt.copies[Orientation.ROWWISE]
     largest = torch.tensor(copy.codes.encoding.max * copy.scale.encoding.max, dtype=torch.float32, device="cpu")
     return (largest / scale if divides else scale * largest).view(1, 1)

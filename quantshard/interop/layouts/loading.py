@@ -314,7 +314,7 @@ class _LayoutLoader:
         for name in item.pieces:
             recorded = self.files.metadata.get(NOTED_AMAX + name)
             scale = self.files.read(name.removesuffix("weight") + second.key)
-            amaxes.append(conversion.amax_of(scale, item.storage.cell.format, second.divides, _float(recorded)))
+            amaxes.append(conversion.amax_of(scale, item.storage.cell.format, second.divides, recorded))
         if not all(torch.equal(amax, amaxes[0]) for amax in amaxes):
             raise InexactConversionError("its parts have different second scales, and it is one weight here")
         return amaxes[0]
@@ -454,14 +454,6 @@ class _LayoutLoader:
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strip trailing dims of size 1: programs store a scalar scale as [] or [1, 1], and row scales as [N] or [N, 1]."""
     return _flat(shape[:-1]) if shape and shape[-1] == 1 else shape
-
-
-def _float(noted: str | None) -> float | None:
-    # ignore a damaged entry: `conversion.amax_of` then uses the nearest float32
-    try:
-        return None if noted is None else float.fromhex(noted)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _united(found: dict[str, str]) -> dict[str, str]:

@@ -133,7 +133,10 @@ def test_an_amax_of_zero_has_a_finite_second_scale():
     row = FORMATS["nvfp4_16x16"]
     for divides in (False, True):
         second = conversion.second_scale(torch.zeros(()), row, divides)
-        assert second == 1 and conversion.amax_of(second, row, divides, 0.0) == 0
+        assert second == 1 and conversion.amax_of(second, row, divides, (0.0).hex()) == 0
+        assert torch.equal(
+            conversion.amax_of(second, row, divides, "damaged"), conversion.amax_of(second, row, divides)
+        )
 
 
 @pytest.mark.parametrize("rows", [0, 7, 100])
