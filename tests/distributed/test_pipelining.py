@@ -299,7 +299,7 @@ def by_the_page(stages: int) -> Trained:
         "loss_fn": loss_fn, "example": torch.zeros(ROWS, WIDTH).requires_grad_(), "recipe": RECIPES["delayed"],
         "batches": [batch(step) for step in range(STEPS)],
     }  # fmt: skip
-    exec(code.replace("lr=1e-3", "lr=1e-2"), names)
+    exec(code.replace("lr=1e-3, weight_decay=0.01", "lr=1e-2"), names)
     state = state_of(names["part"])
     return [loss.item() for loss in losses], {name.removeprefix("module."): value for name, value in state.items()}
 
