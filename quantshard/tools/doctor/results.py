@@ -75,8 +75,10 @@ def outcome_of(name: str, measure: Callable[[], float | str | None], unit: str =
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of an error, without paths, because these can name users. For compiler errors, also the last
-    line."""
+    """Class and first line of an error; for compiler errors, also the last line.
+
+    Paths are removed, because they can contain user names.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     text = lines[0] + (f" ... {lines[-1]}" if lines[0].endswith(":") and len(lines) > 1 else "")
     return f"{type(error).__name__}: {without_paths(text)}"[:_LONGEST]

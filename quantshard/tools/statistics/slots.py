@@ -110,8 +110,7 @@ def _merged(extremes: Tensor) -> Tensor:
 
 
 def gathered(buffers: Sequence[SampleBuffer], weights: int, parameters: int, group: Group) -> Tensor:
-    """Reduce the numbers of all buffers and ranks of a group to one float64 vector for `PendingNumbers`. A collective
-    call."""
+    """Reduce the numbers of all buffers and ranks to one float64 vector for `PendingNumbers`. A collective call."""
     sizes = _sizes(weights, parameters)
     device = buffers[0].sums.device
     if group is not None:
