@@ -172,7 +172,7 @@ def _number(value: float | None, spec: str) -> str:
 
 # The README
 
-_HEADING = "| setting | weight | master | moments | kept | gradient | all | held-out loss |"
+_HEADING = "| setting | weight | master | moments | sum | gradient | total | held-out loss |"
 _BF16 = torch.bfloat16.itemsize
 
 
@@ -191,16 +191,16 @@ def cost_rows() -> Iterator[CostRow]:
     wide = default.bytes_of(fp8)
     yield CostRow("BF16, float32 master and moments", REFERENCE, wide._replace(weight=_BF16))
     yield CostRow("BF16, `torch.optim.AdamW` with BF16 moments", "bf16 AdamW", StateBytes(_BF16, 0, 2 * _BF16))
-    yield CostRow("`FusedAdam(...)` over FP8 weights (`current`)", "current", wide)
-    yield CostRow("the same over `nvfp4`", "nvfp4", default.bytes_of(fp4))
+    yield CostRow("FP8, `FusedAdam`", "current", wide)
+    yield CostRow("NVFP4, `FusedAdam`", "nvfp4", default.bytes_of(fp4))
     narrow, thirds = default.bytes_of(fp4), (1 / 3, 2 / 3)  # of twelve layers four are wide
     yield CostRow(
-        "the same, the first and last two layers of twelve in `current`", NVFP4_BETWEEN,
+        "NVFP4, first and last two of twelve layers FP8", NVFP4_BETWEEN,
         narrow._replace(weight=thirds[0] * wide.weight + thirds[1] * narrow.weight),
     )  # fmt: skip
     for name in sorted(PRESETS):
-        yield CostRow(f'`FusedAdam(..., preset="{name}")`, `current`', f"current {name}", PRESETS[name].bytes_of(fp8))
-    yield CostRow("FP8 moments, `master_weights=False`, `current`", "current no masters", NO_MASTERS.bytes_of(fp8))
+        yield CostRow(f'FP8, `preset="{name}"`', f"current {name}", PRESETS[name].bytes_of(fp8))
+    yield CostRow("FP8, FP8 moments, `master_weights=False`", "current no masters", NO_MASTERS.bytes_of(fp8))
 
 
 def _weight(recipe: str) -> Any:
@@ -254,7 +254,7 @@ def _of_fewer_seeds(arms: dict[str, ArmResult], wanted: Sequence[str]) -> str:
     if not shared or len(shared) == len(records):
         return ""
     mean = statistics.fmean(records[seed]["heldout"] for seed in shared)
-    return f" ({mean:.3f} on the {len(shared)} seed{'s' * (len(shared) > 1)} of all rows)"
+    return f" ({mean:.3f} on the {len(shared)} seed{'s' * (len(shared) > 1)} that all rows share)"
 
 
 def _bytes(size: float) -> str:

@@ -332,7 +332,7 @@ def test_the_readmes_losses_are_of_most_arms_and_then_of_most_seeds(tmp_path):
 def test_the_readme_tells_bf16s_loss_of_the_seeds_that_all_rows_have(tmp_path):
     three = [{"arm": "bf16", "seed": seed, "heldout": 2.0 + 0.3 * seed} for seed in range(3)]
     for others, told in (
-        ((0, 1), "2.300 (2.150 on the 2 seeds of all rows)"),
+        ((0, 1), "2.300 (2.150 on the 2 seeds that all rows share)"),
         ((1,), "2.300 (2.300 on the 1 seed of all"),
         ((), "2.300 |"),
     ):

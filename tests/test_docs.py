@@ -364,7 +364,7 @@ def test_presets_are_told_with_the_bytes_of_their_formats() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 def test_the_reference_has_every_public_module() -> None:

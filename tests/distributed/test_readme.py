@@ -1,6 +1,6 @@
-"""The scripts in README run, on 2 ranks; the one with quantized weights learns as the other does.
+"""The scripts in the README run and learn: `convert` in one process, the FSDP2 script on 2 ranks.
 
-They run as they stand, but that the ranks have joined already.
+They run unchanged, except that the process group of the FSDP2 script exists already.
 """
 
 from __future__ import annotations
@@ -24,26 +24,36 @@ def scripts() -> list[str]:
 
 
 def run(script: str, folder: str) -> list[float]:
-    """The losses of this rank."""
+    """Run the FSDP2 script in `folder` and return the losses of this rank."""
     before, rest = script.split(JOIN)
-    assert rest.count("    loss.backward()\n") == 1
-    losses: list[float] = []
-    names = {"__name__": "__main__", "seen": losses}
     here = Path.cwd()
     os.chdir(folder)
     try:
-        exec(before + rest.replace("    loss.backward()", "    seen.append(loss.item())\n    loss.backward()"), names)
+        return losses_of(before + rest)
     finally:
         os.chdir(here)
+
+
+def losses_of(script: str) -> list[float]:
+    assert script.count("    loss.backward()\n") == 1
+    losses: list[float] = []
+    recorded = script.replace("    loss.backward()", "    seen.append(loss.item())\n    loss.backward()")
+    exec(recorded, {"__name__": "__main__", "seen": losses})
     return losses
 
 
-def test_before_and_after(tmp_path: Path) -> None:
-    before, after = scripts()
-    assert all(len([line for line in script.splitlines() if line.strip()]) <= 25 for script in (before, after))
-    for name, script in (("before", before), ("after", after)):
-        (tmp_path / name).mkdir()
-        first, second = run_ranks(2, run, script, str(tmp_path / name))
-        assert len(first) == len(second) == 10 and first[0] != second[0]  # each rank has data of its own
-        assert all(losses[-1] < 0.8 * losses[0] for losses in (first, second)), (first, second)
-        assert (tmp_path / name / "checkpoint" / ".metadata").is_file()
+def test_a_converted_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    script, _ = scripts()
+    assert len([line for line in script.splitlines() if line.strip()]) <= 16
+    losses = losses_of(script)
+    assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], losses
+    assert "converted 28 linear layers: 6.0 MiB of weights are 3.0 MiB now" in capsys.readouterr().out
+
+
+def test_the_fsdp2_script(tmp_path: Path) -> None:
+    _, script = scripts()
+    assert len([line for line in script.splitlines() if line.strip()]) <= 25
+    first, second = run_ranks(2, run, script, str(tmp_path))
+    assert len(first) == len(second) == 10 and first[0] != second[0]  # each rank has data of its own
+    assert all(losses[-1] < 0.8 * losses[0] for losses in (first, second)), (first, second)
+    assert (tmp_path / "checkpoint" / ".metadata").is_file()
