@@ -4,7 +4,7 @@
 
 One parameter of 16 x 256 elements, each of which has gradients of its own size: two blocks of a row share a scale in
 moments of 16 and 8 bits with scales. 300 steps of each kind of gradient; the parameter is put back to zero before each,
-so what it is after it is the update. Prints the table of docs/optimizers.md; a few minutes on one core.
+so what it is after it is the update. Prints the table of benchmarks/RESULTS.md; a few minutes on one core.
 """
 
 from __future__ import annotations

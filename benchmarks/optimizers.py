@@ -3,7 +3,7 @@
     python benchmarks/optimizers.py RESULTS.json [--plot FILE.svg]
 
 One process, one thread of a CPU. Each run is written to RESULTS.json when it is done, so that another call goes on
-where this one was stopped. Prints the table of docs/optimizers.md, which says what it shows.
+where this one was stopped. Prints the table of benchmarks/RESULTS.md.
 """
 
 from __future__ import annotations
