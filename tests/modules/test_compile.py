@@ -442,6 +442,6 @@ def test_a_structure_of_another_process_is_told() -> None:
 
 def test_the_compiler_is_not_imported_until_it_is_used():
     """Every command, and every rank of a run, would take a third longer to start."""
-    program = "import sys, quantshard.cli; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
+    program = "import sys, quantshard.tools.cli; print([n for n in sys.modules if n.startswith('torch._dynamo')])"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout == "[]\n"
