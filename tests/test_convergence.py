@@ -333,7 +333,7 @@ def test_the_readme_tells_bf16s_loss_of_the_seeds_that_all_rows_have(tmp_path):
     three = [{"arm": "bf16", "seed": seed, "heldout": 2.0 + 0.3 * seed} for seed in range(3)]
     for others, told in (
         ((0, 1), "2.300 (2.150 on the 2 seeds that all rows share)"),
-        ((1,), "2.300 (2.300 on the 1 seed of all"),
+        ((1,), "2.300 (2.300 on the 1 seed that all rows share)"),
         ((), "2.300 |"),
     ):
         current = [{"arm": "current", "seed": seed} for seed in others]
