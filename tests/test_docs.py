@@ -155,13 +155,8 @@ def limits_page() -> str:
 
 LAYOUTS_HEAD = """# Layouts: weights to and from other programs
 
-Made from the table in `quantshard/interop/layouts/table.py`, by which exports and imports are done.
-
-`quantshard export` writes a checkpoint's model as safetensors in the layout of another program: files of at most 5 GB
-with an index, `config.json` with its `quantization_config` (ModelOpt: `hf_quant_config.json` too). Any number of
-processes may have written the checkpoint, on any mesh; one process exports it, with one weight in memory at a time.
-Codes and scales go over as bytes: a block of ours that is larger than theirs has its scale repeated. What does not go
-over exactly is refused with the numbers; `--lossy` quantizes it anew, from its master where there is one, and says so.
+`quantshard export` writes a checkpoint's model as safetensors for another program, with `config.json` and its
+`quantization_config`; `quantshard import` reads such files.
 
 ```sh
 quantshard export run/checkpoints/step-000100 --layout compressed-tensors --out served
@@ -171,15 +166,22 @@ quantshard import served --out imported
 quantshard import plain --recipe nvfp4 --out requantized
 ```
 
-`--layout` takes a row of the first table below, or the name of a family (`compressed-tensors`, `modelopt`, `plain`),
-of which the first row is taken that is exact. `--config DIR` gives the model's Hugging Face configuration and
-tokenizer; the checkpoints of a run and of an import have their own. The directory appears when it is complete, and none
-is overwritten. An export copies tokenizer, chat template and generation_config.json of that folder beside the weights,
-an import config.json too; both say so. `quantshard train --init-from DIR` goes on from an export or an import.
+`--layout` takes a layout of the [export table](#export), or a family (`compressed-tensors`, `modelopt`, `plain`), which
+selects its first exact layout. Codes and scales are copied as bytes. If a weight cannot be copied exactly, the command
+fails, unless you pass `--lossy` to requantize it, from its master if there is one.
 
-In Python, where a model of yours may be sharded (FSDP2, tensor parallelism) and each rank reads the slices that it
-holds. An optimizer built afterwards has masters seeded from the weights, or, where the file is in high precision, from
-the file's values:
+| option | effect |
+|---|---|
+| `--config DIR` | Hugging Face configuration and tokenizer to copy; by default those of the run or import |
+| `--max-shard-size` | size of a file (default 5 GB) |
+| `--values` | `weights`: write the weights instead of the masters (`plain`); `ema`: write their averages |
+| `--names MAP` | TOML map of parameter names |
+| `--zero-centered`, `--no-zero-centered` | whether norms store gamma - 1, for checkpoints that do not record it |
+
+To continue training from an export or an import, use `quantshard train --init-from DIR`.
+
+In Python, each rank of a sharded model reads only its slices. An optimizer built afterwards seeds its masters from the
+weights, or from the file's values if they are in high precision:
 
 ```python
 import quantshard as qs
@@ -190,37 +192,27 @@ done = qs.layouts.load("modelopt", model)  # on every rank; lossy=True requantiz
 optimizer = qs.optimizers.FusedAdam(model.named_parameters(), lr=1e-3, weight_decay=0.01)
 ```
 
-## What to know
+## Details
 
-- A model with names of its own, such as one of transformers after `quantshard.convert`, keeps them, and the report says
-  so. From models of `TransformerLayer` with RMSNorm, swiglu and parameters named as in
-  `quantshard/tools/trainer/models/model.py`, names are those of Llama and Qwen3 in transformers. `--names MAP` (TOML,
-  see `quantshard/interop/layouts/names.py`) gives others. A fused qkv weight is cut into `q_proj`, `k_proj` and
-  `v_proj`, whichever the order of its rows; where the cut would cut a 128x128 block, it is refused.
-- Embeddings, norms and the output head stay as they are, and are in the layout's list of modules to ignore. A head
-  that is the embedding is written once.
-- Masters are found by the names of parameters: `FusedAdam(model.named_parameters(), ...)`. `plain` has them;
-  `--values weights` writes the weights' own values instead.
-- NVFP4 is exported weight-only: its readers would need a scale of the activations, which dynamic scaling does not know.
-  The second scale is ours (amax) in another form (`amax / 2688`, or its inverse), a float32: codes and block scales are
-  the same bytes, and values agree to 5 half-ulps of float32. The amax is noted in the file's header, so that
-  importing our own export brings every bit back; from other files it is the nearest float32.
-- vLLM fuses q, k, v and gate, up and takes the largest of their second scales without changing the blocks': under NVFP4
-  ours differ from weight to weight.
-- transformers 5 derives the block of `hf-fp8-block` from the shape of the grid when it dequantizes, and so is wrong for
-  weights whose sides are not multiples of 128; vLLM wants such multiples of each tensor-parallel part.
-- `hf-fp8` is transformers' form of one scale for a tensor (`weight_scale_inv`), `vllm-fp8` vLLM's and SGLang's
-  (`weight_scale`).
-- Nothing is unpickled (`docs/security.md`). Safetensors are checked: headers and ranges by the library
-  (`tests/interop/layouts/test_files.py` holds it to that), names of files in an index by us.
-- A norm with `zero_centered_gamma` stores gamma - 1, and Llama's stores gamma: an export adds 1 and an import subtracts
-  it, except for files of Gemma, Nemotron and Qwen3-Next, which store gamma - 1 too. Both report which sums had to be
-  rounded. Checkpoints of `quantshard.checkpoints` record such norms; for others pass `--zero-centered` or
-  `--no-zero-centered`.
+- Converted models keep their parameter names. Models of `TransformerLayer` with RMSNorm and SwiGLU get the names of
+  Llama and Qwen3 in transformers; fused qkv weights are split.
+- Embeddings, norms and the output head are not quantized; a tied head is written once.
+- Masters are found by name: `FusedAdam(model.named_parameters(), ...)`.
+- NVFP4 is exported weight-only. Values agree to 5 half-ulps of float32; importing the export restores every bit.
+- `hf-fp8` is transformers' layout for one scale per tensor, `vllm-fp8` that of vLLM and SGLang.
+- Exports of norms with `zero_centered_gamma` add 1 to gamma and imports subtract 1, except for Gemma, Nemotron and
+  Qwen3-Next files. Sums that were rounded are reported.
+- No file is unpickled ([security](security.md)).
 
-Checked by their readers on the CPU (`tests/interop/layouts/test_readers.py`): transformers (`plain`, `hf-fp8-block`,
-`hf-fp8`, compressed-tensors' channel, MXFP8 and NVFP4), compressed-tensors (all of its rows), PyTorch's
-`QuantizedHuggingFaceStorageReader` (`hf-fp8-block`). Not run, since they need a GPU: vLLM, SGLang, TensorRT-LLM.
+## Limits of other programs
+
+- vLLM fuses q, k, v and gate, up with the largest of their second scales, which is wrong for NVFP4 weights whose scales
+  differ. It also requires multiples of 128 per tensor-parallel shard for 128x128 blocks.
+- transformers 5 dequantizes `hf-fp8-block` wrongly if a side of a weight is not a multiple of 128.
+
+These readers were tested on a CPU: transformers (`plain`, `hf-fp8-block`, `hf-fp8`, channel, MXFP8 and NVFP4 of
+compressed-tensors), compressed-tensors (all layouts), and PyTorch's `QuantizedHuggingFaceStorageReader`
+(`hf-fp8-block`). vLLM, SGLang and TensorRT-LLM have not yet been run.
 
 ## Export
 """
@@ -228,7 +220,7 @@ Checked by their readers on the CPU (`tests/interop/layouts/test_readers.py`): t
 IMPORT_HEAD = """
 ## Import
 
-What a model of each recipe takes from each layout.
+How exactly a model of each recipe can load each layout:
 """
 
 VARIANTS = {
@@ -276,7 +268,7 @@ def layouts_page() -> str:
             )
             tensors += f", `X.{layout.input_scale}` float32" if layout.input_scale else ""
         lines.append(f"| `{layout.name}` | `{layout.family}` | {tensors} | {block} | {layout.readers} |")
-    lines += ["", "What a checkpoint of each recipe gives:", "", *matrix(verdict)]
+    lines += ["", "How exactly a checkpoint of each recipe can be exported:", "", *matrix(verdict)]
     return "\n".join([*lines, IMPORT_HEAD, *matrix(import_verdict)]) + "\n"
 
 
