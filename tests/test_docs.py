@@ -280,7 +280,7 @@ def compatibility_page() -> str:
     names: dict[str, list[str]] = {}
     for name, feature in lookup.NAMES.items():
         names.setdefault(feature.removesuffix(","), []).append(f"`{name}`")
-    lines = ["What cannot work without which names:"]
+    lines = ["Features and the private names that they need:"]
     for feature, needed in sorted(names.items()):
         lines += ["", f"**{feature}**", "", *(f"- {name}" for name in sorted(needed))]
     head, mark, _ = (DOCS / "compatibility.md").read_text(encoding="utf-8").partition(MADE)
