@@ -5,7 +5,7 @@
     python benchmarks/memory.py --against
 
 Needs no GPU and no memory: modules run on the meta device as on a GPU of the compute capability
-(`quantshard.planning`), which says what products are emulated. Sizes are bytes for a token, of the storages of
+(`quantshard.tools.planning`), which says what products are emulated. Sizes are bytes for a token, of the storages of
 tensors, without weights, their gradients, and the input of the first layer. Layers are those of block_step.py, and
 taken for large ones (`operands.LARGE`); "recomputed" is with recompute_activation=True, "stored" with
 activation_storage="fp8".
