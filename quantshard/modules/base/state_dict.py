@@ -19,6 +19,8 @@ _NOT_LOADED = torch.empty((), dtype=torch.float32, device="cpu")
 
 It has no dims, so that `set_model_state_dict` does not infer a target device from it."""
 
+_EXTRA_STATE = "_extra_state"
+
 
 class ComponentStateDict(nn.Module):
     """A module that saves its `_weights` as components and state.
@@ -93,6 +95,9 @@ class ComponentStateDict(nn.Module):
         error_msgs: list[str],
     ) -> None:
         rest = dict(state_dict)
+        extra = rest.get(prefix + _EXTRA_STATE)
+        if isinstance(extra, Tensor) and extra.numel() == 0:  # in every state dict of TransformerEngine's modules
+            del rest[prefix + _EXTRA_STATE]
         assign = bool(local_metadata.get("assign_to_params_buffers"))
         ready = []
         for name in self._weights:

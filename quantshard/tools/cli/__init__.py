@@ -55,6 +55,13 @@ _SYNONYMS = {
 }  # fmt: skip
 """Options of transformers, torchrun and accelerate scripts -> the equivalent quantshard option."""
 
+
+def _letters(option: str) -> str:
+    return option.replace("-", "").replace("_", "")
+
+
+_SYNONYMS_BY_LETTERS = {_letters(option): synonym for option, synonym in _SYNONYMS.items()}
+
 __all__ = ["app", "main"]
 
 
@@ -113,7 +120,7 @@ def _usage(line: str, error: Exception) -> str:
     }
     argument_name = name.lstrip("-").replace("-", "_")
     metavar = arguments.get(argument_name) or arguments.get(f"{argument_name}s")
-    synonym = _SYNONYMS.get(name.replace("_", "-"))
+    synonym = _SYNONYMS_BY_LETTERS.get(_letters(name))
     near_flag = near_setting(name) if command.endswith(" resume") else None
     if synonym in flags:
         line = f"No such option: {name} (here it is {synonym})"

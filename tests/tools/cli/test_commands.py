@@ -74,6 +74,7 @@ def run(monkeypatch, capsys, *arguments):
             "No such option: --run (give it alone: quantshard report RUN...) (see quantshard",
         ),
         (["train", "--run", "r", "--learning-rate", "1"], 2, "--learning-rate (here it is --lr)"),
+        (["train", "--run", "r", "--batchsize", "1"], 2, "--batchsize (here it is --global-batch)"),
         (["train", "--run", "r", "--batch_size", "1"], 2, "--batch_size (here it is --global-batch)"),
         (["train", "--output-dir", "r"], 2, "--output-dir (here it is --run)"),
         (["resume", "r", "--mehs", "1"], 2, "--mehs (Possible options: --mesh) (see quantshard resume --help)"),
