@@ -54,10 +54,8 @@ class FusedAdam(AdamOptimizer):
             Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
             with a preset must agree with it.
         master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated
-            and rounded stochastically to their own format. Scales are chosen as usual, and values that a scale clips
-            are lost. An element with the largest code of its FP4 block then grows only by steps of 3% or more, since
-            the block's scale is rounded to E4M3; under delayed scaling the largest element of a tensor grows only every
-            second step.
+            and rounded stochastically to their own format. An element with the largest code of its FP4 block then grows
+            only by steps of 3% or more, since the block's scale is rounded to E4M3.
         master_weight_dtype: float32 (default), float16 or bfloat16.
         exp_avg_dtype, exp_avg_sq_dtype: float32 (default), float16, bfloat16 or uint8.
         use_decoupled_grad: read `param.decoupled_grad`, of any floating-point dtype, instead of `param.grad`.
@@ -66,7 +64,7 @@ class FusedAdam(AdamOptimizer):
             half the memory. An 8-bit quantized weight with `master_weight_dtype=torch.float16` needs the low 8 bits of
             a 16-bit master. This master has the exponent range of the codes and 8 more mantissa bits (E4M11), shares
             the weight's scales, and its high byte, rounded to nearest, is the code. Other parameters keep a full
-            master. The part of a weight that a delayed scale clips is lost, by up to one step's update.
+            master.
         set_grad_none: deprecated default of `zero_grad`. Use `zero_grad(set_to_none=...)`.
         max_skipped_in_a_row: raise after this many consecutive skipped steps.
         ema_decay: decay of an exponential moving average (EMA) of each parameter, kept in float32 as the state

@@ -25,8 +25,8 @@ from quantshard.tools.trainer.data.finding import DATASET
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.monitoring import trackers
 from quantshard.tools.trainer.settings.config import TrainSettings
+from tests.distributed.commands import quantshard
 from tests.interop.layouts import models
-from tests.tools.report.runs import made_run
 
 ROOT = Path(__file__).parents[3]
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32}
@@ -238,7 +238,7 @@ def hostile_folder(tmp_path: Path) -> Path:
 COMMANDS = """#!{python}
 import json, os, sys, traceback
 from quantshard.__main__ import main
-from quantshard.cli import app
+from quantshard.tools.cli import app
 import typer
 if sys.argv[2] == "Python 3.10":  # which does not read it
     del os.environ["PYTHONSAFEPATH"]
@@ -272,10 +272,15 @@ def in_one_process(folder: Path, version: str, commands: list[list[str]], script
     return codes
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("version", ["Python 3.10", pytest.param("PYTHONSAFEPATH", marks=pytest.mark.exhaustive)])
 def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, version: str) -> None:
-    """A run's folder, or one with texts, is the working directory."""
-    run = made_run(tmp_path / "run", steps=5)
+    """The folder of a run, which also holds texts, is the working directory. `resume` starts two workers there."""
+    run = tmp_path / "run"
+    (tmp_path / "text").write_text("0123456789" * 100)
+    options = "--steps 1 --nproc-per-node 2 --recipe mxfp8 --hidden 64 --heads 2 --layers 1 --seq-length 16"
+    trained = quantshard("train", "--run", run, "--data", tmp_path / "text", "--global-batch", 4, *options.split())
+    assert trained.returncode == 0, trained.stderr
     shadow(run)
     (run / "text.jsonl").write_text('{"text": "of anybody"}\n' * 100)
     model = models.build("mxfp8")
@@ -283,11 +288,12 @@ def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, vers
     (run / "config").mkdir()
     (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
     commands = [
-        "report .", "watch . --once", "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB",
-        "verify saved", "inspect saved", "diff saved saved", "explain saved",
-        "export saved --layout plain-fp32 --out exported --config config",
+        "report .", "watch . --once", "status .", "debug .", "resume . --steps 2",
+        "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB", "verify saved", "inspect saved",
+        "diff saved saved", "explain saved", "export saved --layout plain-fp32 --out exported --config config",
     ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("safe_path", ["", "1"], ids=["Python 3.10", "PYTHONSAFEPATH"])
