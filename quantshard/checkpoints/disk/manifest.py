@@ -176,6 +176,12 @@ def read_manifest(path: Path_) -> Manifest | None:
     return Manifest.from_json(text, file)
 
 
+def exists(path: Path_) -> bool:
+    """Whether the checkpoint in directory `path` has a manifest, readable or not."""
+    store, folder = locate(path)
+    return store.is_file(store.join(folder, MANIFEST))
+
+
 def problems(path: Path_, contents: bool = True) -> list[str]:
     """Describe each problem of the files of the checkpoint in directory `path`.
 

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast
 
 from fsspec.core import url_to_fs
@@ -80,9 +80,11 @@ class LocalStore(FileSystem):
         Links to files need no check, since only regular files are read.
         """
         try:
-            parent = Path(path).parent
+            parent = os.path.dirname(path)
+            if parent == os.fspath(folder):
+                return False
             os.lstat(parent)  # much faster than resolving, and a manifest can name many missing folders
-            return parent != Path(folder) and not parent.resolve().is_relative_to(Path(folder).resolve())
+            return not Path(parent).resolve().is_relative_to(Path(folder).resolve())
         except FileNotFoundError:
             return False
         except (OSError, RuntimeError, ValueError):  # e.g. a link to itself, an invalid name
@@ -331,8 +333,7 @@ def is_inside(name: object) -> bool:
     """Whether a name is a valid path below a folder: relative, of plain parts, valid on every platform."""
     if type(name) is not str or len(name) > NAME_LENGTH or not name.isprintable() or "\\" in name or ":" in name:
         return False
-    parts = PurePosixPath(name).parts
-    return bool(parts) and "/".join(parts) == name and not {".", ".."} & set(parts) and not name.startswith("/")
+    return not {"", ".", ".."}.intersection(name.split("/"))
 
 
 Store = LocalStore | FsspecStore

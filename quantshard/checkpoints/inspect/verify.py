@@ -53,10 +53,7 @@ def verify(path: Path_) -> Verification:
     """
     check_arguments("verify", PATH, path=path)
     problems = manifest.problems(path)
-    try:
-        checksums = manifest.read_manifest(path) is not None
-    except CheckpointError:
-        checksums = True  # the error is already among the problems
+    checksums = manifest.exists(path)
     try:
         reader = contents.opened(path)
         groups = contents.groups(reader)
