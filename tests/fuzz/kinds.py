@@ -55,8 +55,8 @@ from tests.interop.layouts import models
 from tests.tools.cli import hostile, sources
 from tests.tools.report import runs
 
-Mutant = Mapping[str, bytes | None]
-"""Files by their paths that are written over those of the whole; None: it is left out."""
+Mutant = Mapping[str, bytes | int | None]
+"""Files by path that replace those of the whole. int: a sparse file of this length; None: the file is removed."""
 
 Reading = tuple[str, Callable[[], Any], object]
 """The name of what reads, the reading, and what it must give if it gives anything (None: anything)."""

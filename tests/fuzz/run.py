@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +23,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from tests.fuzz.heavy import HEAVY, heavy
 from tests.fuzz.judge import FAULTS, READ, REFUSED, Verdict, judge
 from tests.fuzz.kinds import Kind, Mutant, built
 
@@ -62,7 +65,9 @@ def try_kind(kind: Kind, examples: int, seed: int, folder: Path, score: Score) -
         for name, content in mutant.items():
             (path / name).unlink(missing_ok=True)
             if content is not None:
-                (path / name).write_bytes(content)
+                (path / name).write_bytes(content if isinstance(content, bytes) else b"")
+            if isinstance(content, int):
+                os.truncate(path / name, content)
         score.mutants += 1
         worst = READ
         for name, read, expected in kind.readings(path, mutant):
@@ -72,7 +77,7 @@ def try_kind(kind: Kind, examples: int, seed: int, folder: Path, score: Score) -
             score.slowest = max(score.slowest, time.process_time() - start)
             if found.kind in FAULTS:
                 kept = folder / f"{len(list(folder.iterdir())):04d}-{found.kind}"
-                shutil.copytree(path, kept, symlinks=True)
+                subprocess.run(["cp", "-a", path, kept], check=True)  # keeps holes, which copytree fills
                 score.faults.append((name, found, kept))
                 what = found.what.strip()
                 print(f"{kind.name}, {name}: {found.kind}, kept in {kept}\n{what}\n", file=sys.stderr, flush=True)
@@ -106,11 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept.mkdir(parents=True, exist_ok=True)
     end = None if given_.seconds is None else time.monotonic() + given_.seconds
     with tempfile.TemporaryDirectory() as folder:
-        kinds = [kind for kind in built(Path(folder, "whole")) if given_.kinds in kind.name]
+        kinds = built(Path(folder, "whole"))
+        kinds = [kind for kind in [*kinds, *heavy(kinds, Path(folder, "heavy"))] if given_.kinds in kind.name]
         scores = {kind.name: Score() for kind in kinds}
         batch = 0
         while (batch * BATCH < given_.mutants) if end is None else (time.monotonic() < end):
-            for kind in kinds:
+            for kind in kinds if batch == 0 else [kind for kind in kinds if not kind.name.endswith(HEAVY)]:
                 if end is None or time.monotonic() < end:
                     try_kind(kind, min(BATCH, given_.mutants), given_.seed * 1_000_003 + batch, kept, scores[kind.name])
             batch += 1
