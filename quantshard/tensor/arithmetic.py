@@ -194,7 +194,7 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     """
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
-    _warn_without_masters()
+    in_step = _warn_without_masters()
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -218,12 +218,14 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
+        if not in_step:
+            weights[i].quantized_storage.forget_amaxes()
         requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
-def _warn_without_masters() -> None:
-    """Warn, once per line, if an optimizer's `step` writes quantized weights without masters."""
+def _warn_without_masters() -> bool:
+    """Whether an optimizer's `step` makes this call; warns, once per line, that it trains without masters."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
@@ -235,8 +237,9 @@ def _warn_without_masters() -> None:
                 f"{name} trains quantized weights without masters, so small updates become rounding noise; build "
                 f"quantshard.optimizers.MasterWeights({name}, params, lr=...) instead"
             )
-            return
+            return True
         frame = frame.f_back
+    return False
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:

@@ -82,6 +82,7 @@ def rounded(tensor, values):
     """A copy of a weight after `values` were rounded stochastically into it."""
     copied = tensor.detach().clone()
     storage = copied.quantized_storage
+    storage.forget_amaxes()
     Requantization(storage, values, {}, FlatMax()).commit(values, storages.rounding_words(storage))
     return copied
 
@@ -219,6 +220,20 @@ def test_new_values_have_the_scale_of_their_own():
     assert not differing(contents(tensor), contents(fresh))
 
 
+@pytest.mark.parametrize("change", ["mul_", "lerp_", "foreach"])
+def test_small_results_of_a_users_loop_have_the_scale_of_their_own(change):
+    tensor = weight(CELLS["delayed"])
+    wanted = tensor.dequantize(dtype=torch.float32) * 1e-6
+    if change == "mul_":
+        tensor.mul_(1e-6)
+    elif change == "lerp_":
+        tensor.lerp_(wanted, 1.0)
+    else:
+        torch._foreach_mul_([tensor], 1e-6)
+    assert (tensor.dequantize(dtype=torch.float32) - wanted).norm() < 0.06 * wanted.norm()
+    assert not tensor.quantized_storage.state[AMAX_HISTORY][:-1].any()
+
+
 def test_delayed_scaling_uses_past_amaxes_and_records_this_one():
     tensor = weight(RECIPES["delayed"].weight)
     scale, history = (
@@ -226,7 +241,9 @@ def test_delayed_scaling_uses_past_amaxes_and_records_this_one():
         tensor.quantized_storage.state[AMAX_HISTORY],
     )
     amax = float(tensor.dequantize().abs().max())
-    tensor.mul_(0.5)
+    optimizer = torch.optim.SGD([param := nn.Parameter(tensor)], lr=0.5)
+    param.grad = tensor.dequantize()
+    optimizer.step()
     assert torch.equal(tensor.quantized_storage.components["scale_inv"], scale), "of the amax before"
     assert history[-1] == amax * 0.5
     before = contents(tensor)
