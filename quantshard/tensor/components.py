@@ -135,6 +135,11 @@ def read_format_tag(tag: Tensor) -> str:
     Raises:
         CheckpointError: the tag is malformed, or of a version that this release does not support.
     """
+    if tag.is_floating_point():
+        raise CheckpointError(
+            "its format tag has a floating-point dtype, as in averages of state dicts, which average codes; average "
+            "checkpoints.high_precision_state_dict(model) instead"
+        )
     if tag.dtype != torch.uint8 or tag.numel() != FORMAT_TAG_BYTES:
         raise CheckpointError(f"its format tag is {tag.dtype} {list(tag.shape)}, not {FORMAT_TAG_BYTES} bytes")
     version, *padded, _ = tag.reshape(-1).tolist()

@@ -453,3 +453,9 @@ def test_another_amax_history_len_is_named():
             layers.append(Linear(32, 32, device="cpu"))
     with pytest.raises(RuntimeError, match=r"amax_history_len is 4 in the state dict, 16 in this model; build"):
         layers[0].load_state_dict(layers[1].state_dict())
+
+
+def test_an_average_of_a_state_dict_is_named():
+    state = linear(RECIPES["current"], seed=1).state_dict()
+    averaged = {name: 0.9 * value + 0.1 * value for name, value in state.items()}
+    refused(linear(RECIPES["current"], seed=2), averaged, "average codes", "high_precision_state_dict(model)")
