@@ -56,19 +56,19 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.alike(lambda: check_arguments("load_from_rank0", MODULE, model=model))
+    agreement.run_on_all_ranks(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
         description = agreement.from_rank0(lambda: _description(state_dict))
         sent = state_dict or {} if agreement.rank() == 0 else {}
-        live = agreement.alike(lambda: _fitting(model, description, sent, strict), _CALL)
+        live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
         parts = {}
         for keys in _buckets(description):
             for key, value in _broadcast(keys, description, state_dict or {}).items():
                 if key in live:
                     parts[key] = _local_part(value, live[key])
         load.writes = True
-        result = agreement.alike(lambda: _loaded(model, parts, strict), _CALL)
+        result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
         load.mends = not result.missing_keys
     elsewhere = state_keys.held_elsewhere(model, description)
     result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)

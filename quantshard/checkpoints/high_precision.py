@@ -38,14 +38,14 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             cannot be read; or values to be quantized are infinite or NaN. If one rank fails, all do.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.alike(lambda: check_arguments("load_high_precision", MODULE, model=model))
+    agreement.run_on_all_ranks(lambda: check_arguments("load_high_precision", MODULE, model=model))
     with loading("load_high_precision", model) as load:
         components.check_offsets(model.named_parameters())
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward without backward can leave parameters unsharded
         params = dict(model.named_parameters(remove_duplicate=False))
-        other_entries, parts = agreement.alike(lambda: _fitting(model, params, state_dict))
+        other_entries, parts = agreement.run_on_all_ranks(lambda: _fitting(model, params, state_dict))
         load.writes = True
         for tensor, value in other_entries:
             tensor.copy_(value)
@@ -66,13 +66,13 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
 
 
 def _fitting(
-    model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
+    model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """The checked writes of this rank: the entries that belong to no parameter, and its shard of each parameter."""
-    check_arguments("load_high_precision", STATE_DICT, state_dict=given)  # here, where errors reach all ranks
-    given = state_keys.split_stacked(model, given)
-    other_entries = _other_entries(model, params, given)
-    parts = {name: _local_part(name, param, given[name]) for name, param in params.items()}
+    """Return this rank's checked values: entries that belong to no parameter, and its shard of each parameter."""
+    check_arguments("load_high_precision", STATE_DICT, state_dict=state_dict)  # here errors reach all ranks
+    state_dict = state_keys.split_stacked(model, state_dict)
+    other_entries = _other_entries(model, params, state_dict)
+    parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
     for name, part in parts.items():
         local = components.quantized_local(params[name])
         problem = "" if local is None else requantize.non_finite(part, local.quantized_storage.shard.origin)
@@ -82,23 +82,25 @@ def _fitting(
 
 
 def _other_entries(
-    model: nn.Module, params: Mapping[str, Tensor], given: Mapping[str, Tensor]
+    model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """(live tensor, value) of each buffer, RNG key and draw count in the state dict."""
     live = dict(model.named_buffers())
-    for name in given.keys() - params.keys() - live.keys():
+    for name in state_dict.keys() - params.keys() - live.keys():
         tensor = _by_attributes(model, name) if name.endswith((f"_{KEY}", f"_{DRAWS}")) else None
         if tensor is not None:
             live[name] = tensor
-    missing = sorted(params.keys() - given.keys())
-    unknown = sorted(given.keys() - params.keys() - live.keys() - state_keys.held_elsewhere(model, given))
+    missing = sorted(params.keys() - state_dict.keys())
+    unknown = sorted(state_dict.keys() - params.keys() - live.keys() - state_keys.held_elsewhere(model, state_dict))
     if missing or unknown:
         raise CheckpointError(
             f"load_high_precision: {len(missing)} parameters have no entry in the state dict (first: "
             f"{missing[:1] or '-'}) and {len(unknown)} entries fit no parameter (first: {unknown[:1] or '-'}); a "
             "quantized checkpoint is loaded with dcp.load and load_state_dict instead"
         )
-    return [(live[name], _value(name, given[name], live[name])) for name in sorted(live.keys() & given.keys())]
+    return [
+        (live[name], _value(name, state_dict[name], live[name])) for name in sorted(live.keys() & state_dict.keys())
+    ]
 
 
 def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
@@ -109,14 +111,14 @@ def _by_attributes(model: nn.Module, name: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _local_part(name: str, param: Tensor, given: Tensor) -> Tensor:
+def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
     if param.is_meta:
         raise CheckpointError(
             f"load_high_precision: {name} is on the meta device; call reset_parameters() on the modules first"
         )
-    if isinstance(given, Tensor) and not given.is_floating_point():
-        raise CheckpointError(f"load_high_precision: {name} is {given.dtype}, not a floating-point tensor")
-    value = _value(name, given, param)
+    if isinstance(entry, Tensor) and not entry.is_floating_point():
+        raise CheckpointError(f"load_high_precision: {name} is {entry.dtype}, not a floating-point tensor")
+    value = _value(name, entry, param)
     if isinstance(value, DTensor):
         return private_torch.local_tensor(value)
     local, quantized = private_torch.local_tensor(param), components.quantized_local(param)

@@ -98,8 +98,8 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     if left_out and agreement.rank() == 0:
         warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
     if rounded:
-        warn_user(f"{path}: {state_conversion.told_of_earlier(rounded)}", RequantizedWarning)
-    notices = [*requantization.told(plan.conversions), *state_conversion.told(plan.states)]
+        warn_user(f"{path}: {state_conversion.rounding_notice(rounded)}", RequantizedWarning)
+    notices = [*requantization.conversion_notices(plan.conversions), *state_conversion.conversion_notices(plan.states)]
     requantized = f"{path}: {'; '.join(notices)}" if notices else ""
     if requantized:
         warn_user(requantized, RequantizedWarning)
@@ -118,7 +118,7 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         numbers = request.numbers
         return plan_load(request, contents or read_contents(request)), None if numbers is None else numbers.digest
 
-    (plan, _), summaries = agreement.exchanged(own, lambda result: (result[0].manifest is not None, result[1]))
+    (plan, _), summaries = agreement.exchange_results(own, lambda result: (result[0].manifest is not None, result[1]))
     check_alike([digest for _, digest in summaries], request.optimizer)
     have_manifest = [has for has, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
@@ -142,7 +142,7 @@ def _plans_together(request: LoadRequest) -> bool:
 
 def _shared_contents(request: LoadRequest) -> CheckpointContents:
     """This rank's `CheckpointContents`, with the `other_scales` of all ranks. A collective call."""
-    contents, names_by_rank = agreement.exchanged(
+    contents, names_by_rank = agreement.exchange_results(
         lambda: read_contents(request), lambda contents: contents.other_scales
     )
     return replace(contents, other_scales=[name for names in names_by_rank for name in names])
@@ -167,7 +167,7 @@ def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     masters = list(requantization.write_weights(path, plan.metadata, plan.conversions))
     rounded = state_conversion.write_states(path, plan.metadata, plan.states, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
-    agreement.alike(lambda: _load_states(plan, masters))
+    agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
     return extra, left_out, rounded
 
 

@@ -124,7 +124,7 @@ class Manager:
         self._left_behind: set[int] = set()  # steps after the restored one, which can be overwritten
         self._damaged: set[int] = set()  # steps that `restore` found damaged
         if not read_only:
-            agreement.alike(self._check_given_up)
+            agreement.run_on_all_ranks(self._check_given_up)
             self._forget_given_up()
             agreement.from_rank0(self._own)
         self._read_only = read_only
@@ -189,13 +189,13 @@ class Manager:
                 mode, on every rank.
         """
         start = time.perf_counter()
-        agreement.alike(lambda: self._check_save(step))
+        agreement.run_on_all_ranks(lambda: self._check_save(step))
         self._forget_given_up()
         self.wait()
         if self.async_ == "process":
             wait_for_process(Manager._by_process)
         state = saving.checkpoint_state(model, optimizer, extra)
-        state[rank_state.RANKS] = agreement.alike(lambda: rank_state.entries(self.state))
+        state[rank_state.RANKS] = agreement.run_on_all_ranks(lambda: rank_state.entries(self.state))
         target = agreement.from_rank0(lambda: self._prepare(step))
         writer = CommitWriter(target, {**saving.facts_of(model, extra or {}), "step": step})
         report = SaveReport(step, target.path, _held_bytes(state), 0.0)
@@ -261,7 +261,9 @@ class Manager:
         """Copy the state, and start writing the copy."""
         assert self._stager is not None
         stager = self._stager
-        copy = agreement.alike(lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: ")
+        copy = agreement.run_on_all_ranks(
+            lambda: stager.stage(state), f"{writer.target.path} could not be copied to memory: "
+        )
         if self._thread is not None:
             return self._thread.submit(saving.write_checkpoint, copy, writer, self._group)
         future = dcp.async_save(
@@ -340,7 +342,7 @@ class Manager:
         requantize: bool = False,
         lossy: bool = False,
     ) -> Restored | None:
-        """Load the last good checkpoint, or that of `step`, after verifying its checksums. A collective call.
+        """Verify and load the checkpoint of `step`, by default the last good one. A collective call.
 
         All ranks load the same checkpoint, and each verifies a part of its files. A damaged checkpoint is skipped with
         a warning that names the file, and the previous one is tried. A checkpoint without a manifest (from plain
@@ -371,7 +373,7 @@ class Manager:
                         self._left_behind = {n for n in steps if n > candidate}
                         return Restored(candidate, path, skipped=tuple(problem_by_step), **vars(result))
                     except DamagedError as error:  # if a rank is gone, `gathered` raises that instead
-                        problem = agreement.gathered(str(error))[0]
+                        problem = agreement.all_gather_object(str(error))[0]
             problem_by_step[candidate] = problem
             self._damaged.add(candidate)
             if step is None and agreement.rank() == 0:
@@ -386,7 +388,7 @@ class Manager:
 
     def _verify(self, step: int) -> str | None:
         """The first problem of a checkpoint on any rank, or None. A collective call; each rank reads some files."""
-        _, problems_by_rank = agreement.exchanged(
+        _, problems_by_rank = agreement.exchange_results(
             lambda: self._problems(step, contents=True), lambda problems: next(iter(problems), None)
         )
         return next((problem for problem in problems_by_rank if problem is not None), None)

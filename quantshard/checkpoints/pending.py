@@ -63,7 +63,7 @@ class PendingSave:
             done = bool(wait_for([self.future], POLL_SECONDS).done)
             error = self.future.exception() if done else None
             message = None if error is None else commit.said_of(self.report.path, error)
-            ranks = agreement.gathered((done, message))
+            ranks = agreement.all_gather_object((done, message))
             errors = [rank_error for _, rank_error in ranks]
             polls_after_failure += any(errors)
             self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)
@@ -81,7 +81,7 @@ def wait_for_process(saves: Collection[Future[Any]]) -> None:
     """
     polls_after_failure = 0
     while True:
-        ranks = agreement.gathered(bool(wait_for(saves, POLL_SECONDS).not_done))
+        ranks = agreement.all_gather_object(bool(wait_for(saves, POLL_SECONDS).not_done))
         if not any(ranks):
             return
         polls_after_failure += not all(ranks)

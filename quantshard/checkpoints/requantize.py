@@ -209,7 +209,7 @@ def write_weights(
         value_readers = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
         values = [reader() for reader in value_readers]
-        agreement.alike(partial(_check_finite, path, batch, values))
+        agreement.run_on_all_ranks(partial(_check_finite, path, batch, values))
         updates = []
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
@@ -312,7 +312,7 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
         seed_master(change.param, value)
 
 
-def told(found: list[ParameterConversion]) -> list[str]:
+def conversion_notices(found: list[ParameterConversion]) -> list[str]:
     """Sentences about the converted weights and masters: counts, formats and sources."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())

@@ -55,7 +55,7 @@ def save(
             one process: the optimizer is from `torch.optim`, or has parameters that are not the model's.
     """
     states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
-    agreement.alike(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
+    agreement.run_on_all_ranks(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
     state = checkpoint_state(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))
@@ -74,7 +74,7 @@ def checkpoint_state(
         ConfigurationError, RankMismatchError, UnsupportedOperationError: see `save`.
     """
     components.check_offsets(model.named_parameters())
-    state = {"model": agreement.alike(model.state_dict), EXTRA: extras.checked_extra(extra)}
+    state = {"model": agreement.run_on_all_ranks(model.state_dict), EXTRA: extras.checked_extra(extra)}
     return state if optimizer is None else state | {"optimizer": _optimizer_state(model, optimizer)}
 
 
@@ -84,7 +84,7 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 
-    (state, _), digests = agreement.exchanged(own, lambda result: result[1])
+    (state, _), digests = agreement.exchange_results(own, lambda result: result[1])
     check_alike(digests, optimizer)
     return state
 

@@ -110,14 +110,14 @@ def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], 
         value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
         read_into(path, metadata, dict(tensors))
         values = [reader() for reader in value_readers]
-        agreement.alike(partial(_check_finite, path, batch, values))
+        agreement.run_on_all_ranks(partial(_check_finite, path, batch, values))
         for change, value in zip(batch, values, strict=True):
             optimizer.set_scaled_state(change.param, change.role, value)
             written = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
             if change.is_earlier and not torch.equal(written, value):
                 rounded.append(change.key)
     earlier_keys = [change.key for change in found if change.is_earlier]  # same on every rank
-    rounded_keys = {key for keys in agreement.gathered(rounded) for key in keys} if earlier_keys else set()
+    rounded_keys = {key for keys in agreement.all_gather_object(rounded) for key in keys} if earlier_keys else set()
     return [key for key in earlier_keys if key in rounded_keys]
 
 
@@ -130,14 +130,14 @@ def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor
             )
 
 
-def told(found: list[StateConversion]) -> list[str]:
+def conversion_notices(found: list[StateConversion]) -> list[str]:
     """Sentences about the converted states: counts, names and dtypes. States of earlier versions are not counted."""
     counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in found if not c.is_earlier)
     lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
     return [f"states are kept in other dtypes here: {lines}"] if lines else []
 
 
-def told_of_earlier(rounded: list[str]) -> str:
+def rounding_notice(rounded: list[str]) -> str:
     """The warning about 8-bit states of earlier versions that were rounded, given their keys."""
     return (
         f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that are "

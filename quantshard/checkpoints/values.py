@@ -56,7 +56,7 @@ def high_precision_state_dict(
             `full` with expert parallelism. The same on every rank.
         CheckpointError: a parameter is on the meta device, or a load into the model failed halfway.
     """
-    live, params = agreement.alike(lambda: _checked(model, optimizer, dtype, full))
+    live, params = agreement.run_on_all_ranks(lambda: _checked(model, optimizer, dtype, full))
     buffers = {components.canonical_name(name) for name, _ in model.named_buffers()}
     left_out = _entries_of_weights(params, live.keys()) - buffers
     is_kept = not (full and cpu_offload) or agreement.rank() == 0

@@ -194,7 +194,9 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     """
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
-    in_step = _warn_without_masters()
+    optimizer = _stepping_optimizer()
+    if optimizer is not None:
+        _warn_without_masters(optimizer)
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -218,28 +220,32 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        if not in_step:
+        if optimizer is None:  # the old values say nothing about the new ones
             weights[i].quantized_storage.forget_amaxes()
         requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
-def _warn_without_masters() -> bool:
-    """Whether an optimizer's `step` makes this call; warns, once per line, that it trains without masters."""
+def _stepping_optimizer() -> Optimizer | None:
+    """Return the optimizer whose `step` makes this call, found on the call stack."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(caller, Optimizer):
-            kind = type(caller)
-            module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-            name = f"{module}.{kind.__qualname__}"
-            warn_user(
-                f"{name} trains quantized weights without masters, so small updates become rounding noise; build "
-                f"quantshard.optimizers.MasterWeights({name}, params, lr=...) instead"
-            )
-            return True
+            return caller
         frame = frame.f_back
-    return False
+    return None
+
+
+def _warn_without_masters(optimizer: Optimizer) -> None:
+    """Warn, once per line of the caller, that an optimizer trains quantized weights without masters."""
+    kind = type(optimizer)
+    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
+    name = f"{module}.{kind.__qualname__}"
+    warn_user(
+        f"{name} trains quantized weights without masters, so small updates become rounding noise; build "
+        f"quantshard.optimizers.MasterWeights({name}, params, lr=...) instead"
+    )
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:

@@ -196,8 +196,8 @@ def test_a_damaged_entry_is_damage(tmp_path: Path) -> None:
 
 
 def on_two_ranks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    with mock.patch.object(extras.agreement, "gathered", lambda own: [extras._readable(first)[1], own]):
-        with mock.patch.object(extras.agreement, "alike", lambda find: find()):
+    with mock.patch.object(extras.agreement, "all_gather_object", lambda own: [extras._readable(first)[1], own]):
+        with mock.patch.object(extras.agreement, "run_on_all_ranks", lambda find: find()):
             return extras.checked_extra(second)
 
 

@@ -19,9 +19,9 @@ from quantshard.checkpoints.disk.retries import (
     SpentError,
     passes,
     policy,
-    tried,
+    retry,
 )
-from quantshard.checkpoints.disk.store import locate, told
+from quantshard.checkpoints.disk.store import describe_error, locate
 from quantshard.errors import ConfigurationError
 
 FAST = RetryPolicy(attempts=4, first=0.001)
@@ -104,7 +104,7 @@ def failing(*errors):
 
 
 def of_place(error):
-    return told(error, "s3://bucket/file")
+    return describe_error(error, "s3://bucket/file")
 
 
 def test_tried_until_it_passes_or_too_often(monkeypatch):
@@ -112,23 +112,23 @@ def test_tried_until_it_passes_or_too_often(monkeypatch):
     monkeypatch.setattr(retries.time, "sleep", waits.append)
     rules = RetryPolicy(attempts=4, first=1, longest=3)
     with pytest.warns(RetryWarning) as caught:
-        assert tried(failing(TimeoutError("slow"), ConnectionError("gone")), of_place, rules) == 3
+        assert retry(failing(TimeoutError("slow"), ConnectionError("gone")), of_place, rules) == 3
     told_of = [str(warning.message) for warning in caught]
     assert len(told_of) == 2 and told_of[0].startswith("s3://bucket/file: slow; attempt 2 of 4 in ")
     assert 0.5 <= waits[0] <= 1 and 1 <= waits[1] <= 2
     with pytest.warns(RetryWarning), pytest.raises(SpentError, match=r"slow \(tried 4 times in 0 s\).*bucket/file"):
-        tried(failing(*[OSError(errno.ETIMEDOUT, "slow")] * 9), of_place, rules)
+        retry(failing(*[OSError(errno.ETIMEDOUT, "slow")] * 9), of_place, rules)
     assert 1.5 <= waits[-1] <= 3 and len(waits) == 5
     with pytest.raises(OSError, match=r"slow \(tried 1 times in 0 s\): 's3://bucket/file'"):  # no time for another
-        tried(failing(TimeoutError("slow")), of_place, RetryPolicy(seconds=0))
+        retry(failing(TimeoutError("slow")), of_place, RetryPolicy(seconds=0))
     with pytest.raises(PermissionError, match=r"403: 's3://bucket/file'"):
-        tried(failing(PermissionError("403")), of_place, rules)
+        retry(failing(PermissionError("403")), of_place, rules)
     with pytest.warns(RetryWarning):
-        assert tried(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules, gone=True) is True
+        assert retry(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules, if_missing=True) is True
     with pytest.warns(RetryWarning), pytest.raises(FileNotFoundError):
-        tried(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules)
+        retry(failing(TimeoutError("slow"), FileNotFoundError()), of_place, rules)
     with pytest.raises(FileNotFoundError):
-        tried(failing(FileNotFoundError()), of_place, rules, gone=True)
+        retry(failing(FileNotFoundError()), of_place, rules, if_missing=True)
 
 
 def test_settings_are_fsspecs_own():

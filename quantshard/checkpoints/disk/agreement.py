@@ -28,7 +28,7 @@ def rank_count() -> int:
     return 1 if process_groups.world() is None else dist.get_world_size()
 
 
-def gathered(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """Every rank's value, by rank. A collective call."""
     values = [value] * rank_count()
     if process_groups.world() is not None:
@@ -95,8 +95,8 @@ def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
             raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
-def alike(own: Callable[[], T], prefix: str = "") -> T:
-    """The result of `own` on this rank, if it succeeds on all ranks. A collective call.
+def run_on_all_ranks(own: Callable[[], T], prefix: str = "") -> T:
+    """Return the result of `own` on this rank if it succeeds on all ranks. A collective call.
 
     Error messages start with `prefix`.
 
@@ -105,13 +105,13 @@ def alike(own: Callable[[], T], prefix: str = "") -> T:
             CheckpointError.
         KeyboardInterrupt, SystemExit: this rank was interrupted; the others raise a CheckpointError.
     """
-    return exchanged(own, lambda _: None, prefix)[0]
+    return exchange_results(own, lambda _: None, prefix)[0]
 
 
-def exchanged(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
-    """The result of `own` on this rank, and `tell(result)` of each rank, by rank, if no rank failed.
+def exchange_results(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") -> tuple[T, list[U]]:
+    """Return the result of `own` on this rank, and `tell(result)` of every rank in order of ranks.
 
-    One collective call; prefix and errors are those of `alike`.
+    One collective call; see `run_on_all_ranks` for `prefix` and errors.
     """
     results: list[T] = []
     summary: U | None = None
@@ -127,9 +127,9 @@ def exchanged(own: Callable[[], T], tell: Callable[[T], U], prefix: str = "") ->
     except Exception as error:  # user code can raise anything, and the other ranks wait
         failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
     except INTERRUPTS as error:
-        gathered(((CheckpointError, _interrupted(rank(), error)), None))
+        all_gather_object(((CheckpointError, _interrupted(rank(), error)), None))
         raise
-    by_rank = gathered((failed, summary))
+    by_rank = all_gather_object((failed, summary))
     for number, (failure, _) in enumerate(by_rank):
         if failure is not None:
             kind, message = failure

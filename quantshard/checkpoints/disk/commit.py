@@ -36,7 +36,7 @@ from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, told, why
+from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, describe_error, locate, why
 from quantshard.errors import CheckpointError, warn_user
 
 T = TypeVar("T")
@@ -311,7 +311,7 @@ class CommitWriter(FileSystemWriter):
         store = self.target.store
         if isinstance(store, LocalStore):
             return action()
-        return retries.tried(action, lambda error: told(error, self.target.path), store.retry)
+        return retries.retry(action, lambda error: describe_error(error, self.target.path), store.retry)
 
     def _check(self, files: Mapping[str, FileEntry]) -> None:
         """Check that this process sees all files that the ranks wrote."""

@@ -92,13 +92,17 @@ def policy() -> RetryPolicy:
     return RetryPolicy(**settings)
 
 
-def tried(
-    action: Callable[[], T], told: Callable[[BaseException], OSError], rules: RetryPolicy, *, gone: T | None = None
+def retry(
+    action: Callable[[], T],
+    describe: Callable[[BaseException], OSError],
+    policy: RetryPolicy,
+    *,
+    if_missing: T | None = None,
 ) -> T:
-    """The result of `action`, which is retried after transient errors, each time with a `RetryWarning`.
+    """Return the result of `action`, which is retried after transient errors, each time with a `RetryWarning`.
 
-    `told`: converts an error to an OSError with the path. `gone`: the result if a retry raises FileNotFoundError,
-    because an earlier attempt removed the file; None to raise.
+    `describe`: converts an error to an OSError with the path. `if_missing`: the result if a retry raises
+    FileNotFoundError because an earlier attempt removed the file; None to raise.
 
     Raises:
         OSError: the converted error, if it is not transient.
@@ -109,18 +113,18 @@ def tried(
         try:
             return action()
         except Exception as error:
-            if attempt > 1 and gone is not None and isinstance(error, FileNotFoundError):
-                return gone
-            os_error, elapsed = told(error), time.monotonic() - start
+            if attempt > 1 and if_missing is not None and isinstance(error, FileNotFoundError):
+                return if_missing
+            os_error, elapsed = describe(error), time.monotonic() - start
             if not passes(error):
                 if os_error is error:
                     raise
                 raise os_error from error
-            wait = min(rules.longest, rules.first * 2 ** (attempt - 1)) * _random.uniform(0.5, 1)
-            if attempt >= rules.attempts or elapsed + wait > rules.seconds:
+            wait = min(policy.longest, policy.first * 2 ** (attempt - 1)) * _random.uniform(0.5, 1)
+            if attempt >= policy.attempts or elapsed + wait > policy.seconds:
                 message = f"{os_error.strerror} (tried {attempt} times in {elapsed:.0f} s)"
                 raise SpentError(os_error.errno, message, os_error.filename) from error
-            _warn(os_error, attempt, wait, rules)
+            _warn(os_error, attempt, wait, policy)
         time.sleep(wait)
         attempt += 1
 
@@ -197,7 +201,7 @@ class RetriedReader(io.RawIOBase):
                 self._drop()
                 raise
 
-        return tried(attempt, self._told, self._rules)
+        return retry(attempt, self._told, self._rules)
 
     def _drop(self) -> None:
         file, self._file = self._file, None

@@ -144,7 +144,7 @@ def why(error: BaseException) -> str:
     return words or (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def told(error: BaseException, path: Path_) -> OSError:
+def describe_error(error: BaseException, path: Path_) -> OSError:
     """A client's error as an OSError with errno, message and path."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return error
@@ -166,8 +166,8 @@ def _telling(method: F) -> F:
             self.fs.invalidate_cache()
             return method(self, path, *args)
 
-        gone = True if method.__name__ in _REMOVE else None
-        return retries.tried(attempt, lambda error: told(error, path), self.retry, gone=gone)
+        if_missing = True if method.__name__ in _REMOVE else None
+        return retries.retry(attempt, lambda error: describe_error(error, path), self.retry, if_missing=if_missing)
 
     return telling  # type: ignore[return-value]
 
@@ -208,13 +208,13 @@ class FsspecStore(FileSystemBase):
         except QuantshardError:
             raise
         except Exception as error:
-            raise told(error, path) from error
+            raise describe_error(error, path) from error
 
     def _opened(self, path: Path_, mode: str) -> Any:
         if mode != "rb":
             return self.fs.open(os.fspath(path), mode)
         return retries.RetriedReader(
-            lambda: self.fs.open(os.fspath(path), mode), lambda error: told(error, path), self.retry
+            lambda: self.fs.open(os.fspath(path), mode), lambda error: describe_error(error, path), self.retry
         )
 
     def concat_path(self, path: Path_, suffix: str) -> str:

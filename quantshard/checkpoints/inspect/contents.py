@@ -1,7 +1,7 @@
 """Contents of a checkpoint by tensor: format, shape, bytes, scales, and statistics of the codes.
 
-The components of a quantized weight are found by its `X_format` entry, those of a blockwise optimizer state by its
-scale. Data is read one chunk at a time, so the memory needed is that of the largest chunk.
+The entry `X_format` marks a quantized weight, and a scale a blockwise optimizer state. Data is read one chunk at a
+time, so the largest chunk determines the memory needed.
 """
 
 from __future__ import annotations

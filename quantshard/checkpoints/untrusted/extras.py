@@ -33,8 +33,8 @@ def checked_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigurationError: an entry could not be read back.
         RankMismatchError: an entry is not equal on all ranks.
     """
-    items, digests = agreement.alike(lambda: _readable(extra or {}))
-    first, *other_digests = agreement.gathered(digests)
+    items, digests = agreement.run_on_all_ranks(lambda: _readable(extra or {}))
+    first, *other_digests = agreement.all_gather_object(digests)
     for rank, rank_digests in enumerate(other_digests, 1):
         differing = [key for key in sorted({*first, *rank_digests}) if first.get(key) != rank_digests.get(key)]
         if differing:

@@ -213,7 +213,7 @@ def _sharded(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """
     plugin = accelerator.state.fsdp_plugin
     from_rank0 = bool(plugin.cpu_ram_efficient_loading) and not isinstance(model, FSDPModule)
-    state = agreement.alike(lambda: _taken(model) if from_rank0 else {}, "prepare: ")
+    state = agreement.run_on_all_ranks(lambda: _taken(model) if from_rank0 else {}, "prepare: ")
     if not from_rank0:
         check_before_sharding(model)
     dummy = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -234,7 +234,7 @@ def check_before_sharding(model: nn.Module) -> None:
         RankMismatchError: ranks hold different bits.
     """
     params = components.named_parameters(model).values()
-    if all(agreement.gathered(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
+    if all(agreement.all_gather_object(not any(param.is_meta or isinstance(param, DTensor) for param in params))):
         check_replicas(model)
 
 

@@ -99,14 +99,16 @@ def load(
             cause is a non-finite value or a file that became unreadable.
         ConfigurationError: a parameter's shards are not where their offsets imply.
     """
-    agreement.alike(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
+    agreement.run_on_all_ranks(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
     components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # a forward without backward leaves the unsharded copies in place
             module.reshard()
     with loading(f"the load of {path}", model) as load:
-        loader = agreement.alike(lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config)))
+        loader = agreement.run_on_all_ranks(
+            lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
+        )
         loader.judge(lossy)
         load.writes = True
         loader.write()
@@ -247,7 +249,7 @@ class _LayoutLoader:
         Raises:
             CheckpointError: a weight cannot be copied and `lossy` is False.
         """
-        reasons = agreement.alike(lambda: {item.name: self._why_not(item) for item in self.items})
+        reasons = agreement.run_on_all_ranks(lambda: {item.name: self._why_not(item) for item in self.items})
         self.report.requantized = _united({name: why for name, why in reasons.items() if why is not None})
         for name, why in list(self.report.requantized.items())[:1]:
             if not lossy:
@@ -325,7 +327,7 @@ class _LayoutLoader:
         """Copy weights, then quantize the others in batches. A collective call."""
         transfer.expect(self.files.nbytes())
         batch: list[_ParameterSlices] = []
-        for item in agreement.alike(self._copy_what_may_be):
+        for item in agreement.run_on_all_ranks(self._copy_what_may_be):
             # numel of a DTensor is global, so all ranks form the same batches for this collective call
             if batch and sum(4 * member.param.numel() for member in (*batch, item)) > BATCH_BYTES:
                 self._quantize(batch)
@@ -436,7 +438,7 @@ class _LayoutLoader:
         local.copy_(values.reshape(local.shape))
 
     def _quantize(self, batch: Sequence[_ParameterSlices]) -> None:
-        values = agreement.alike(lambda: [self._finite_values(item) for item in batch])
+        values = agreement.run_on_all_ranks(lambda: [self._finite_values(item) for item in batch])
         initial_values: list[tuple[QuantizedStorage, Tensor]] = []
         for item, value in zip(batch, values, strict=True):
             storage = components.storage_of(item.param)
@@ -458,4 +460,4 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _united(found: dict[str, str]) -> dict[str, str]:
     """Merge the reasons of all ranks in an order common to all. For each weight, the lowest rank's reason wins."""
-    return {name: why for reasons in reversed(agreement.gathered(found)) for name, why in reasons.items()}
+    return {name: why for reasons in reversed(agreement.all_gather_object(found)) for name, why in reasons.items()}
