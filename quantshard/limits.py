@@ -46,7 +46,7 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "use a recipe whose weights have square blocks or two copies",
     ),
     "quantized each forward": Limit(
-        "the weight is quantized anew for every forward and backward",
+        "the weight is quantized anew in every forward and backward",
         "it is stored in high precision and autocast's recipe quantizes weights",
         "build the module under quantized_model_init with that recipe",
     ),
@@ -63,22 +63,22 @@ FALLBACKS: Final[dict[str, Limit]] = {
     "not ours": Limit(
         "its GEMMs run in high precision",
         "it is not one of quantshard's modules",
-        "build it from quantshard.Linear, or leave it so on purpose, as heads and routers often are",
+        "build it from quantshard.Linear, unless high precision is intended, as for heads and routers",
     ),
     "one by one": Limit(
-        "experts are quantized and multiplied one after another, in some dozen launches each",
-        "kernels for all of them read codes of 8 bits, rounded to nearest, with one scale or one for 32 or 128 values",
-        "use delayed, current, block or mxfp8 scaling, or leave it so where experts are few and large",
+        "experts are quantized and multiplied one after another, in about a dozen launches each",
+        "kernels for all experts need 8-bit codes rounded to nearest and one scale per tensor or per 32 or 128 values",
+        "use delayed, current, block or mxfp8 scaling",
     ),
     "counts read": Limit(
-        "experts wait until the device tells how many tokens each has",
-        "m_splits lies there, and these experts are quantized or multiplied one after another, which the host arranges",
+        "the host waits for the number of tokens of each expert",
+        "m_splits is on the device, and these experts run one after another",
         "use delayed, current, block or mxfp8 scaling, or bf16 in multiples of 8 features, outside of torch.compile",
     ),
     "called apart": Limit(
         "an MLP of convert(modules='fused') calls its layers one by one, with the roundings of its own code",
-        "a layer of it has hooks, was wrapped or exchanged, so that a call of it does more than multiply",
-        "convert with modules='linear' where that is meant, as with adapters on these layers",
+        "one of its layers has hooks or was wrapped or replaced",
+        "use modules='linear' if that is intended, for example for adapters",
     ),
     "late history": Limit(
         "an amax history was made in this forward, so a new process has no entry to load it into",
@@ -91,19 +91,18 @@ FALLBACKS: Final[dict[str, Limit]] = {
         "shard over fewer ranks and replicate over the others (HSDP)",
     ),
     "float32 moments": Limit(
-        "its states stay in float32 although FP8 or FP16 was asked for",
-        "states with scales are for 2-D parameters",
-        "nothing is lost but a few bytes: such parameters are small",
+        "its states stay in float32 although FP8 or FP16 was requested",
+        "states with scales need 2-D parameters",
+        "no action is needed: such parameters are small",
     ),
 }
 """Fallbacks by name: right numbers, slower or with more memory."""
 
 REFUSALS: Final[dict[str, Limit]] = {
     "uneven axis": Limit(
-        "a mesh axis of tensor parallelism does not cut a dim that it does not divide",
-        "DTensor misplaces the pieces that three or more FSDP ranks then cut (a bug of PyTorch), so checkpoints would "
-        "mix them up",
-        "choose a size that is a multiple of the axis, or replicate the parameter over it",
+        "tensor parallelism does not cut a dim that its mesh axis does not divide",
+        "DTensor misplaces uneven pieces that three or more FSDP ranks then cut (a bug of PyTorch)",
+        "choose a multiple of the axis, or replicate the parameter over it",
     ),
     "cut in a byte": Limit(
         "two codes that share a byte are not cut apart",
@@ -112,9 +111,8 @@ REFUSALS: Final[dict[str, Limit]] = {
         "codes)",
     ),
     "misplaced pieces": Limit(
-        "a parameter whose pieces DTensor places elsewhere than they are is neither trained nor saved",
-        "PyTorch gets the offsets wrong where three or more FSDP ranks cut an uneven piece along the same dim, so a "
-        "checkpoint would mix them up",
+        "a parameter whose pieces have wrong offsets in DTensor is neither trained nor saved",
+        "PyTorch miscomputes offsets if three or more FSDP ranks cut an uneven piece",
         "make that dim a multiple of the inner axis (tensor parallelism), or shard it over at most two FSDP ranks",
     ),
     "reshard to fewer ranks": Limit(
@@ -129,9 +127,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "changed plan": Limit(
         "whether FSDP2 frees a weight of two copies between passes cannot change after its first gather",
-        "each pass then gathers the copy that it needs, in buffers of fixed sizes",
-        "call set_reshard_after_forward and set_reshard_after_backward before the first forward, or use a recipe whose "
-        "weights keep one copy",
+        "the gather buffers of each pass have fixed sizes",
+        "call set_reshard_after_forward and set_reshard_after_backward before the first forward",
     ),
     "compiled tensor parallelism": Limit(
         "a layer that tensor parallelism cuts is not compiled",
@@ -139,22 +136,19 @@ REFUSALS: Final[dict[str, Limit]] = {
         "leave it out of the compiled function (torch.compiler.disable)",
     ),
     "other stages": Limit(
-        "delayed scaling does not reduce amaxes over ranks that run other stages of a pipeline",
-        "each stage ends its passes at other times, so that ranks would wait for each other",
-        "give autocast(amax_reduction_group=) the ranks that run the same stage: its data-parallel group, or one of "
-        "this rank alone (docs/sharding.md)",
+        "delayed scaling does not reduce amaxes over other stages of a pipeline",
+        "stages end their passes at different times, so ranks would wait for each other",
+        "pass the ranks of this stage as autocast(amax_reduction_group=) (docs/sharding.md)",
     ),
     "captured draws": Limit(
-        "what draws random words is not captured in a CUDA graph before quantshard.capturable_(model)",
-        "the draws are counted on the host, so every replay would round with the same random words",
-        "call quantshard.capturable_(model), run a step, then capture; or use a recipe without stochastic rounding "
-        "(NVFP4BlockScaling(disable_stochastic_rounding=True))",
+        "stochastic rounding is not captured in a CUDA graph before quantshard.capturable_(model)",
+        "random draws are counted on the host, so every replay would round with the same bits",
+        "call quantshard.capturable_(model), run a step, then capture; or round to nearest",
     ),
     "captured arithmetic": Limit(
         "in-place arithmetic on quantized weights, as of stock optimizers, is not captured in a CUDA graph",
-        "whether values change, and are finite, is read back before any is written",
-        "keep optimizer.step() outside of the graph, or use FusedAdam with masters and capturable=True (in place of "
-        "AdamW: weight_decay=0.01)",
+        "the host reads whether values change and are finite before it writes any",
+        "keep optimizer.step() outside of the graph, or use FusedAdam(capturable=True, weight_decay=0.01)",
     ),
     "captured values": Limit(
         "quantize_ and requantize_ of a quantized weight are not captured in a CUDA graph",
@@ -163,12 +157,12 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "captured shards": Limit(
         "make_graphed_callables does not take parameters that FSDP2 shards",
-        "what FSDP2 gathers lies at another address in each pass, and its hooks are no launches",
+        "FSDP2 gathers them at another address in each pass",
         "capture the whole step with quantshard.StepGraph (docs/graphs.md), or replicate the model (DDP)",
     ),
     "captured replicas": Limit(
         "make_graphed_callables and StepGraph do not take what DistributedDataParallel wraps together with the wrapper",
-        "its reduction of gradients is begun by Python, in hooks of the whole backward",
+        "Python hooks start its gradient reduction",
         "capture the module or its layers by make_graphed_callables, then wrap it",
     ),
     "captured region": Limit(
@@ -177,10 +171,9 @@ REFUSALS: Final[dict[str, Limit]] = {
         "checkpoint inside of what is captured, with use_reentrant=False and preserve_rng_state=False",
     ),
     "overwritten activations": Limit(
-        "the backward of a captured callable does not run behind another forward of it, or of one captured before it "
-        "or by another call into the same pool, nor twice",
-        "its activations lie at fixed addresses, and were written over",
-        "call backward before the next forward, or capture a callable for each forward whose backward is still to come",
+        "the backward of a captured callable does not run after another forward in the same pool, nor twice",
+        "its activations were written over",
+        "call backward before the next forward, or capture a callable for each pending forward",
     ),
     "changed outputs": Limit(
         "the backward of a captured callable does not run after its output was changed in place",
@@ -189,37 +182,37 @@ REFUSALS: Final[dict[str, Limit]] = {
     ),
     "second derivative": Limit(
         "create_graph=True through a quantized layer is not supported",
-        "the backward of a quantized linear layer has no derivative of its own, which would be lost in silence",
-        "for a gradient penalty build this layer in high precision, outside of autocast",
+        "the backward of a quantized linear layer has no derivative",
+        "build this layer in high precision, outside of autocast, for a gradient penalty",
     ),
     "derivative of codes": Limit(
         "create_graph=True through an activation whose inputs are kept as codes is not supported",
-        "backward computes with codes, which have no derivative, so that a second one would be lost in silence",
+        "codes have no derivative",
         "build the module with activation_storage='high_precision'",
     ),
     "compiled codes": Limit(
-        "recompute_activation with activation_storage='fp8' is not compiled where an MLP is not one operator",
-        "the compiler decides what it computes again, and of codes the activation is another one",
-        "leave recompute_activation or return_layernorm_output out, or do not compile it without a GPU",
+        "recompute_activation with activation_storage='fp8' is not compiled if the MLP is not one operator",
+        "the compiler chooses what to recompute, and codes give another activation",
+        "omit recompute_activation or return_layernorm_output, or do not compile without a GPU",
     ),
     "unknown first forward": Limit(
-        "a layer of quantized weights or delayed scaling that runs again in backward is not computed",
+        "a layer with quantized weights or delayed scaling cannot be recomputed in backward here",
         "outside of torch.utils.checkpoint the recipe and scales of its first forward are not known",
         "recompute with quantshard.checkpoint or torch.utils.checkpoint",
     ),
     "new data": Limit(
-        "what is assigned to .data of a quantized tensor is another of its format, shape and place, as .to() gives one",
-        "quantizing new values needs amaxes of all ranks",
+        ".data of a quantized tensor accepts only a tensor of its format, shape and shard, such as .to() returns",
+        "quantizing new values needs the amaxes of all ranks",
         "use quantize_() or quantshard.requantize_() for new values",
     ),
     "wider parameters": Limit(
-        "FusedAdam trains parameters that are quantized, float32, bfloat16 or float16; MasterWeights float64 ones too",
-        "masters and arithmetic are float32, so further digits and imaginary parts would be lost in silence",
+        "FusedAdam trains quantized, float32, bfloat16 and float16 parameters; MasterWeights also float64",
+        "masters and arithmetic are float32",
         "cast the parameter, freeze it, or give it to an optimizer of torch.optim",
     ),
     "numbered states": Limit(
         "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
-        "states are numbered as in one process, by parameters in the model's order, and must be there before a step",
+        "states are numbered as in one process, and must exist before a step",
         "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names (docs/experts.md)",
     ),
     "states of closures": Limit(
