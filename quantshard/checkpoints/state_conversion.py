@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.requantize import batches, stored_values
-from quantshard.checkpoints.untrusted.reader import Path_, read_into
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.recipe import QuantSpec
@@ -62,11 +62,11 @@ class StateConversion:
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
 
-def state_conversions(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) -> list[StateConversion]:
+def state_conversions(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> list[StateConversion]:
     """The states of a quantshard optimizer that the checkpoint has in another dtype. The same on every rank."""
     if optimizer is None or not hasattr(optimizer, "set_scaled_state"):
         return []
-    entries, conversions = metadata.state_dict_metadata, []
+    entries, conversions = reader.entries, []
     numbers = numbers_of(optimizer, ParameterNumbers.of(model, optimizer))
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -95,7 +95,7 @@ def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
     return cell is not None or dtype in (torch.float32, torch.bfloat16)
 
 
-def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], optimizer: Any) -> list[str]:
+def write_states(reader: SafeReader, found: list[StateConversion], optimizer: Any) -> list[str]:
     """Read the states and write their values into the optimizer, in batches. A collective call.
 
     Returns:
@@ -108,9 +108,9 @@ def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], 
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
         value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
-        read_into(path, metadata, dict(tensors))
-        values = [reader() for reader in value_readers]
-        agreement.run_on_all_ranks(partial(_check_finite, path, batch, values))
+        reader.read_into(dict(tensors))
+        values = [compute() for compute in value_readers]
+        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
         for change, value in zip(batch, values, strict=True):
             optimizer.set_scaled_state(change.param, change.role, value)
             written = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
@@ -121,7 +121,7 @@ def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], 
     return [key for key in earlier_keys if key in rounded_keys]
 
 
-def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor]) -> None:
+def _check_finite(path: object, batch: list[StateConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
         if count := int(value.isfinite().logical_not().sum()):
             raise CheckpointError(

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from quantshard.checkpoints import Manager, load, rank_state, save
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.rank_state import RandomGenerators
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
 from tests.checkpoints.small import built, written
@@ -264,7 +264,7 @@ def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, value
     model, optimizer = stepped(STOCK["AdamW"], steps)
     load(path, model, optimizer)
     assert [float(state["step"]) for state in optimizer.state.values()] == [7.0, 2.0]
-    make_object(path, key := "optimizer.state.0.exp_avg", SafeReader(path).tensor("optimizer.state.0.exp_avg"))
+    make_object(path, key := "optimizer.state.0.exp_avg", SafeReader(path).value("optimizer.state.0.exp_avg"))
     model, optimizer = stepped(STOCK["AdamW"], steps)
     before = whole(model, optimizer)
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch.float32 \[3, 4\] here"):
@@ -276,7 +276,7 @@ def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, value
 def test_a_tensor_in_an_object_is_not_passed_over(tmp_path: Path, key: str) -> None:
     path = written(tmp_path / "c", "mxfp8")
     model, optimizer = built("mxfp8", seed=4)
-    make_object(path, key, SafeReader(path).tensor(key))
+    make_object(path, key, SafeReader(path).value(key))
     before = whole(model, optimizer)
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch\.\S+ \[.*\] here"):
         load(path, model, optimizer)

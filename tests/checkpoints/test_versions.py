@@ -20,7 +20,7 @@ from quantshard import checkpoints
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.requantize import RequantizedWarning
-from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
 from quantshard.state_cells import STATE_CELLS
@@ -177,7 +177,7 @@ def test_a_newer_manifest_is_refused_by_number(tmp_path: Path) -> None:
 def test_metadata_with_new_fields_are_refused_by_name(tmp_path: Path) -> None:
     """Of a later PyTorch: better than to overlook what they mean."""
     path = written(tmp_path / "c", "mxfp8")
-    found = read_metadata(path)
+    found = SafeReader(path).metadata
     found.surprise = 3  # type: ignore[attr-defined]
     (path / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(CheckpointError, match="a Metadata has other fields"):

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints
 from quantshard.checkpoints import high_precision, partial_load, rank_state
+from quantshard.checkpoints.checksums import NoManifestWarning, share
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.untrusted.checksums import NoManifestWarning, share
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import SafePlanner, SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam, MasterWeights
 from tests.distributed.models import Case
@@ -49,9 +49,9 @@ def flip(folder: Path, key: str) -> None:
     if key == METADATA_FILE:
         file, at = folder / key, (folder / key).read_bytes().rindex(b".tmp")  # which nobody reads
     else:
-        metadata = read_metadata(folder)
-        chunk, values = list(SafeReader(folder, metadata).pieces(key))[-1]
-        info = next(i for k, i in metadata.storage_data.items() if k.fqn == key and k.offset == chunk.offsets)
+        reader = SafeReader(folder)
+        chunk, values = list(reader.pieces(key))[-1]
+        info = next(i for k, i in reader.metadata.storage_data.items() if k.fqn == key and k.offset == chunk.offsets)
         file = folder / info.relative_path
         wanted = values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         at = file.read_bytes().index(wanted, info.offset, info.offset + info.length)
@@ -163,7 +163,7 @@ def failing(where: Any, name: str, error: type[BaseException]) -> Any:
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         found = whole(*args, **kwargs)
-        of_the_load = where is not SafePlanner or args[1].dest_index.fqn == "model.1.bias"
+        of_the_load = where is not DefaultLoadPlanner or args[1].dest_index.fqn == "model.1.bias"
         if of_the_load and (is_last() or name == "requantize_"):
             raise error("it failed")
         return found
@@ -188,12 +188,12 @@ def half_way(case: Case, folder: str, turns: Sequence[int]) -> list[str]:
     entrances: dict[str, tuple[Callable[[Run], object], Any, Case]] = {
         "load": (
             lambda run: checkpoints.load(root / "good", run.model, run.optimizer),
-            (SafePlanner, "commit_tensor"),
+            (DefaultLoadPlanner, "commit_tensor"),
             case,
         ),
         "load of the model": (
             lambda run: checkpoints.load(root / "good", run.model),
-            (SafePlanner, "commit_tensor"),
+            (DefaultLoadPlanner, "commit_tensor"),
             case,
         ),
         "the optimizer refuses": (
