@@ -22,9 +22,7 @@ from quantshard import private_torch
 from quantshard.argument_kinds import PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
-from quantshard.errors import ConfigurationError, is_told
-from quantshard.modules.contexts import context_warnings
-from quantshard.modules.contexts.context_warnings import InitWatch
+from quantshard.errors import ConfigurationError
 from quantshard.modules.contexts.layer_recipes import RecipeByName, Recipes, by_name, check_recipes
 from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
 from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
@@ -195,8 +193,7 @@ def current_setting() -> str:
 
 
 def init_plan() -> InitPlan:
-    """The plan for a module that is being built. Each call counts as one module."""
-    context_warnings.counts.built += 1
+    """The plan for a module that is being built."""
     return _thread.init_plans[-1] if _thread.init_plans else _HIGH_PRECISION_INIT
 
 
@@ -363,7 +360,7 @@ class quantized_model_init:
             check_recipes(_INIT, recipe)  # type: ignore[arg-type]
         self._enabled, self._preserve = enabled, preserve_high_precision_init_val
         self.plan = self._plan_of(HighPrecision() if self._by_name else resolve(recipe))  # type: ignore[arg-type]
-        self._entered: list[tuple[InitPlan, InitWatch | None]] = []
+        self._entered: list[InitPlan] = []
         self._arguments = (enabled, recipe, preserve_high_precision_init_val)
 
     def _plan_of(self, recipe: Recipe) -> InitPlan:
@@ -380,17 +377,15 @@ class quantized_model_init:
         return inside
 
     def __enter__(self) -> None:
-        plan, silent = self.plan, not self.plan.quantize or is_told(context_warnings.INIT)
+        plan = self.plan
         if self._by_name is not None:
             plan = replace(plan, unnamed=UnnamedLayers(_INIT, self._by_name))
-        self._entered.append((plan, None if silent else InitWatch(f"{_INIT}(recipe={plan.recipe.name!r})")))
+        self._entered.append(plan)
         _thread.init_plans.append(plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        plan, watch = self._entered.pop()
+        plan = self._entered.pop()
         _leave(_thread.init_plans, plan)
-        if watch is not None:
-            watch.end(failed=kind is not None)
         if plan.unnamed is not None:
             plan.unnamed.leave()
             if kind is None:
@@ -439,7 +434,6 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = is_delayed(self.setting)
-        self._runs_before = 0
         self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -457,7 +451,6 @@ class autocast:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
         if not _thread.autocasts and not torch.compiler.is_compiling():
             drop_failed_backward()
-            self._runs_before = context_warnings.counts.run
         _thread.autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -470,8 +463,6 @@ class autocast:
                 torch.ops.quantshard.record_forward_amaxes()
         elif kind is None:
             _thread.forward_amaxes.flush()
-            if context_warnings.counts.run == self._runs_before and quantizes(self.setting):
-                context_warnings.warn_of_idle_autocast(f"autocast(recipe={setting(self.setting).recipe.name!r})")
         else:
             _thread.forward_amaxes.drop()  # no collective, because other ranks need not have failed
 

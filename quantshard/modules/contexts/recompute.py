@@ -25,7 +25,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from quantshard import limits, private_torch
 from quantshard.argument_kinds import CALLABLE, check_arguments
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context, context_warnings, unsupported
+from quantshard.modules.contexts import context, unsupported
 from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
@@ -129,7 +129,6 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         UnsupportedOperationError: the first forward is unknown, or differs from the recomputation.
         TorchVersionError: this version of PyTorch does not expose which region is recomputed.
     """
-    context_warnings.counts.run += 1
     regions = _regions()
     if regions.replayed is None:
         autocast_setting = context.setting(setting or context.current_setting())
