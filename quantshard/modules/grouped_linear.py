@@ -122,9 +122,9 @@ class GroupedLinear(QuantizedModule):
         super().reset_parameters()
         self._note_spread()
 
-    def take_plan(self, plan: InitPlan, name: str) -> None:
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
         """Convert to an init plan; see `QuantizedModule.take_plan`."""
-        super().take_plan(plan, name)
+        super().take_plan(plan, name, has_own_recipe)
         self._note_spread()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:

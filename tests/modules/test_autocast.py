@@ -546,14 +546,6 @@ def test_quantized_model_init_holds_for_the_thread_that_entered_it():
     assert not isinstance(weight, QuantizedTensor)
 
 
-def test_recipes_by_name_pass_over_layers_of_other_threads():
-    with quantized_model_init(recipe={"*": "current"}):
-        model = torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"))
-        elsewhere = in_another_thread(lambda: torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"), model))
-    assert isinstance(model[0].weight, QuantizedTensor)
-    assert not isinstance(elsewhere[0].weight, QuantizedTensor)
-
-
 def test_leaving_an_autocast_records_no_amaxes_of_another_thread():
     layer, other = linear(DELAYED), linear(DELAYED)
     other.eval()
