@@ -1,9 +1,7 @@
-"""Warnings about parameters of a model that no optimizer has, and parameters of an optimizer that the model lacks.
+"""Warnings about parameters of a model that its optimizers lack, and parameters of an optimizer that the model lacks.
 
-An optimizer knows its parameters but no model, and a model knows no optimizer. So this is checked only where both are
-available: in `explain(model, optimizer)`, and in the forward of a converted model, which looks for the optimizers of
-the process. A model of plain layers that is never explained cannot be checked. Nor can an optimizer with no parameter
-of the model, because it can belong to another model.
+An optimizer knows no model, and a model no optimizer, so only callers that have both can check: `explain(model,
+optimizer)` and accelerate's `prepare`.
 """
 
 from __future__ import annotations
@@ -50,24 +48,23 @@ def held(optimizers: Iterable[Any]) -> dict[Tensor, str]:
     return result
 
 
-def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> bool:
+def warn_of_unheld(model: nn.Module, optimizers: Sequence[Any]) -> None:
     """Warn about trainable parameters that are in none of the optimizers.
 
-    Returns False, without a warning, if the optimizers have no parameter of this model.
+    Does nothing if the optimizers have no parameter of this model, because they can belong to another one.
     """
     params, optimized = registered(model), held(optimizers)
     if not any(param in optimized for param in params):
-        return False
+        return
     missing = [name for param, name in params.items() if param.requires_grad and param not in optimized]
     if missing:
         relevant = [candidate for candidate in optimizers if any(param in params for param in held([candidate]))]
         kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in relevant}))
         warn_once(
             f"unheld {shown(missing)} {class_name(model)} {[*map(_number, relevant)]}",
-            f"{shown(missing)} of a {class_name(model)}: trained, but in no optimizer ({kinds}), so a step leaves "
-            "it as it is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
+            f"{shown(missing)} of a {class_name(model)}: trained, but not in this {kinds}, whose step leaves it as it "
+            "is; give the optimizer model.named_parameters(), or freeze it: requires_grad_(False)",
         )
-    return True
 
 
 def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
@@ -80,15 +77,6 @@ def warn_of_strangers(model: nn.Module, optimizer: Any) -> None:
             f"{type(optimizer).__name__} holds {shown(strange, 1)}, not in this {class_name(model)}, so it does not "
             "train them; make it after convert and fully_shard",
         )
-
-
-def warn_of_replaced(optimizer: Any, names: Sequence[str], by: str = "convert") -> None:
-    """Warn about weights of an optimizer that `convert`, or `by`, has replaced in the model."""
-    _warn_of_optimizer(
-        optimizer,
-        f"{type(optimizer).__name__} was made before {by} and holds {shown(names, 1)} as they were, so it does not "
-        f"train them; make it after {by} and fully_shard",
-    )
 
 
 def _warn_of_optimizer(optimizer: Any, text: str) -> None:

@@ -52,7 +52,7 @@ def explain(
 ) -> Report:
     """Report what each parameter of a model costs on this rank, and how its GEMMs run.
 
-    Warns of parameters that train and are in no optimizer, and of parameters in the optimizer that are not in the
+    Warns of parameters that train and are not in the optimizer, and of parameters in the optimizer that are not in the
     model.
 
     Args:
@@ -88,8 +88,7 @@ def explain(
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
         optimizer_members.warn_of_strangers(model, optimizer)
-        # Another optimizer can have the missing parameters.
-        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])
+        optimizer_members.warn_of_unheld(model, [optimizer])
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))

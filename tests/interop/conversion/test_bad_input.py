@@ -274,93 +274,36 @@ def forwards(model: nn.Module) -> None:
         model(X)
 
 
-def test_an_optimizer_made_before_convert_is_told() -> None:
-    model = born()
-    other = born()
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, model, other)]
-    for each in (model, other):
-        qs.convert(each, "mxfp8")
-    texts = said(lambda: [forwards(each) for each in (model, other, model)])
-    assert texts == [
-        "AdamW was made before convert and holds 0.weight and 3 more as they were, so it does not train them; make it "
-        "after convert and fully_shard"
-    ] * len(optimizers)
-
-
-def test_it_is_told_of_each_at_one_line_under_pythons_own_filter() -> None:
-    """As in a second run of the same process, whose text and line Python has shown."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            model = born()
-            optimizer = torch.optim.AdamW(model.parameters())
-            qs.convert(model, "mxfp8")
-            forwards(model)
-            del optimizer
-            errors.warn_user("what nobody counts")
-    texts = [str(each.message) for each in caught]
-    assert sum("AdamW was made before convert" in text for text in texts) == 2
-    assert texts.count("what nobody counts") == 1
-
-
-def test_it_is_told_where_the_forward_is_none_of_ours() -> None:
-    """As of a model that accelerate's prepare has given one: behind a step, and once."""
-    model = born()
-    optimizer = FusedAdam(model.named_parameters())
-    wrapper = torch.optim.SGD([torch.zeros(1)])  # as Lightning and accelerate have one around each
-    wrapper.param_groups, wrapper.inner = optimizer.param_groups, optimizer
-    model.forward = model.forward
-    qs.convert(model, "mxfp8")
-
-    def train() -> None:
-        for _ in range(4):
-            model(X).sum().backward()
-            optimizer.step()
-
-    (text,) = said(train)
-    assert text.startswith("FusedAdam was made before convert and holds 0.weight and 3 more as they were")
-
-
-def test_a_replaced_weight_that_another_model_trains_is_not_told() -> None:
-    """Where it has a gradient, a layer computes with it."""
-    model, other = born(), born()
-    other[0].weight = model[0].weight
-    optimizer = torch.optim.AdamW(other.parameters())
-    qs.convert(model, "mxfp8", filter=["0"])
-
-    def train() -> None:
-        for _ in range(4):
-            other(X).sum().backward()
-            optimizer.step()
-
-    assert said(train) == []
-
-
-def test_parameters_in_no_optimizer_are_told() -> None:
+def test_explain_tells_of_parameters_that_the_optimizer_lacks() -> None:
     """Of each optimizer: a loop may train one model after another."""
     for _ in range(2):
         model = born()
         qs.convert(model, "mxfp8")
         named = [(name, each) for name, each in model.named_parameters() if name not in ("1.weight", "2.bias")]
         optimizer = FusedAdam(named)
-        (text,) = said(lambda model=model: forwards(model))  # type: ignore[misc]
-        assert text.startswith("1.weight, 2.bias of a Sequential: trained, but in no optimizer (FusedAdam)")
-        assert said(lambda model=model: qs.explain(model)) == []  # type: ignore[misc]
+        (text,) = said(lambda model=model, optimizer=optimizer: qs.explain(model, optimizer))  # type: ignore[misc]
+        assert text.startswith("1.weight, 2.bias of a Sequential: trained, but not in this FusedAdam")
+        model[1].requires_grad_(False), model[2].requires_grad_(False)
+        assert (
+            said(lambda model=model: qs.explain(model, FusedAdam(p for p in model.parameters() if p.requires_grad)))
+            == []
+        )  # type: ignore[misc]
         del optimizer
 
 
-def test_what_is_held_frozen_or_unknown_is_not_told() -> None:
-    held, split, frozen, unknown = (born() for _ in range(4))
-    for model in (held, split, frozen, unknown):
-        qs.convert(model, "mxfp8")
-    frozen[1].requires_grad_(False)
-    trained = [each for each in frozen.parameters() if each.requires_grad]
-    optimizers = [
-        MasterWeights(torch.optim.AdamW, held.named_parameters()),
-        FusedAdam(split[0].named_parameters()), FusedAdam(split[1:].named_parameters()), FusedAdam(trained),
-    ]  # fmt: skip
-    assert said(lambda: [forwards(model) for model in (held, split, frozen, unknown)]) == []
-    assert said(lambda: qs.explain(held, optimizers[0])) == []
+def test_explain_says_nothing_of_an_optimizer_that_holds_all() -> None:
+    model = born()
+    qs.convert(model, "mxfp8")
+    optimizer = MasterWeights(torch.optim.AdamW, model.named_parameters())
+    assert said(lambda: qs.explain(model, optimizer)) == []
+
+
+def test_explain_tells_of_an_optimizer_made_before_convert() -> None:
+    model = born()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    qs.convert(model, "mxfp8")
+    text, *_ = said(lambda: qs.explain(model, optimizer))
+    assert text.startswith("AdamW holds 0.weight and 3 more, not in this Sequential") and "after convert" in text
 
 
 def test_explain_tells_of_an_optimizer_of_another_model() -> None:
