@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantshard import sharding
 from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import checks, fusion, gated_mlp, optimizer_watch
+from quantshard.interop.conversion import checks, fusion, gated_mlp
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.linear import (
     ConvertedLinear,
@@ -116,8 +116,6 @@ def convert(
         raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
     enter_recipe(model, common, autocast)
     leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
-    if autocast:
-        optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
     del layer_choices
     converted = []
     # free each layer once it is replaced, so that both models are never in memory at once
@@ -161,7 +159,7 @@ def check_modules(function: str, modules: object) -> None:
 def revert(model: nn.Module) -> int:
     """Undo `convert`: replace quantized layers by plain `nn.Linear` layers with the dequantized weights.
 
-    An existing optimizer still holds the quantized weights, and its step warns. Build a new one to continue training.
+    An existing optimizer still holds the quantized weights. Build a new one to continue training.
 
     Returns:
         The number of layers that were replaced.
@@ -181,8 +179,6 @@ def revert(model: nn.Module) -> int:
         )
     gated_mlp.unfuse(model)
     places = places_of(model)
-    converted = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]
-    names = {id(module.weight): name for name, module in reversed(converted)}
     plain_weights: dict[int, Tensor] = {}
     for module in layers:
         plain = plain_linear(module, plain_weights.get(id(module.weight)))
@@ -191,8 +187,6 @@ def revert(model: nn.Module) -> int:
             put(plain)
         weight_watch.watch(plain)
     leave_recipe(model)
-    optimizer_watch.end(model)
-    optimizer_watch.note_reverted((names[id(module.weight)], module.weight) for module in layers)
     return len(layers)
 
 
