@@ -22,7 +22,6 @@ from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
 from quantshard.checkpoints.parameter_numbers import check_alike
-from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.requantize import ParameterConversion, RequantizedWarning
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
@@ -55,8 +54,8 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
-            every rank. After a failure of a write (no manifest, a failing disk), the model and the optimizer refuse to
-            run, step and be saved until a load succeeds. After any other failure they are unchanged.
+            every rank. The model and the optimizer are unchanged, unless the message says that the model is partly
+            loaded (no manifest, a failing disk).
         ConfigurationError: a shard of a parameter is not at the offset where PyTorch would load it, or the optimizer's
             parameters are not the model's.
         UnsupportedOperationError: see `save`.
@@ -85,12 +84,11 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         CheckpointError, ConfigurationError, UnsupportedOperationError: see `load`.
     """
     path = request.path
-    with loading(f"the load of {path}", request.model, request.optimizer) as guard:
-        components.check_offsets(request.model.named_parameters())
-        plan = _agreed_plan(request)
-        if plan.reader.manifest is None:
-            checksums.warn_of_none(plan.reader)
-        guard.writes = True
+    components.check_offsets(request.model.named_parameters())
+    plan = _agreed_plan(request)
+    if plan.reader.manifest is None:
+        checksums.warn_of_none(plan.reader)
+    with agreement.writing_into("the model"):
         extra, rounded = _apply(plan)
     if rounded:
         warn_user(f"{path}: {state_conversion.rounding_notice(rounded)}", RequantizedWarning)

@@ -231,8 +231,7 @@ def _check_finite(path: object, batch: list[ParameterConversion], values: list[T
         )
         if problem:
             raise CheckpointError(
-                f"{path}: {change.name} by {_told(change.source)}: {problem}; codes saturate, which would hide it. The "
-                "model is loaded in part: load another checkpoint"
+                f"{path}: {change.name} by {_told(change.source)}: {problem}; codes saturate, which would hide it"
             )
 
 

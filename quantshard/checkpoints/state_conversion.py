@@ -126,7 +126,7 @@ def _check_finite(path: object, batch: list[StateConversion], values: list[Tenso
         if count := int(value.isfinite().logical_not().sum()):
             raise CheckpointError(
                 f"{path}: {count} values of {change.key} are infinite or NaN, and rounded to another dtype they would "
-                "spoil those that share a scale with them. The model is loaded in part: load another checkpoint"
+                "spoil those that share a scale with them"
             )
 
 
