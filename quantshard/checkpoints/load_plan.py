@@ -189,7 +189,7 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
         state["optimizer"] = optimizer_states.to_load(optimizer, all_entries, numbers)
     conversions = _conversions(request, contents, state["model"])
     convertible = state_conversion.state_conversions(contents.reader, model, optimizer)
-    states = [change for change in convertible if request.requantize or change.is_earlier]
+    states = convertible if request.requantize else []
     targets, places = private_torch.flatten_state_dict(state)
     other_ranks_keys = fit.elsewhere(all_entries, model, numbers)
     stored_entries = {

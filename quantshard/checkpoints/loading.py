@@ -89,9 +89,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     if plan.reader.manifest is None:
         checksums.warn_of_none(plan.reader)
     with agreement.writing_into("the model"):
-        extra, rounded = _apply(plan)
-    if rounded:
-        warn_user(f"{path}: {state_conversion.rounding_notice(rounded)}", RequantizedWarning)
+        extra = _apply(plan)
     notices = [*requantization.conversion_notices(plan.conversions), *state_conversion.conversion_notices(plan.states)]
     requantized = f"{path}: {'; '.join(notices)}" if notices else ""
     if requantized:
@@ -143,12 +141,8 @@ def _shared_contents(request: LoadRequest) -> CheckpointContents:
     return replace(contents, other_scales=[name for names in names_by_rank for name in names])
 
 
-def _apply(plan: LoadPlan) -> tuple[dict[str, Any], list[str]]:
-    """Carry out a plan. A collective call.
-
-    Returns:
-        The caller's entries, and the keys that `write_states` rounded.
-    """
+def _apply(plan: LoadPlan) -> dict[str, Any]:
+    """Carry out a plan, and return the caller's entries. A collective call."""
     reading = {**plan.reading, **{f"{EXTRA}.{key}": value for key, value in plan.extra.items()}}
     # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
     # requantized weights does the same, and checks its values on all ranks before it writes weights.
@@ -158,10 +152,10 @@ def _apply(plan: LoadPlan) -> tuple[dict[str, Any], list[str]]:
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state, plan.places[key], value)
     masters = list(requantization.write_weights(plan.reader, plan.conversions))
-    rounded = state_conversion.write_states(plan.reader, plan.states, plan.request.optimizer)
+    state_conversion.write_states(plan.reader, plan.states, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
-    return extra, rounded
+    return extra
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:

@@ -4,8 +4,8 @@ One process reads both, one entry at a time. Tensors are assembled from their sh
 their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
 (an optimizer's groups, the step) are compared by value, and their floats by bits; no code of the files is executed.
 
-Optimizer states that are stored as codes of different formats are compared by value, e.g. second moments of earlier
-versions. States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
+Optimizer states that are stored as codes of different formats are compared by value. States of single ranks (RNG
+states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
