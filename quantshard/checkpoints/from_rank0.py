@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.partial_load import loading
 from quantshard.collectives import process_groups
@@ -30,7 +29,6 @@ _CALL = "load_from_rank0: "
 _ALIGNMENT = 16  # bytes, a multiple of every dtype's size, so that parts of a bucket can be viewed as any dtype
 
 
-@suggests_names
 @torch.no_grad()
 def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
     """Load rank 0's unsharded state dict into every rank's shards of a model. A collective call of all processes.
@@ -56,7 +54,6 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.run_on_all_ranks(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     with loading("load_from_rank0", model) as load:
         components.check_offsets(model.named_parameters())
         description = agreement.from_rank0(lambda: _description(state_dict))

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, Tenso
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import PATH, check_arguments
 from quantshard.checkpoints import fit, optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement, manifest
@@ -119,7 +118,6 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     Raises:
         CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
     """
-    check_arguments("load", PATH, path=request.path)  # here, where errors reach all ranks
     saved_manifest = manifest.read_manifest(request.path)
     try:
         metadata = read_metadata(request.path)

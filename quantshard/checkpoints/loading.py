@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds, suggests_names
 from quantshard.checkpoints import optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
@@ -30,7 +29,6 @@ from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
 
 
-@suggests_names
 def load(
     path: Path_,
     model: nn.Module,
@@ -64,7 +62,6 @@ def load(
             parameters are not the model's.
         UnsupportedOperationError: see `save`.
     """
-    check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
 
 

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments, suggests_names
 from quantshard.checkpoints import loading, rank_state, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -91,7 +90,6 @@ class Manager:
     """Managers whose last save failed while some rank was still writing; the same on every rank. The save reads their
     memory, so they are kept alive until all ranks have agreed that the save has ended."""
 
-    @suggests_names
     def __init__(
         self,
         directory: Path_,
@@ -102,10 +100,6 @@ class Manager:
         state: Mapping[str, Stateful] | None = None,
         read_only: bool = False,
     ) -> None:
-        check_arguments("Manager", PATH, directory=directory)
-        check_arguments("Manager", WHOLE_NUMBER.or_none, keep_last=keep_last)
-        check_arguments("Manager", WHOLE_NUMBER, keep_every=keep_every)
-        check_arguments("Manager", MAPPING.or_none, state=state)
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
         if keep_every < 0:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
-from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
@@ -84,7 +83,6 @@ class GroupedLinear(QuantizedModule):
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, tp_mesh=tp_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
-        check_arguments("GroupedLinear", WHOLE_NUMBER, num_gemms=num_gemms)
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
         self._layers = []
         self._reader = grouped.ExpertsReader()

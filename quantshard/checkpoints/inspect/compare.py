@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import numerics
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.untrusted.metadata import read_metadata
@@ -88,7 +87,6 @@ class Comparison:
         return self.differences[0] if self.differences else None
 
 
-@suggests_names
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
 
@@ -97,7 +95,6 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: a checkpoint is missing, incomplete or damaged.
     """
-    check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
     a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
     entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
     differences: list[Difference] = []

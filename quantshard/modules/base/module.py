@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from quantshard import limits, numerics, private_torch
-from quantshard.argument_kinds import CALLABLE, FLAG, check_kinds
 from quantshard.collectives import flat_max
 from quantshard.distributed import distribute, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
@@ -120,7 +119,6 @@ class QuantizedModule(RecipeModule):
         mode: str | None = None,
     ) -> Projection:
         """Register the parameters of a linear layer; `sizes` maps the name of each part to its out_features."""
-        check_kinds(type(self).__name__, init_method=(CALLABLE.or_none, init_method), bias=(FLAG, bias))
         tensor_parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
         projection = Projection(tuple(sizes), prefix, mode, suffix)
         cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
