@@ -16,7 +16,7 @@ from quantshard.modules import (
     autocast,
     quantized_model_init,
 )
-from quantshard.modules.base.module import WeightSpec
+from quantshard.modules.base.initialization import WeightSpec
 from quantshard.numerics import distributions
 from tests.covering import exhaustive, in_turns
 
