@@ -623,7 +623,7 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         (
             {
                 "terminal/screen.py": "print(x)",
-                "doctor/report.py": "print(x)",
+                "doctor.py": "print(x)",
                 "cli/diff.py": "say(x), screen.print(x)",
             },
             0,
