@@ -88,7 +88,7 @@ class QuantizedModule(nn.Module):
         self.use_bias = False
         self._plan = context.init_plan()
         self._dtype = params_dtype or torch.get_default_dtype()
-        checks.check_dtype(f"{type(self).__name__}(params_dtype=)", self._dtype)
+        checks.check_dtype(f"{type(self).__name__}.params_dtype", self._dtype)
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}

@@ -388,14 +388,11 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
-        calibrating: bool = False,
         recipe: str | Recipe | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
-        check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
-        if calibrating:
-            raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
+        check_flags("autocast", enabled=enabled, strict=strict)
         if amax_reduction_group is not None and torch.compiler.is_compiling():
             raise ConfigurationError(
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
@@ -404,7 +401,7 @@ class autocast:
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = is_delayed(self.setting)
-        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+        self._arguments = (enabled, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("autocast", function)
