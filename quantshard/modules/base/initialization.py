@@ -98,11 +98,10 @@ def fill(module: Any, names: Iterable[str]) -> None:
         if AMAX_HISTORY in state:
             state[AMAX_HISTORY].zero_()
         local, offset = private_torch.local_tensor(param), private_torch.global_offset(param)
-        is_quantized = isinstance(local, QuantizedTensor)
-        origin = local.quantized_storage.shard.origin if is_quantized else (offset[0], offset[1])
+        origin = local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (offset[0], offset[1])
         shape = (local.shape[0], local.shape[1])
         values = spec.values(int(state[KEY]), origin, shape, local.device).to(module._dtype)
-        if is_quantized:
+        if isinstance(local, QuantizedTensor):
             quantized[f"{type(module).__name__}.{name}"] = (param, values)
         else:
             local.copy_(values)
