@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.partial_load import loading
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components, state_keys
@@ -54,19 +53,17 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    with loading("load_from_rank0", model) as load:
-        components.check_offsets(model.named_parameters())
-        description = agreement.from_rank0(lambda: _description(state_dict))
-        sent = state_dict or {} if agreement.rank() == 0 else {}
-        live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
-        parts = {}
-        for keys in _buckets(description):
-            for key, value in _broadcast(keys, description, state_dict or {}).items():
-                if key in live:
-                    parts[key] = _local_part(value, live[key])
-        load.writes = True
+    components.check_offsets(model.named_parameters())
+    description = agreement.from_rank0(lambda: _description(state_dict))
+    sent = state_dict or {} if agreement.rank() == 0 else {}
+    live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
+    parts = {}
+    for keys in _buckets(description):
+        for key, value in _broadcast(keys, description, state_dict or {}).items():
+            if key in live:
+                parts[key] = _local_part(value, live[key])
+    with agreement.writing_into("the model"):
         result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
-        load.mends = not result.missing_keys
     elsewhere = state_keys.held_elsewhere(model, description)
     result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)
     return result

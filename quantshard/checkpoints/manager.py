@@ -25,18 +25,17 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.checkpoints import loading, rank_state, saving
+from quantshard.checkpoints import extras, loading, rank_state, saving
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.load_plan import LoadRequest
+from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.pending import PendingSave, SaveReport, wait_for_process
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.staging import CopiedStateStager, Stager
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import DamagedError
 from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -389,7 +388,7 @@ class Manager:
         try:
             saved_manifest = manifest.read_manifest(path)
             if saved_manifest is None:  # without a manifest, only the metadata can be checked
-                read_metadata(path)
+                SafeReader(path)
                 return []
         except CheckpointError as error:
             return [str(error)]

@@ -15,13 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.checkpoints import fit, optimizer_states
+from quantshard.checkpoints import extras, fit, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, check_alike
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
 from quantshard.tensor import components, state_keys

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
-from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import Orientation, Role
 from quantshard.interop.layouts import conversion, files, table
@@ -102,15 +101,12 @@ def load(
         if isinstance(module, FSDPModule):
             # a forward without backward leaves the unsharded copies in place
             module.reshard()
-    with loading(f"the load of {path}", model) as load:
-        loader = agreement.run_on_all_ranks(
-            lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
-        )
-        loader.judge(lossy)
-        load.writes = True
+    loader = agreement.run_on_all_ranks(
+        lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
+    )
+    loader.judge(lossy)
+    with agreement.writing_into("the model"):
         loader.write()
-        # all parameters are written, but the files have no buffers, which an earlier failed load may have changed
-        load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
 
 
