@@ -96,7 +96,7 @@ class ShardedSource:
         outputs.make_folder(folder)
         try:
             lock = ownership.lock(folder)
-        except (BlockingIOError, OSError) as error:
+        except OSError as error:
             raise ConfigurationError(
                 f"{folder} cannot be locked, or another process writes tokens there: {error.strerror or error}"
             ) from None
@@ -104,7 +104,7 @@ class ShardedSource:
             return self._written(folder, parts, processes or _cpus())
         finally:
             if lock is not None:
-                lock.close()
+                lock.release()
 
     def _parts(self) -> tuple[tuple[Piece, ...], ...]:
         if self.source.size > self.shard_bytes * _MOST_SHARDS:
