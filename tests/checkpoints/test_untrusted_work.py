@@ -237,16 +237,8 @@ def test_metadata_of_many_pieces_are_read(tmp_path: Path) -> None:
         assert len(read_metadata(path).storage_data) == 8_000
 
 
-@pytest.mark.parametrize("value", [b"[],", b"0,", b'{"":0},'])
-def test_a_manifest_of_many_values(forged: Path, value: bytes) -> None:
-    content = b'{"files":[' + value * ((15 << 20) // len(value)) + b"0]}"
-    (forged / "manifest.json").write_bytes(content)
-    verdict = judge(lambda: manifest.read_manifest(forged))
-    assert (verdict.kind, "more than 1048576 values" in verdict.what) == (REFUSED, True)
-
-
 def test_a_manifest_of_many_missing_files(forged: Path) -> None:
-    files = {f"d{n}/f": {"bytes": 1, "xxh3_128": "0" * 32} for n in range(50_000)}
+    files = {f"d{n}": {"bytes": 1, "xxh3_128": "0" * 32} for n in range(50_000)}
     content = {"quantshard": 1, "files": files, "world_size": 1, "torch": "2", "saved_at": "x"}
     (forged / "manifest.json").write_text(json.dumps(content))
     with in_time():

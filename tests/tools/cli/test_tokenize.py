@@ -317,13 +317,6 @@ def test_a_long_line(tmp_path, monkeypatch):
         list(texts.chunks(JSONL, texts.Piece(str(path), 0, 100, 1), texts.TextOptions()))
 
 
-def test_a_line_of_many_values(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text":"a","ids":[' + b"[]," * 600_000 + b"0]}\n")
-    with pytest.raises(ConfigurationError, match="line is not JSON: it has more than 1048576 values"):
-        list(texts.chunks(JSONL, texts.Piece(str(path), 0, 1 << 22, 1), texts.TextOptions()))
-
-
 def test_bad_options_are_refused(folder, tmp_path):
     data, out, tokenizer = folder / "a.jsonl", tmp_path / "out", folder / "tokenizer"
 
