@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from quantshard import checkpoints, private_torch
+from quantshard.checkpoints.background import Stager
 from quantshard.checkpoints.disk import commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.staging import Stager
 from quantshard.checkpoints.untrusted import reader
 from quantshard.errors import CheckpointError
 from tests.distributed import durability
