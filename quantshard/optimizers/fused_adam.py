@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.presets import chosen_options
+from quantshard.optimizers.kernel_step import CommonOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FusedAdam(AdamOptimizer):
@@ -78,7 +80,6 @@ class FusedAdam(AdamOptimizer):
         RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],
@@ -90,50 +91,25 @@ class FusedAdam(AdamOptimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        capturable: bool = False,
-        preset: str | None = None,
-        master_weights: bool | None = None,
-        master_weight_dtype: torch.dtype | None = None,
         exp_avg_dtype: torch.dtype | None = None,
         exp_avg_sq_dtype: torch.dtype | None = None,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool | None = None,
         set_grad_none: bool | None = None,
-        max_skipped_in_a_row: int = 10,
-        ema_decay: float = 0.0,
+        **common: Unpack[CommonOptions],
     ) -> None:
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         if set_grad_none is not None:
             warn_user("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning)
-        passed_options = {
-            "master_weights": master_weights,
-            "master_weight_dtype": master_weight_dtype,
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "store_param_remainders": store_param_remainders,
-        }
-        storage = chosen_options(type(self).__name__, preset, passed_options)
         self._set_to_none = set_grad_none is None or set_grad_none
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "adam_w_mode": adam_w_mode,
-            },
-            state_dtypes={EXP_AVG: storage.exp_avg_dtype, EXP_AVG_SQ: storage.exp_avg_sq_dtype},
-            capturable=capturable,
-            master_weights=storage.master_weights,
-            master_weight_dtype=storage.master_weight_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=storage.store_param_remainders,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            ema_decay=ema_decay,
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+        }
+        super().__init__(params, defaults, {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}, **common)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""

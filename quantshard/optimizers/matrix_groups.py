@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import parameter_registry
 from quantshard.presets import ADAMW, MUON
 
 ALGORITHM = "algorithm"
@@ -31,7 +30,7 @@ def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]
         ConfigurationError: the algorithm is unknown; an entry has no effect; a parameter of a "muon" group is not a
             matrix; or an "adamw" group has no lr and Muon's lr does not suit it.
     """
-    group = parameter_registry.checked_group("Muon", number, given)
+    group = dict(given)
     algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
     if algorithm not in (MUON, ADAMW):
         raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")

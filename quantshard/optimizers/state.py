@@ -29,7 +29,7 @@ from quantshard.state_cells import STATE_CELLS, state_cell
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage, Remainder
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
 PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
@@ -76,14 +76,6 @@ class OptimizerState(ABC):
     def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
         """Components with blocks that several ranks share, and the process groups of these ranks."""
         return {}
-
-    def signature(self) -> list[int]:
-        """Return the tensor addresses, which kernels use until they change."""
-        return [tensor.data_ptr() for tensor in self.live()]
-
-    def written(self, drawn: bool) -> None:
-        """Record that kernels wrote the parameter. `drawn`: it was rounded stochastically."""
-        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -274,16 +266,6 @@ class QuantizedWeight(QuantizedState):
     def live(self) -> list[Tensor]:
         history = self.storage.state.get(AMAX_HISTORY)
         return [*self.storage.components.values(), *([] if history is None else [history])]
-
-    def signature(self) -> list[int]:
-        # A load writes the key in place, at the same address.
-        return [*super().signature(), int(self.storage.state[KEY])]
-
-    def written(self, drawn: bool) -> None:
-        super().written(drawn)
-        self.storage.mark_written()
-        if drawn:
-            self.storage.state[DRAWS].add_(1)
 
     def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         assert begun is not None
