@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.doctor.cases import Shape
 from quantshard.tools.doctor.steps import step_case, stepped, weights, with_gradients

@@ -15,9 +15,9 @@ from quantshard import limits, modules, recipe
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
 from quantshard.modules.contexts import unsupported
-from quantshard.presets import PRESETS, StateOptions
 from quantshard.private_torch import lookup
 from quantshard.recipe_arguments import fixed_fields
+from quantshard.state_storage import PRESETS, StateOptions
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"

@@ -25,7 +25,7 @@ from quantshard.checkpoints.untrusted.reader import Path_, read_into
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import (
+from quantshard.state_storage import (
     FP8_NONNEGATIVE_STATE,
     FP8_STATE,
     STATE_SCALE_SUFFIXES,

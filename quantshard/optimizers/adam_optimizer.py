@@ -13,8 +13,8 @@ from quantshard.errors import ConfigurationError
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, STATES, Hyperparameters, adam, largest_ratio
 from quantshard.numerics.states import EMA_DECAY, StateSpec
 from quantshard.optimizers.kernel_step import KernelOptimizer
-from quantshard.optimizers.state import floor_of
 from quantshard.optimizers.step import Update
+from quantshard.state_storage import floor_of
 
 
 class AdamOptimizer(KernelOptimizer):

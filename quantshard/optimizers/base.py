@@ -14,7 +14,7 @@ from torch import Tensor
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.numerics.states import EMA_DECAY
 from quantshard.optimizers import guards
-from quantshard.presets import STATE_ARGUMENTS
+from quantshard.state_storage import STATE_ARGUMENTS
 from quantshard.tensor import components
 
 _BELOW_ONE: Final = 1 - 2.0**-25

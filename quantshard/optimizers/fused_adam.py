@@ -32,7 +32,7 @@ class FusedAdam(AdamOptimizer):
     State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8). The last two are
     scaled: each block of 128 elements of a row has a power-of-two scale, because unscaled float16 overflows above 65504
     and loses squares of gradients below 2e-4. FP8 is E4M3 for the first moment and UE5M3 for the second, which is never
-    negative (`state_cells`). Only 2-D parameters have scaled states; other parameters use float32 instead.
+    negative (`state_storage`). Only 2-D parameters have scaled states; other parameters use float32 instead.
 
     If any gradient is infinite or NaN, the step is skipped on all ranks: no weight, moment, scale or amax history
     changes, and `skipped_steps` counts it. On GPUs the device skips the step, and the host learns about it in the next
@@ -52,7 +52,7 @@ class FusedAdam(AdamOptimizer):
             reading `skipped_steps` or calling `state_dict()` raises, once, the error that `step` would have raised. Set
             the rate with `group["lr"].fill_(rate)`; LR schedulers do. Quantized weights then need masters. Run one step
             before capturing, and do not replace any tensor afterwards.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the next four options and store_param_remainders.
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the next four options and store_param_remainders.
             Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
             with a preset must agree with it.
         master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated

@@ -33,7 +33,7 @@ from quantshard.optimizers.elementwise import ElementwiseOptimizer
 from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.step import GroupSettings, ParameterStep, StepPlan
-from quantshard.presets import chosen_options
+from quantshard.state_storage import chosen_options
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
 

@@ -33,7 +33,7 @@ class Lion(KernelOptimizer):
         lr: learning rate. `group["lr"]` can be set between steps, as LR schedulers do.
         betas: decay of the mean whose sign is the update, and of the mean that is stored.
         weight_decay: decoupled weight decay.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the storage of the moment and the masters, as in
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of the moment and the masters, as in
             `FusedAdam`. Both mean the same for Lion: an FP8 moment and 16-bit masters.
         exp_avg_dtype: dtype of the moment: float32 (default), float16, bfloat16 or uint8 (FP8).
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,

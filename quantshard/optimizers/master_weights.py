@@ -21,7 +21,8 @@ from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, rounding
 from quantshard.optimizers.base import SWITCHES, ParameterOptimizer, check_ranges
-from quantshard.optimizers.state import PLAIN_DTYPES, make_weight
+from quantshard.optimizers.state import make_weight
+from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
 
 UPDATES = "updates"

@@ -17,18 +17,9 @@ from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED
 from quantshard.optimizers import guards, loading
 from quantshard.optimizers.base import ParameterOptimizer, check_ranges
 from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
-from quantshard.optimizers.state import (
-    PLAIN_DTYPES,
-    OptimizerState,
-    assign,
-    check_dtype,
-    make_average,
-    make_master,
-    make_state,
-    make_weight,
-)
+from quantshard.optimizers.state import OptimizerState, assign, make_average, make_master, make_state, make_weight
 from quantshard.optimizers.step import StepPlan, rounded_roles
-from quantshard.presets import check_remainders
+from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders
 from quantshard.tensor import components
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.presets import ADAMW, MUON
+from quantshard.state_storage import ADAMW, MUON
 
 ALGORITHM = "algorithm"
 """Group entry that chooses the algorithm: `MUON` or `ADAMW`."""

@@ -31,7 +31,7 @@ from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, 
 from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
 from quantshard.optimizers.step import ParameterStep, StepPlan, Update, UpdateFormula
-from quantshard.presets import MUON
+from quantshard.state_storage import MUON
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,7 +75,7 @@ class Muon(AdamOptimizer):
         adjust_lr_fn: how the shape of a matrix scales the learning rate. "original" (same as None), or
             "match_rms_adamw", which makes lr and weight decay values suited to AdamW valid here, and lets "adamw"
             groups inherit this lr.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the storage of masters, momentum and moments, as in
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of masters, momentum and moments, as in
             `FusedAdam`; momentum is bfloat16.
         momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8). The rounding
             errors of FP8 are amplified together with the smallest singular values and raise the loss

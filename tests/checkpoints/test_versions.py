@@ -23,7 +23,7 @@ from quantshard.checkpoints.requantize import RequantizedWarning
 from quantshard.checkpoints.untrusted.metadata import read_metadata
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import FusedAdam
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor.components import CHECKPOINT_VERSION
 from tests.checkpoints.small import built, written
 from tests.checkpoints.test_untrusted import change_object

@@ -20,7 +20,7 @@ from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
 from quantshard.optimizers import Lion, Muon, kernel_step, step
 from quantshard.optimizers import muon as muon_module
-from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS

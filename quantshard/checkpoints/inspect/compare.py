@@ -29,7 +29,7 @@ from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
 from quantshard.checkpoints.untrusted.reader import SafeReader, decoded, why_unread
 from quantshard.formats import Orientation
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import scaled_state, stored_state_cell
+from quantshard.state_storage import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
 

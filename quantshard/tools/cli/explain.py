@@ -16,7 +16,7 @@ from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import scaled_products
 from quantshard.numerics.muon import MOMENTUM_BUFFER
-from quantshard.presets import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
+from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.tools import observe, planning
 from quantshard.tools.cli import models
 from quantshard.tools.cli.models import ModelSource

@@ -10,7 +10,7 @@ import torch
 
 from quantshard.argument_kinds import meant
 from quantshard.errors import ConfigurationError
-from quantshard.presets import MUON, PRESETS, StateOptions
+from quantshard.state_storage import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
