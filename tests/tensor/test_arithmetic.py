@@ -437,7 +437,6 @@ def test_torch_optim_moves_weights(name):
             assert not differing(found[False, recipe], found[True, recipe])
 
 
-@pytest.mark.filterwarnings("ignore:.*in no optimizer")  # biases are left out
 @pytest.mark.parametrize(
     "make", [lambda p: torch.optim.Muon(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2))]
 )

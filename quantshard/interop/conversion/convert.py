@@ -23,7 +23,6 @@ from quantshard.interop.conversion.places import Places, places_of
 from quantshard.interop.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
 from quantshard.interop.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
-from quantshard.modules.base import weight_watch
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
 from quantshard.recipe import AUTO, HighPrecision, Recipe
@@ -121,10 +120,6 @@ def convert(
     # free each layer once it is replaced, so that both models are never in memory at once
     while built:
         converted.append(_exchange(places, *built.pop(0), keep))
-    # parameters left in high precision can also be missing from the optimizer
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            weight_watch.watch(module)
     if modules == "linear":
         return ConversionReport(tuple(converted), unconverted, experts)
     return ConversionReport(tuple(converted), unconverted, experts, *fusion.fuse(model, mlps, activation_storage))
@@ -185,7 +180,6 @@ def revert(model: nn.Module) -> int:
         plain_weights[id(module.weight)] = plain.weight  # keep weights tied that were tied after convert
         for put in places[id(module)]:
             put(plain)
-        weight_watch.watch(plain)
     leave_recipe(model)
     return len(layers)
 
