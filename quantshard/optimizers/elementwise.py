@@ -130,11 +130,14 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 loss = closure()
         groups = [self._group_settings(number, group) for number, group in enumerate(self.param_groups)]
         plan = self._current_plan()
-        self._take_gradients(plan, groups)
-        flags, remaining = self._measured(plan)
-        flags.warn_of_no_gradient()
-        applied = self._apply(flags, remaining)
-        self._finished(applied)
+        try:
+            self._take_gradients(plan, groups)
+            flags, remaining = self._measured(plan)
+            flags.warn_of_no_gradient()
+            applied = self._apply(flags, remaining)
+            self._finished(applied)
+        finally:
+            plan.release_gradients()
         if applied:
             for item in plan.items:
                 self._versions[item.param] = item.version()

@@ -224,6 +224,11 @@ class StepPlan:
     frozen: list[Tensor]
     flags: FlagLayout
 
+    def release_gradients(self) -> None:
+        """Drop the references to gradients and new values of a step."""
+        for item in self.items:
+            item.grad, item.begun = None, {}
+
     def is_current(self) -> bool:
         """Return whether all parameters still have their local tensors and storages."""
         locals_now = [*map(private_torch.local_tensor, [item.param for item in self.items])]
