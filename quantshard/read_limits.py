@@ -30,8 +30,7 @@ LINE_BYTES: Final = 32 * _MIB
 """Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 LOG_BYTES: Final = 1 << 30
-"""Bytes of `metrics.jsonl` and `statistics.jsonl` that a report reads: five million steps, or 50,000 samples of a large
-model. Of a longer file parts are read, evenly over it."""
+"""Bytes of `metrics.jsonl` that a report reads: five million steps. Of a longer file parts are read, evenly over it."""
 
 BROKEN_LINES: Final = 10_000
 """Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
