@@ -26,20 +26,11 @@ tensor, and a run's `config.toml` 150 per data file. `config.json` and similar f
 hand. The largest tokenizers have 256,000 tokens and 35 MB.
 """
 
-JSON_VALUES: Final = 1 << 20
-"""Maximum number of values in one JSON text. One byte can take 64 of memory. The largest safetensors index has some
-200,000."""
-
-TOML_MARKS: Final = 1 << 19
-"""Maximum number of dots, commas, brackets, equal signs, backslashes and lines in a TOML text. Python's parser reads
-200,000 per second. A run's `config.toml` has 4 for each of up to 100,000 files."""
-
 LINE_BYTES: Final = 32 * _MIB
 """Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 LOG_BYTES: Final = 1 << 30
-"""Bytes of `metrics.jsonl` and `statistics.jsonl` that a report reads: five million steps, or 50,000 samples of a large
-model. Of a longer file parts are read, evenly over it."""
+"""Bytes of `metrics.jsonl` that a report reads: five million steps. Of a longer file parts are read, evenly over it."""
 
 BROKEN_LINES: Final = 10_000
 """Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
@@ -55,6 +46,3 @@ than bytes."""
 
 NAME_LENGTH: Final = 1024
 """Maximum characters of a file name inside a checkpoint."""
-
-TEXT_LENGTH: Final = 200
-"""Maximum characters of a text in `manifest.json`, such as PyTorch's version."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
@@ -29,7 +28,6 @@ _CALL = "load_from_rank0: "
 _ALIGNMENT = 16  # bytes, a multiple of every dtype's size, so that parts of a bucket can be viewed as any dtype
 
 
-@suggests_names
 @torch.no_grad()
 def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
     """Load rank 0's unsharded state dict into every rank's shards of a model. A collective call of all processes.
@@ -55,7 +53,6 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.run_on_all_ranks(lambda: check_arguments("load_from_rank0", MODULE, model=model))
     components.check_offsets(model.named_parameters())
     description = agreement.from_rank0(lambda: _description(state_dict))
     sent = state_dict or {} if agreement.rank() == 0 else {}

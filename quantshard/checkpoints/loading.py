@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+<<<<<<< HEAD
 from quantshard import numerics, private_torch
 from quantshard.argument_kinds import MODULE, OPTIMIZER, PATH, check_arguments, check_kinds, suggests_names
 from quantshard.checkpoints import fit, optimizer_states, rank_state
+=======
+from quantshard.checkpoints import checksums, optimizer_states, rank_state, state_conversion
+>>>>>>> main
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
@@ -34,7 +38,6 @@ from quantshard.tensor import components
 _TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
 
-@suggests_names
 def load(
     path: Path_,
     model: nn.Module,
@@ -67,7 +70,6 @@ def load(
             parameters are not the model's.
         UnsupportedOperationError: see `save`.
     """
-    check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
 
 

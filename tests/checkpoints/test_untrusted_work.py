@@ -102,16 +102,8 @@ def test_an_object_that_would_be_too_large_is_not_saved() -> None:
         checked_entry("extra", "x" * (17 << 20))
 
 
-@pytest.mark.parametrize("value", [b"[],", b"0,", b'{"":0},'])
-def test_a_manifest_of_many_values(forged: Path, value: bytes) -> None:
-    content = b'{"files":[' + value * ((15 << 20) // len(value)) + b"0]}"
-    (forged / "manifest.json").write_bytes(content)
-    verdict = judge(lambda: manifest.read_manifest(forged))
-    assert (verdict.kind, "more than 1048576 values" in verdict.what) == (REFUSED, True)
-
-
 def test_a_manifest_of_many_missing_files(forged: Path) -> None:
-    files = {f"d{n}/f": {"bytes": 1, "xxh3_128": "0" * 32} for n in range(50_000)}
+    files = {f"d{n}": {"bytes": 1, "xxh3_128": "0" * 32} for n in range(50_000)}
     content = {"quantshard": 1, "files": files, "world_size": 1, "torch": "2", "saved_at": "x"}
     (forged / "manifest.json").write_text(json.dumps(content))
     with in_time():

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints, private_torch
+from quantshard.checkpoints.background import Stager
 from quantshard.checkpoints.disk import commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.staging import Stager
 from quantshard.errors import CheckpointError
 from tests.distributed import durability
 from tests.distributed.models import Case

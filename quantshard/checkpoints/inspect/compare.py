@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import numerics
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import scaled_state, stored_state_cell
+from quantshard.state_storage import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
 
@@ -87,7 +86,6 @@ class Comparison:
         return self.differences[0] if self.differences else None
 
 
-@suggests_names
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
 
@@ -96,7 +94,6 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: a checkpoint is missing, incomplete or damaged.
     """
-    check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
     a, b = (SafeReader(path) for path in (path_a, path_b))
     entries_a, entries_b = a.entries, b.entries
     differences: list[Difference] = []

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import manifest, transfer
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
@@ -36,7 +35,6 @@ class Verification:
         return not self.problems
 
 
-@suggests_names
 def verify(path: Path_) -> Verification:
     """Check one checkpoint. Not a collective call. Every byte is read, one chunk at a time.
 
@@ -48,7 +46,6 @@ def verify(path: Path_) -> Verification:
 
     Defects of the checkpoint never raise: they are listed in `problems`.
     """
-    check_arguments("verify", PATH, path=path)
     problems = manifest.problems(path)
     checksums = manifest.exists(path)
     try:

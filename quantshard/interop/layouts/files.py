@@ -151,7 +151,7 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, too long or not a JSON object.
     """
-    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError, wide=True)
+    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
 
 
 class SafetensorsFiles:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import MODULE, PATH, check_kinds, suggests_names
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -70,7 +69,6 @@ class Import:
         return lines
 
 
-@suggests_names
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
@@ -98,7 +96,6 @@ def load(
             cause is a non-finite value or a file that became unreadable.
         ConfigurationError: a parameter's shards are not where their offsets imply.
     """
-    agreement.run_on_all_ranks(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
     components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
