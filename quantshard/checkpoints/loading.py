@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-<<<<<<< HEAD
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import MODULE, OPTIMIZER, PATH, check_arguments, check_kinds, suggests_names
 from quantshard.checkpoints import fit, optimizer_states, rank_state
-=======
-from quantshard.checkpoints import checksums, optimizer_states, rank_state, state_conversion
->>>>>>> main
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
@@ -231,7 +226,6 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     Raises:
         CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
     """
-    check_arguments("load", PATH, path=request.path)  # here, where errors reach all ranks
     reader = SafeReader(request.path)
     entries = reader.entries
     params = components.named_parameters(request.model)
