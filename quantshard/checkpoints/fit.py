@@ -321,11 +321,6 @@ def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str)
             yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"
 
 
-def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
-    """The dtype of a stored tensor; None for another entry."""
-    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
-
-
 # Tied weights
 
 _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}

@@ -253,7 +253,7 @@ def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mappin
         for suffix in components.power_of_two_scales(param)
         if tags.get(name) == components.storage_of(param).cell.tag
     }
-    float32 = [key for key in sorted(weight_names) if fit.dtype_of(reader.entries.get(key)) == torch.float32]
+    float32 = [key for key in sorted(weight_names) if requantization.dtype_of(reader.entries.get(key)) == torch.float32]
     scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
     return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
 

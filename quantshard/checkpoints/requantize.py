@@ -145,10 +145,11 @@ def _sets_master(
     stored_keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
     if not live or stored_keys != live.keys():
         return bool(live)
-    return any(_dtype(stored[prefix + key]) != value.dtype for key, value in live.items())
+    return any(dtype_of(stored[prefix + key]) != value.dtype for key, value in live.items())
 
 
-def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
+def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
+    """The dtype of a stored tensor; None for another entry."""
     return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
@@ -268,7 +269,7 @@ def _reading(
         parts = (private_torch.local_tensor(part) for part in (high, low))
         return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
     key = state + MASTER if change.source == "master" else weight
-    dtype = _dtype(stored[key])
+    dtype = dtype_of(stored[key])
     cell: QuantSpec | None = None
     if change.source == "master" and key + _SCALE in stored and dtype is not None:
         cell = STATE_CELLS[dtype]
