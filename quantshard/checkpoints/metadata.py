@@ -242,8 +242,6 @@ def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> 
             problem = f"{MANIFEST} does not name its file {name}"
         elif described is not None:
             problem = manifest.wrong_file(path, name, described.files[name], contents=False)
-        elif store.leads_out(store.join(folder, name), folder):
-            problem = f"its file {name} is a link out of the directory"
         if problem is not None:
             raise CheckpointError(f"{problem}; restore it")
         try:
