@@ -30,7 +30,7 @@ from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, 
 from quantshard.modules.fused_norm import NO_NORM, NormBackward, NormInput, enter
 from quantshard.modules.gemms import compiled, functional, operators
 from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
-from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear, SavedLinear
+from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
@@ -209,7 +209,7 @@ def _run_norm_linear(
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """Return the outputs, and the tensors that backward needs."""
     norm, source = enter(front, layer.call.recipe, keeps)
-    outputs, wgrad_operand = functional.forward_gemms(source, front.x.shape, *layer, keeps)
+    outputs, wgrad_operand = functional.forward_gemms(source, front.x.shape, layer, keeps)
     return outputs, norm, wgrad_operand
 
 
@@ -238,16 +238,14 @@ class _NormLinearFunction(torch.autograd.Function):
         _no_second_derivative()
         *output_grads, total_grad = grads
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
-        layer: LinearBackward = ctx.layer
+        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        saved: LinearBackward = ctx.layer
+        layer = saved.begin(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
         filled_grads = functional.filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.parts]])
         dy: Tensor | None = None
-        tensor_grads: list[Tensor | None] = [None] * layer.tensors
-        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        tensor_grads: list[Tensor | None] = [None] * layer.num_parameters
         if filled_grads:
-            grad_mask = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-            dy, tensor_grads = layer.backward(
-                filled_grads, layer_tensors, grad_mask, front.again(layer, ctx.rule, grad_mask)
-            )
+            dy, tensor_grads = layer.backward(filled_grads, front.again(layer, ctx.rule))
         return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *tensor_grads)
 
 
@@ -256,9 +254,9 @@ def _run_mlp(
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """Return the output, and the tensors that backward needs."""
     norm, source = enter(front, fc1.call.recipe, keeps[0])
-    inner, wgrad1 = functional.forward_gemms(source, None, *fc1, keeps[0])
+    inner, wgrad1 = functional.forward_gemms(source, None, fc1, keeps[0])
     between = ActivationInputs(*inner)
-    (out,), wgrad2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
+    (out,), wgrad2 = functional.forward_gemms(between.activated(activation), front.x.shape, fc2, keeps[1])
     return out, norm, between, [wgrad1, wgrad2]
 
 
@@ -268,7 +266,7 @@ def _mlp_gradients(
     rule: NormConfig | None,
     inner: StoredInputs,
     activation: str,
-    layers: Sequence[SavedLinear],
+    layers: Sequence[LinearBackward],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Return the gradients of the normalized rows, and of the weights and biases of both layers.
 
@@ -276,21 +274,20 @@ def _mlp_gradients(
     after their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.saved.reread(lambda: inner.read().activated(activation), fc2.needed)
-    dh, fc2_grads = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
+    hidden = fc2.reread(lambda: inner.read().activated(activation))
+    dh, fc2_grads = fc2.backward([dout], hidden)
+    assert dh is not None
     del hidden
     fc2.tensors.clear()
     weight_operands = None
     # the codes of plain weights are made after dh is freed
     if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):
-        weight_operands = fc1.saved.weight_operands(fc1.tensors)
-    out_grads = through_activation(
-        dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, weight_operands
-    )
+        weight_operands = fc1.weight_operands()
+    out_grads = through_activation(dh, inner.read(), activation, fc1, fc2.rereads, weight_operands)
     del dh
     inner.tensors.clear()
-    x_wgrad = front.again(fc1.saved, rule, fc1.needed)
-    dy, fc1_grads = fc1.saved.gradients(out_grads, fc1.tensors, fc1.needed, x_wgrad, weight_operands)
+    x_wgrad = front.again(fc1, rule)
+    dy, fc1_grads = fc1.gradients(out_grads, x_wgrad, weight_operands)
     return dy, fc1_grads, fc2_grads
 
 
@@ -328,13 +325,16 @@ class _MLPFunction(torch.autograd.Function):
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
         norm, needs, need_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
-        fc1_grads: list[Tensor | None] = [None] * fc1.tensors
-        fc2_grads: list[Tensor | None] = [None] * fc2.tensors
+        fc1_grads: list[Tensor | None] = [None] * fc1.num_parameters
+        fc2_grads: list[Tensor | None] = [None] * fc2.num_parameters
         if dout is not None:
             layers = (
-                SavedLinear(fc1, saved1, fc1.needed(any(needs), need_tensors[: fc1.tensors])),
-                SavedLinear(fc2, saved2, fc2.needed(True, need_tensors[fc1.tensors :])),
+                fc1.begin(saved1, any(needs), need_tensors[: fc1.num_parameters]),
+                fc2.begin(saved2, True, need_tensors[fc1.num_parameters :]),
             )
+            # only the layers hold their tensors, and release them after the last use
+            saved1.clear()
+            saved2.clear()
             between = StoredInputs(inner, ctx.storage, fc1.dtype)
             dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, ctx.rule, between, ctx.activation, layers)
         return (*_of_front(ctx, *norm.gradients(ctx.rule, dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
@@ -394,10 +394,11 @@ def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -
     return _results(asked, outputs, norm, [wgrad_operand])
 
 
-def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
+def _norm_linear_backward(
+    asked: BackwardArguments, layers: list[LinearBackward], others: list[Tensor]
+) -> StepGradients:
     front, rule, _ = _entered_again(asked, others)
-    layer, tensors, grad_mask = layers[0]
-    dy, tensor_grads = layer.backward(asked.grads, tensors, grad_mask, front.again(layer, rule, grad_mask))
+    dy, tensor_grads = layers[0].backward(asked.grads, front.again(layers[0], rule))
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [tensor_grads])
 
 
@@ -408,10 +409,10 @@ def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> Forwar
     return _results(asked, [out], norm, wgrad_operands, storage.keep(between))
 
 
-def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
+def _mlp_backward(asked: BackwardArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
     front, rule, inner = _entered_again(asked, others)
     structure = asked.layers.structure
-    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].saved.dtype)
+    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].dtype)
     dy, *tensor_grads = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
     return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), tensor_grads)
 

@@ -17,7 +17,7 @@ from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.modules.base.module import InitMethod, QuantizedModule
 from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
 from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
@@ -203,7 +203,7 @@ class GroupedLinear(QuantizedModule):
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), "experts"), True, self.training)
-        block = backend.block_together(call.recipe)
+        block = hardware.block_together(call.recipe)
         if block is None:
             if call.strict:
                 self._refuse_fallbacks(self._weight_names[0], self.joint_fallbacks(call.recipe, tokens.device))
@@ -240,7 +240,7 @@ class GroupedLinear(QuantizedModule):
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
-        return ("one by one",) if backend.block_together(recipe) is None else ()
+        return ("one by one",) if hardware.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
         """Return True if one kernel could run all experts of these tokens.
@@ -253,7 +253,7 @@ class GroupedLinear(QuantizedModule):
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return backend.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
+        return hardware.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """Return the amax histories of all experts that the recipe needs."""

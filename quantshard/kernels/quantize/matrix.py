@@ -240,7 +240,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
         if out.second_scale is not None:
             encoding: tl.constexpr = rule.stored
             second_scale = second * (1.0 / (rule.element.max * encoding.max))
-            if H.nan_flag == "amax":
+            if H.nan_from_amax:
                 second_scale = tl.where(second < float("inf"), second_scale, float("nan"))
             tl.store(out.second_scale, second_scale, mask=(row <= where.row_origin) & (col <= where.col_origin))
         scale_ptr = out.scale
@@ -250,7 +250,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             # one entry per thread: after the reduction several threads have the same entries, and would repeat the work
             order = tl.arange(0, ENTRIES)
             stored_scale, flat_multiplier = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
-            if H.nan_flag == "given":
+            if out.nan_flag is not None:
                 stored_scale += tl.load(out.nan_flag)
             if H.decoded:
                 scale = tl.gather(decode_scale(stored_scale, second, rule), order, 0)
@@ -260,13 +260,13 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             multiplier = _as_held(tl.gather(flat_multiplier, order, 0), ROWS, COLS, H)
         else:
             stored_scale, multiplier = sr.scales(amax, second, rule)
-            if H.nan_flag == "amax" and rule.kind == 0:
+            if H.nan_from_amax and rule.kind == 0:
                 stored_scale = tl.where(amax < float("inf"), stored_scale, float("nan"))
-            if H.nan_flag == "given":
+            if out.nan_flag is not None:
                 stored_scale += tl.load(out.nan_flag)
             if H.decoded:
                 decoded = decode_scale(stored_scale, second, rule)
-            elif H.nan_flag == "apart":
+            elif H.merges_scale:
                 tl.atomic_max(
                     ql.as_bits(out.scale + entries), stored_scale.to(tl.int32, bitcast=True), mask=inside, sem="relaxed"
                 )

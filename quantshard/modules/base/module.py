@@ -22,7 +22,7 @@ from quantshard.collectives import flat_max
 from quantshard.distributed import distribute, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.modules.base import devices, inputs, weight_watch
 from quantshard.modules.base.own_recipe import HISTORIES, RecipeModule
 from quantshard.modules.base.projections import Projection, joined
@@ -31,7 +31,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_state import LinearState
+from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.numerics import distributions
 from quantshard.recipe import Recipe, TensorRole
@@ -105,7 +105,7 @@ class QuantizedModule(RecipeModule):
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._history_prefixes: list[str] = []
         self._awaits_values = self_device.type == "meta"
-        self._handle = operator_arguments.handle(self, self_device)
+        self._handle, self._gemm_plans = operator_arguments.handle(self, self_device), LayerPlans()
 
     # Initialization --------------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class QuantizedModule(RecipeModule):
         is_recorded = self.training and (is_delayed or observation.active is not None)
         stage = private_torch.running_stage() if is_recorded else None
         record = self.training and not (stage is not None and stage.infers)
-        return LinearState(states, input_history, grad_output_history, record, stage=stage)
+        return LinearState(states, input_history, grad_output_history, record, stage=stage, plans=self._gemm_plans)
 
     def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
         """Return an amax history of the length that `recipe` needs; create a missing one."""
@@ -478,7 +478,7 @@ class QuantizedModule(RecipeModule):
         if weight.is_meta:
             self._check_place(name, weight, device)
         if call.strict:
-            self._refuse_fallbacks(name, backend.fallbacks(storage, recipe, device))
+            self._refuse_fallbacks(name, hardware.fallbacks(storage, recipe, device))
 
     def _formats_repr(self) -> str:
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""

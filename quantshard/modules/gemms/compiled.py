@@ -15,7 +15,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional, operators
-from quantshard.modules.gemms.functional import PreparedLinear, SavedLinear
+from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.gemms.structure import structure_key
@@ -113,13 +113,13 @@ def call_operator(
 def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
     x, (layer,) = asked.x, ready
     keeps = asked.layers.structure.layers[0].keeps
-    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps)
+    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, layer, keeps)
     return ForwardResults(outputs, [x_wgrad])
 
 
-def _linear_backward(asked: BackwardArguments, layers: list[SavedLinear], _: list[Tensor]) -> StepGradients:
+def _linear_backward(asked: BackwardArguments, layers: list[LinearBackward], _: list[Tensor]) -> StepGradients:
     (layer,) = layers
-    dx, tensor_grads = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
+    dx, tensor_grads = layer.backward(asked.grads)
     return StepGradients([dx], [tensor_grads])
 
 

@@ -19,7 +19,7 @@ from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import WgradOperand, cells, keeps_transposed
+from quantshard.modules.gemms.linear_operands import WgradOperand, keeps_transposed
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.modules.gemms.structure import StepStructure, structure_of
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
@@ -114,7 +114,7 @@ class LayerArguments(NamedTuple):
         quantizes = any(not isinstance(weight, QuantizedTensor) for weight in self.plain)
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             keys += [(TensorRole.WEIGHT, part) for part in range(len(layer_structure.weights))]
-        input_cells = cells(recipe, TensorRole.INPUT)
+        input_cells = recipe.activations[TensorRole.INPUT]
         if layer_structure.remakes and needs_amax(*input_cells) and scales_by_one_amax(input_cells):
             keys.append((TensorRole.INPUT, 0))
         return keys
@@ -212,7 +212,7 @@ class SavedInput(NamedTuple):
     def of(layers: LayerArguments, layer: int, x_shape: Sequence[int], like: Tensor) -> SavedInput | None:
         """The layout for a layer; None if nothing or x itself is kept. `like`: tensor of the dtype and device of x."""
         structure = layers.structure
-        pair = _, second = cells(structure.recipe, TensorRole.INPUT)
+        pair = _, second = structure.recipe.activations[TensorRole.INPUT]
         is_x = layer == 0 and second is None and not structure.normalization
         if not structure.layers[layer].keeps or is_x:
             return None

@@ -33,7 +33,7 @@ from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context, context_warnings, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
-from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
+from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.gemms.operator_arguments import (
     BACKWARD,
@@ -179,7 +179,7 @@ class StepGradients(NamedTuple):
     layers: Sequence[Sequence[Tensor | None]]
 
 
-BackwardOf = Callable[[BackwardArguments, list[SavedLinear], list[Tensor]], StepGradients]
+BackwardOf = Callable[[BackwardArguments, list[LinearBackward], list[Tensor]], StepGradients]
 """Backward of a step, given its saved layers and `ForwardResults.others`."""
 
 
@@ -193,7 +193,7 @@ def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
     return [gradient.contiguous() for gradient in (*front, *weights, *biases) if gradient is not None]
 
 
-def _saved(asked: BackwardArguments) -> tuple[list[SavedLinear], list[Tensor]]:
+def _saved(asked: BackwardArguments) -> tuple[list[LinearBackward], list[Tensor]]:
     """Rebuild the layers; also return the tensors of `ForwardResults.others`."""
     layers, structure, like, saved_tensors = asked.layers, asked.layers.structure, asked.grads[0], iter(asked.saved)
     module, states = layers.states()
@@ -209,12 +209,12 @@ def _saved(asked: BackwardArguments) -> tuple[list[SavedLinear], list[Tensor]]:
         call = LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict)
         call.amaxes.update((key, next(saved_tensors)) for key in layers.amaxes(index))
         rebuild, tensors = functional.to_saved(x_wgrad)
-        layer_backward = LinearBackward(
+        needed = LinearGradMask(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
+        saved_layers.append(LinearBackward(
             call, states[index], rebuild, len(weights), structure.layers[index].biases,
             layers.input_shape(asked.x_shape, index), like.dtype, structure.layers[index].remakes,
-        )  # fmt: skip
-        grad_mask = LinearGradMask(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
-        saved_layers.append(SavedLinear(layer_backward, [*weights, *tensors], grad_mask))
+            [*weights, *tensors], needed,
+        ))  # fmt: skip
     return saved_layers, list(saved_tensors)
 
 

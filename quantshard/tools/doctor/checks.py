@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantshard import kernels, numerics
 from quantshard.formats import Format
-from quantshard.gemm.scaled_products import ScaledProduct
+from quantshard.gemm.hardware import ScaledProduct
 from quantshard.tools.doctor import gemms, quantize, registry
 from quantshard.tools.doctor.cases import OTHER_BITS, TOO_FAR, KernelRow, Shape
 from quantshard.tools.doctor.results import Result, UnavailableError, Watch, outcome_of, watched

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, numerics
 from quantshard.formats import FORMATS, Format, Orientation
-from quantshard.gemm import backend, operands, scaled_products
-from quantshard.gemm.scaled_products import ScaledProduct
+from quantshard.gemm import backend, hardware, operands
+from quantshard.gemm.hardware import ScaledProduct
 from quantshard.recipe import QuantSpec
 from quantshard.tensor.storage import QuantizedStorage
 
@@ -45,7 +45,7 @@ def pairs() -> Iterator[tuple[Format, Format, ScaledProduct]]:
     single_copy = [fmt for fmt in FORMATS.values() if len(fmt.copies) == 1]
     for left in single_copy:
         for right in single_copy:
-            product = scaled_products.product_of_formats(left, right)
+            product = hardware.product_of_formats(left, right)
             if product is not None:
                 yield left, right, product
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantshard.formats import ALL
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 
 CHECKED_ROWS = 128
 """Number of rows of a GEMM to compare with the expected result."""
@@ -56,8 +56,8 @@ class ProductScaling(NamedTuple):
 SCALAR = ProductScaling("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
 ROW = ProductScaling("RowWise", (1, ALL), lambda scales: scales)
 ROW_RIGHT = ProductScaling("RowWise", (1, ALL), lambda scales: scales.t())
-VECTOR = ProductScaling("BlockWise1x128", (1, 128), scaled_products.by_columns)
-SQUARE = ProductScaling("BlockWise128x128", (128, 128), scaled_products.by_four)
+VECTOR = ProductScaling("BlockWise1x128", (1, 128), hardware.by_columns)
+SQUARE = ProductScaling("BlockWise128x128", (128, 128), hardware.by_four)
 
 
 def fp8_product(

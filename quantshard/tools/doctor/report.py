@@ -23,7 +23,7 @@ from rich.text import Text
 
 from quantshard import kernels, recipe
 from quantshard.formats import FORMATS, Orientation
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.readable import human_bytes
 from quantshard.recipe import QuantSpec
 from quantshard.tools.doctor import cases, checks, probes
@@ -109,7 +109,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "reason": no_kernels_reason,
         },
         "formats": _formats(device),
-        "recipes": {name: backend.gemm_path(recipe.resolve(name).weight, device)[0] for name in cases.recipe_names()},
+        "recipes": {name: hardware.gemm_path(recipe.resolve(name).weight, device)[0] for name in cases.recipe_names()},
     }
 
 
@@ -155,7 +155,7 @@ def _formats(device: torch.device) -> list[dict[str, str]]:
     rows = []
     for fmt in FORMATS.values():
         if fmt.copies[Orientation.ROWWISE].codes.encoding.bits <= 8:
-            path, reason = backend.gemm_path(QuantSpec(fmt), device)
+            path, reason = hardware.gemm_path(QuantSpec(fmt), device)
             rows.append({"name": fmt.name, "gemm": path, "reason": reason})
     return rows
 

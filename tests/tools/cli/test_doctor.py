@@ -12,7 +12,7 @@ import torch
 from benchmarks import hardware
 from quantshard import kernels, private_torch
 from quantshard.formats import FORMATS
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware as gemm_hardware
 from quantshard.tools import cli
 from quantshard.tools.doctor import cases, checks, gemms, probes, products, quantize
 from quantshard.tools.doctor.results import UnavailableError, first_line, outcome_of
@@ -198,7 +198,7 @@ def test_probes(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_native_products(monkeypatch, capability):
     """By the stand-in of tests/gemm/test_backend.py, right and with one row in sixty wrong by a tenth."""
-    monkeypatch.setattr(scaled_products, "capability_of", lambda device: capability)
+    monkeypatch.setattr(gemm_hardware, "capability_of", lambda device: capability)
     monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
     on = [(left, right) for left, right, native in gemms.pairs() if native.is_of(capability)]
     assert len(on) == (8 if capability == HOPPER else 11)
