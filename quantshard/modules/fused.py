@@ -29,10 +29,10 @@ from quantshard.modules.contexts import context
 from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
 from quantshard.modules.fused_norm import NO_NORM, NormBackward, NormInput, enter
 from quantshard.modules.gemms import compiled, functional, operators
-from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
+from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
-from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
+from quantshard.modules.gemms.operator_arguments import StepArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig
 from quantshard.recipe import Recipe, TensorRole
@@ -173,10 +173,11 @@ def _traced(
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """Call a step as an operator in a graph that is being traced; `between`: the activation and its storage."""
     x, residual, weight, bias, norm = front
-    fused = FusedSteps(None, None, "", 0.0, False, *between)
+    facts: dict[str, Any] = dict(zip(("activation", "activation_storage"), between, strict=False))
     if norm is not None:
-        fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, *between)
-    outputs = compiled.call_operator(step, x, layers, remakes, fused, residual)
+        facts |= {"norm_weight": weight, "norm_bias": bias, "eps": norm.eps}
+        facts |= {"normalization": norm.kind, "zero_centered_gamma": norm.zero_centered_gamma}
+    outputs = compiled.call_operator(step, x, layers, remakes, residual=residual, **facts)
     return (outputs, None) if residual is None else (outputs[:-1], outputs[-1])
 
 
@@ -351,70 +352,64 @@ def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
 # As operators --------------------------------------------------------------------------------------------------------
 
 
-def _normalization(x: Tensor, layers: LayerArguments) -> Normalization | None:
-    structure = layers.structure
+def _normalization(step: StepArguments) -> Normalization | None:
+    structure = step.structure
     if not structure.normalization:
         return None
-    return Normalization(structure.normalization, x.shape[-1], layers.eps, structure.zero_centered_gamma)
+    return Normalization(structure.normalization, step.x.shape[-1], step.eps, structure.zero_centered_gamma)
 
 
-def _front_of(asked: ForwardArguments) -> NormInput:
-    x, layers = asked.x, asked.layers
-    return NormInput(x, asked.residual, layers.norm_weight, layers.norm_bias, _normalization(x, layers))
+def _front_of(step: StepArguments) -> NormInput:
+    return NormInput(step.x, step.residual, step.norm_weight, step.norm_bias, _normalization(step))
 
 
 def _results(
-    asked: ForwardArguments,
+    step: StepArguments,
     outputs: Sequence[Tensor],
     entered: NormBackward,
     inputs: Sequence[WgradOperand],
     inner: Sequence[Tensor | None] = (),
 ) -> ForwardResults:
-    total = [] if asked.residual is None else [entered.z]
+    total = [] if step.residual is None else [entered.z]
     statistics = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
     return ForwardResults([*outputs, *total], inputs, statistics)
 
 
-def _entered_again(
-    asked: BackwardArguments, others: list[Tensor]
-) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
+def _entered_again(step: StepArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
     """Rebuild the normalization for backward; also return the other saved tensors."""
-    x, layers = asked.x, asked.layers
-    normalization = None if x is None else _normalization(x, layers)
-    if x is None or normalization is None or layers.norm_weight is None:
+    normalization = None if step.x is None else _normalization(step)
+    if normalization is None or step.norm_weight is None:
         return NO_NORM, None, others
     rule, (rstd, *rest) = normalization.rule, others
     mean = rest.pop(0) if rule.centered else None
-    return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, rest
+    return NormBackward(step.x, step.norm_weight, step.norm_bias, rstd, mean), rule, rest
 
 
-def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    keeps = asked.layers.structure.layers[0].keeps
-    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(asked), ready[0], keeps)
-    return _results(asked, outputs, norm, [wgrad_operand])
+def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
+    keeps = step.structure.layers[0].keeps
+    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(step), layers[0], keeps)
+    return _results(step, outputs, norm, [wgrad_operand])
 
 
-def _norm_linear_backward(
-    asked: BackwardArguments, layers: list[LinearBackward], others: list[Tensor]
-) -> StepGradients:
-    front, rule, _ = _entered_again(asked, others)
-    dy, tensor_grads = layers[0].backward(asked.grads, front.again(layers[0], rule))
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [tensor_grads])
+def _norm_linear_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
+    front, rule, _ = _entered_again(step, others)
+    dy, tensor_grads = layers[0].backward(step.grads, front.again(layers[0], rule))
+    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), [tensor_grads])
 
 
-def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    (fc1, fc2), structure = ready, asked.layers.structure
+def _mlp_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
+    (fc1, fc2), structure = layers, step.structure
     keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
-    out, norm, between, wgrad_operands = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
-    return _results(asked, [out], norm, wgrad_operands, storage.keep(between))
+    out, norm, between, wgrad_operands = _run_mlp(_front_of(step), fc1, structure.activation, fc2, keeps)
+    return _results(step, [out], norm, wgrad_operands, storage.keep(between))
 
 
-def _mlp_backward(asked: BackwardArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
-    front, rule, inner = _entered_again(asked, others)
-    structure = asked.layers.structure
+def _mlp_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
+    front, rule, inner = _entered_again(step, others)
+    structure = step.structure
     between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].dtype)
-    dy, *tensor_grads = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), tensor_grads)
+    dy, *tensor_grads = _mlp_gradients(step.grads[0], front, rule, between, structure.activation, layers)
+    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), tensor_grads)
 
 
 operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)

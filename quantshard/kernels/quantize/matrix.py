@@ -23,7 +23,6 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize import hadamard
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.kernels.quantize.targets import (
@@ -33,6 +32,7 @@ from quantshard.kernels.quantize.targets import (
     Targets,
     plan_quantization,
 )
+from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
 NAN = tl.constexpr(0x7FC00000)
 """The bits of a NaN. As an integer they exceed the bits of every number."""
@@ -145,13 +145,41 @@ def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
     if H.hadamard:
         if H.transposed:
             tl.static_assert(H.together == 16)
-            signs = hadamard.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
-            x = hadamard.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+            signs = hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            x = hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
         else:
-            signs = hadamard.hadamard_signs(tl.arange(0, H.cols))[None, :]
-            x = hadamard.hadamard16(x, signs, H.rows, H.cols, 1)
+            signs = hadamard_signs(tl.arange(0, H.cols))[None, :]
+            x = hadamard16(x, signs, H.rows, H.cols, 1)
         x = ql.rounded(x, dtype)
     return x
+
+
+@triton.jit
+def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
+    """Transform groups of 16 elements, STEP apart, of float32 [ROWS, COLS] times SIGNS: `numerics.hadamard16`."""
+    x = x * SIGNS
+    x = _butterflies(x, STEP, ROWS, COLS)
+    x = _butterflies(x, 2 * STEP, ROWS, COLS)
+    x = _butterflies(x, 4 * STEP, ROWS, COLS)
+    return _butterflies(x, 8 * STEP, ROWS, COLS) * 0.25
+
+
+@triton.jit
+def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    pairs = tl.reshape(x, (ROWS * COLS // (2 * STRIDE), 2, STRIDE))
+    a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
+
+
+# a bit mask, because a kernel cannot index a tuple by a tile
+SIGN_MASK = tl.constexpr(HADAMARD_NEGATIVE)
+
+
+@triton.jit
+def hadamard_signs(columns):
+    """Return +1 or -1 for each of these global columns."""
+    mask = tl.zeros_like(columns) + SIGN_MASK
+    return 1.0 - 2.0 * ((mask >> (columns % 16)) & 1).to(tl.float32)
 
 
 @triton.jit

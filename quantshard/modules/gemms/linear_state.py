@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,22 @@ MOST_PLANS: Final = 64
 """The most operand plans that a layer keeps. More than that are needed only if shapes vary, and are then remade."""
 
 
+class RecipePlans(NamedTuple):
+    """Operand plans by the shape and the uses of an operand, all for one recipe."""
+
+    recipe: Recipe | None
+    plans: dict[Any, OperandPlan]
+
+
 class LayerPlans:
-    """How the layers of one module quantize and multiply under their current recipe, planned at the first use.
+    """How the layers of a module quantize and multiply under their current recipe, planned at the first use.
 
     A copied or unpickled module plans again.
     """
 
     def __init__(self) -> None:
         # one attribute, because threads can run one module under different recipes
-        self._plans: tuple[Recipe | None, dict[Any, OperandPlan]] = None, {}
+        self.planned = RecipePlans(None, {})
 
     def __reduce__(self) -> Any:
         return LayerPlans, ()
@@ -57,11 +64,11 @@ class LayerPlans:
 
         `whole`: the matrix is not split over ranks. `delayed`, `stored`: see `producers.KernelPlan`.
         """
-        planned_recipe, plans = self._plans
-        if recipe is not planned_recipe:
-            if recipe != planned_recipe:
+        planned_for, plans = self.planned
+        if recipe is not planned_for:
+            if recipe != planned_for:
                 plans = {}
-            self._plans = recipe, plans
+            self.planned = RecipePlans(recipe, plans)
         on_kernels = whole and kernel_dispatch.has_kernels(like)
         key: Any = role is TensorRole.INPUT, *usage
         if on_kernels:
