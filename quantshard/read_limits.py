@@ -34,10 +34,6 @@ TOML_MARKS: Final = 1 << 19
 """Maximum number of dots, commas, brackets, equal signs, backslashes and lines in a TOML text. Python's parser reads
 200,000 per second. A run's `config.toml` has 4 for each of up to 100,000 files."""
 
-DESCRIPTION_VALUES: Final = 1 << 17
-"""Values of the YAML that describes a dataset, and labels of one of its columns. PyYAML reads 25,000 a second; the
-description of a dataset of 2,000 languages has some 40,000."""
-
 LINE_BYTES: Final = 32 * _MIB
 """Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
@@ -48,11 +44,6 @@ model. Of a longer file parts are read, evenly over it."""
 BROKEN_LINES: Final = 10_000
 """Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
 exception."""
-
-UNPACKED_BYTES: Final = 16 * _MIB
-UNPACKED_RATIO: Final = 100
-"""A compressed file can unpack to UNPACKED_BYTES, and beyond that to UNPACKED_RATIO times its size. Text compresses to
-between a third and a tenth; zstd compresses 30,000 line ends into one byte."""
 
 METADATA_BYTES_PER_CONTAINER: Final = 4
 """Bytes of `.metadata` for each list, tuple and record in it; a dict counts as three. DCP's have 5.7 to 11."""

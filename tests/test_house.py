@@ -29,7 +29,7 @@ PACKAGE = "quantshard"
 FLOORS = (
     "errors version",
     "argument_kinds formats read_limits readable",
-    "limits foreign numerics sharding recipe_arguments private_torch determinism",
+    "limits foreign numerics sharding private_torch determinism",
     "recipe_table",
     "recipe kernels state_cells",
     "kernel_dispatch presets",
@@ -623,7 +623,7 @@ RULES: dict[Callable[[Tree], list[str]], list[tuple[Tree, int]]] = {
         (
             {
                 "terminal/screen.py": "print(x)",
-                "doctor/report.py": "print(x)",
+                "doctor.py": "print(x)",
                 "cli/diff.py": "say(x), screen.print(x)",
             },
             0,

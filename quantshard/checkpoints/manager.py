@@ -154,17 +154,13 @@ class Manager:
             CheckpointError: the directory cannot be read.
         """
         try:
-            return [step for step in self._named() if self._is_complete(step)]
+            return [step for step in self._named() if commit.is_complete(self.path(step))]
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be looked at ({why(error)}); see that it can") from error
 
     def _named(self) -> list[int]:
         matches = (_NAME.fullmatch(name) for name in self._store.names(self._folder))
         return sorted(int(name[1]) for name in matches if name and name[0] == f"step-{int(name[1]):06d}")
-
-    def _is_complete(self, step: int) -> bool:
-        marker = commit.METADATA_FILE if self._store.renames else MANIFEST
-        return self._store.is_file(self._store.join(self.path(step), marker))
 
     def latest(self) -> int | None:
         """The last step with a complete checkpoint that this process sees now. Not a collective call."""
@@ -251,11 +247,10 @@ class Manager:
         self._owner.proof.check()
         try:
             commit.clean(self._folder)
-            commit.clean_remnants(self.path(earlier_step) for earlier_step in self._named() if earlier_step < step)
+            commit.clean_in_place(self.path(earlier_step) for earlier_step in self._named() if earlier_step < step)
         except OSError as error:
-            raise CheckpointError(commit.said_of(self.path(step), error)) from error
-        replaced = step in self._left_behind or (not self._store.renames and not self._is_complete(step))
-        return replace(commit.prepare_target(self.path(step), replaced), owner=self._owner.proof)
+            raise CheckpointError(commit.save_failure(self.path(step), error)) from error
+        return commit.prepare_target(self.path(step), step in self._left_behind, self._owner.proof)
 
     def _start(self, state: dict[str, Any], writer: CommitWriter) -> Future[Any]:
         """Copy the state, and start writing the copy."""
@@ -303,7 +298,7 @@ class Manager:
         """Remove checkpoints up to step `last` that need not be kept, unless this Manager is closed."""
         self._left_behind.discard(last)
         self._damaged.discard(last)
-        if not self._is_complete(last):
+        if not commit.is_complete(self.path(last)):
             raise CheckpointError(
                 f"{self.path(last)} was saved and is not to be seen from the process that trains; save to a place that "
                 "all processes share, which the memory of one is not"

@@ -62,7 +62,7 @@ class PendingSave:
         while True:
             done = bool(wait_for([self.future], POLL_SECONDS).done)
             error = self.future.exception() if done else None
-            message = None if error is None else commit.said_of(self.report.path, error)
+            message = None if error is None else commit.save_failure(self.report.path, error)
             ranks = agreement.all_gather_object((done, message))
             errors = [rank_error for _, rank_error in ranks]
             polls_after_failure += any(errors)

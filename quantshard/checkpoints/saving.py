@@ -126,4 +126,4 @@ def write_checkpoint(state: dict[str, Any], writer: CommitWriter, group: dist.Pr
         if isinstance(error, CheckpointException):
             agreement.raise_interrupt(error, 0 if alone else dist.get_rank(group))
         kind = LostRankError if agreement.is_loss_of_a_rank(error) else CheckpointError
-        raise kind(commit.said_of(writer.target.path, error)) from error
+        raise kind(commit.save_failure(writer.target.path, error)) from error

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MESH, PROCESS_GROUP, check_arguments
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed import distribute
 from quantshard.distributed import tensor_parallel as parallel
@@ -37,14 +36,12 @@ class TensorParallelConfig:
     tp_size: required size of either. If both are None, the size that `set_device_mesh` or
         `set_tensor_parallel_group` will provide.
     sequence_parallel: outside of the GEMMs, activations are cut along dim 0.
-    weight_mesh: all axes that weights are sharded over, flattened. Only checked.
     """
 
     tp_group: dist.ProcessGroup | None = None
     tp_size: int = 1
     sequence_parallel: bool = False
     tp_mesh: DeviceMesh | None = None
-    weight_mesh: DeviceMesh | None = None
 
     def mesh(self, owner: str, device: torch.device) -> DeviceMesh | None:
         """Return the mesh that is known at construction, or None.
@@ -52,14 +49,12 @@ class TensorParallelConfig:
         Raises:
             ConfigurationError: the arguments contradict each other.
         """
-        check_arguments(owner, MESH.or_none, tp_mesh=self.tp_mesh, weight_mesh=self.weight_mesh)
-        check_arguments(owner, PROCESS_GROUP.or_none, tp_group=self.tp_group)
         mesh = self.tp_mesh
         if mesh is None and self.tp_group is not None:
             mesh = mesh_of_group(self.tp_group, device)
         if mesh is None:
             return None
-        check_meshes(owner, mesh, self.weight_mesh, self.tp_size)
+        check_meshes(owner, mesh, None, self.tp_size)
         if self.tp_group is not None and dist.get_process_group_ranks(self.tp_group) != mesh.mesh.tolist():
             raise ConfigurationError(f"{owner}: tp_group and tp_mesh are of different ranks; give one of them")
         return mesh

@@ -121,15 +121,15 @@ def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
 
     In each call of a layer the arguments are mostly the same objects, so comparing them is cheap.
     """
-    found: ProductPlan | str
-    for known, found in products or ():
-        if known == facts:
-            return found
-    found = plan_product(*facts)
+    product: ProductPlan | str
+    for planned_for, product in products or ():
+        if planned_for == facts:
+            return product
+    product = plan_product(*facts)
     if products is not None:
         del products[MOST_PRODUCTS - 1 :]
-        products.append((facts, found))
-    return found
+        products.append((facts, product))
+    return product
 
 
 def plan_product(
@@ -308,8 +308,8 @@ def read_swizzled(
     `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN.
     """
     storages, matrices = _swizzle_arguments(readers, storages, nan_flags, others)
-    made = kernel_dispatch.swizzle(readers[0].copy, matrices, readers[0].transposed)
-    return _from_swizzled(readers, storages, made)
+    outputs = kernel_dispatch.swizzle(readers[0].copy, matrices, readers[0].transposed)
+    return _from_swizzled(readers, storages, outputs)
 
 
 def _swizzle_arguments(
@@ -332,11 +332,11 @@ def _swizzle_arguments(
 
 def _from_swizzled(
     readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage],
-    made: Sequence[kernel_dispatch.SwizzledMatrix],
+    outputs: Sequence[kernel_dispatch.SwizzledMatrix],
 ) -> list[ReadOperand]:  # fmt: skip
     """Convert the outputs of the kernel to operands of scaled products."""
     results = list[ReadOperand]()
-    for reader, storage, (codes, scale, second) in zip(readers, storages, made, strict=True):
+    for reader, storage, (codes, scale, second) in zip(readers, storages, outputs, strict=True):
         if codes is None:
             codes = reader.native_codes(storage.components[reader.codes])
         elif reader.right:
@@ -403,8 +403,8 @@ class WeightOperands:
             return nones, False
         if readers[0].is_swizzled:
             nan_targets = [_swizzled_scales(item) for item in others]
-            made = read_swizzled(readers, self._storages, nan_flags, nan_targets)
-            return made, bool(nan_targets) and None not in nan_targets
+            reads = read_swizzled(readers, self._storages, nan_flags, nan_targets)
+            return reads, bool(nan_targets) and None not in nan_targets
         flags = nan_flags or nones
         reader_flags = [flag if item.takes_nan_flag else None for item, flag in zip(readers, flags, strict=True)]
         return read_transposed(readers, self._storages, reader_flags), False

@@ -434,21 +434,21 @@ class KernelPlan(OperandPlan):
         self.reads_values = plain or measures
 
     def measure(
-        self, given: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
+        self, sources: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
         `nan_flags` of matrices that are not finite become NaN, if scales record it."""
-        blocks, blocks_t = self.measured if given[0].amax is None else self.others
+        blocks, blocks_t = self.measured if sources[0].amax is None else self.others
         grids: Sequence[BothAmaxes]
-        if given[0].blocks is not None:
-            grids = [(None, None) if item.blocks is None else item.blocks.grids for item in given]
+        if sources[0].blocks is not None:
+            grids = [(None, None) if item.blocks is None else item.blocks.grids for item in sources]
         elif blocks is not None or blocks_t is not None:
-            grids = amax_kernels.block_amaxes([item.values for item in given], blocks, blocks_t, nan_flags)
+            grids = amax_kernels.block_amaxes([item.values for item in sources], blocks, blocks_t, nan_flags)
         else:
-            grids = [(None, None)] * len(given)
+            grids = [(None, None)] * len(sources)
         by_whole, by_whole_t = self.by_whole
         results = list[BothAmaxes]()
-        for item, (amax, amax_t) in zip(given, grids, strict=True):
+        for item, (amax, amax_t) in zip(sources, grids, strict=True):
             if item.amax is None and (by_whole or by_whole_t):
                 item.amax = amax if by_whole else amax_t
             results.append((

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,12 +17,12 @@ from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import hardware
 from quantshard.modules.base.module import InitMethod, QuantizedModule
 from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import context, recompute, unsupported
+from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, grouped_plain
 from quantshard.modules.gemms.linear_state import LinearState
@@ -56,14 +57,12 @@ class GroupedLinear(QuantizedModule):
             tokens.
         ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
         in_features, out_features, params_dtype, device, name: see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: an argument is invalid; raised on every rank if `ep_mesh` or `tp_mesh` does not fit.
     """
 
-    @shows_parallelism(before="ep_mesh")
     def __init__(
         self,
         num_gemms: int,
@@ -75,12 +74,14 @@ class GroupedLinear(QuantizedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
         ep_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **others: Any,
     ) -> None:
-        super().__init__(device, params_dtype, parallelism("GroupedLinear", others))
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, tp_mesh=tp_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
         check_arguments("GroupedLinear", WHOLE_NUMBER, num_gemms=num_gemms)
@@ -122,9 +123,9 @@ class GroupedLinear(QuantizedModule):
         super().reset_parameters()
         self._note_spread()
 
-    def take_plan(self, plan: InitPlan, name: str) -> None:
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
         """Convert to an init plan; see `QuantizedModule.take_plan`."""
-        super().take_plan(plan, name)
+        super().take_plan(plan, name, has_own_recipe)
         self._note_spread()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
@@ -137,7 +138,7 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     @by_own_recipe
-    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Any:
         """Apply the experts: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
         `torch.autocast`.
 
@@ -146,7 +147,6 @@ class GroupedLinear(QuantizedModule):
             m_splits: number of consecutive rows for each expert of this rank, as ints or an integer tensor [experts]. A
                 tensor on a GPU stays there if all experts run in one kernel; otherwise the host waits for its values
                 (`limits.FALLBACKS`, "counts read").
-            **others: other arguments of TransformerEngine; see `unsupported`.
 
         Returns:
             The output; with `return_bias` a tuple (output, list of biases or None).
@@ -156,7 +156,6 @@ class GroupedLinear(QuantizedModule):
                 `m_splits`, a wrong sum raises a RuntimeError at the next synchronization instead.
             FallbackError: `autocast` is strict and the host would have to wait for `m_splits`.
         """
-        unsupported.refuse("GroupedLinear.forward", others)
         inp = self._input(inp)
         tokens = inp.reshape(-1, inp.shape[-1])
         out = functional.shaped_as(self._of_experts(tokens, self._checked_splits(m_splits, tokens)), inp)

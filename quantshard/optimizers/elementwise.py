@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard import kernel_dispatch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import EMA_DECAY, MASTER
 from quantshard.optimizers import guards, options, parameter_registry
 from quantshard.optimizers.capturable import wrong_rates
-from quantshard.optimizers.master_check import warn_of_other_weights
 from quantshard.optimizers.masters import MasterOptimizer, PendingStep
 from quantshard.optimizers.state import OptimizerState
 from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
@@ -133,9 +131,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 loss = closure()
         groups = [self._group_settings(*numbered) for numbered in enumerate(self.param_groups)]
         work = list(self._begin(groups))
-        if self._has_loaded and not kernel_dispatch.is_capturing():
-            self._has_loaded = False
-            warn_of_other_weights(self._name, self._with_masters(work))
         flags, remaining = self._measured(work)
         flags.warn_of_no_gradient()
         deferred = self._is_late(flags)
@@ -220,12 +215,6 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
                 yield ParameterStep(
                     param, grad, states, self._weights[param], group_settings, formula, seed, self._streams[param]
                 )
-
-    def _with_masters(self, work: list[ParameterStep]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, values and master of each parameter with a separate master and local elements."""
-        for item in work:
-            if item.source is not item.weight and not item.source.writes_weight and item.param.numel() > 0:
-                yield self._names[item.param], item.weight.read(), item.source.read()
 
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
         """Return the update formula of a group's parameters."""

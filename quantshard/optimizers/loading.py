@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError, warn_user
+from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX, has_master
-from quantshard.optimizers import guards, stored_moments
+from quantshard.optimizers import guards
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -64,7 +64,7 @@ def load_optimizer_state(
     ]
     if any(map(_is_matched_by_name, groups)):
         _check_frozen(entries, names)
-    loads = _of_this_version(entries, names)
+    loads = [(names[param], live, loaded) for param, live, loaded in entries]
     _check_dtypes([(param, *load) for (param, *_), load in zip(entries, loads, strict=True)])
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
@@ -92,24 +92,6 @@ def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]
                 f"{names[param]} is frozen, and set_optimizer_state_dict does not load states of frozen parameters; "
                 "call requires_grad_(True) for the load, then freeze it again"
             )
-
-
-def _of_this_version(
-    found: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]
-) -> list[tuple[str, dict[str, Any], Mapping[str, Any]]]:
-    """Return names, live states and loaded states, the latter converted to the storage of this version."""
-    loads: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = []
-    rounded: list[str] = []
-    for param, live, loaded in found:
-        states, of_other_scales = stored_moments.converted(param, live, loaded)
-        rounded += [f"{names[param]} {role}" for role in of_other_scales]
-        loads.append((names[param], live, states))
-    if rounded:
-        warn_user(
-            f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that "
-            "are no powers of two, and are rounded to codes of now, by a sixteenth at most; training goes on from there"
-        )
-    return loads
 
 
 def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:

@@ -20,7 +20,6 @@ from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
 from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
-from quantshard.optimizers.master_check import warn_of_other_weights
 from quantshard.optimizers.state import PLAIN_DTYPES, make_weight
 from quantshard.tensor import components
 
@@ -98,7 +97,6 @@ class MasterWeights(torch.optim.Optimizer):
         self._versions: dict[Tensor, int] = {}
         self._names: dict[Tensor, str] = {}
         self._overflown: Tensor | None = None  # see `_found_overflown`
-        self._has_loaded = False  # loaded masters that no step has read yet
         groups = self.param_groups
         original = [dict(group) for group in groups]
         for group in groups:
@@ -342,7 +340,6 @@ class MasterWeights(torch.optim.Optimizer):
             self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
         )
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
-        self._has_loaded = True
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -373,9 +370,6 @@ class MasterWeights(torch.optim.Optimizer):
             options.check_decay(where, group.get(EMA_DECAY, 0.0))
             options.check_group_decay("MasterWeights", group, self._is_averaging)
         self._check_ours()
-        if self._has_loaded:
-            self._has_loaded = False
-            warn_of_other_weights("MasterWeights", self._with_masters())
         reduction = FlatMax()
         gradients = ((self._names[param], param, param.grad) for param in self._masters)
         flags = guards.GradientFlags(gradients, reduction, wrong=self._overflown)
@@ -432,12 +426,6 @@ class MasterWeights(torch.optim.Optimizer):
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
                 self._take_over(param, name)
-
-    def _with_masters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield name, values and master of each parameter with a separate master and local elements."""
-        for param, master in self._masters.items():
-            if master is not param and param.numel() > 0:
-                yield self._names[param], make_weight(param).read(), private_torch.local_tensor(master).detach()
 
     def _take_over(self, param: Tensor, name: str) -> None:
         """Copy values that others wrote to a plain parameter into its master."""

@@ -118,7 +118,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._last_bad_step = BadStepRecord()
         self._unread: PendingStep | None = None  # the last step, if its flags are still on the device
         self._late_error: Exception | None = None
-        self._has_loaded = False  # loaded masters that no step has read yet
         self._told_skipped = -1  # if capturable: number of skipped steps at the last error about them
         self._averages_swapped_in = False
         for group in self.param_groups:
@@ -490,6 +489,6 @@ class MasterOptimizer(torch.optim.Optimizer):
         if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
             self._kept = parameter_registry.VALUES
         self._late_error = None  # a load recovers from it
-        self._has_loaded, self._told_skipped = True, -1
+        self._told_skipped = -1
         self._blank.clear()  # treat loaded states as started
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after

@@ -18,14 +18,13 @@ from quantshard.errors import CheckpointError
 from quantshard.read_limits import FILE_BYTES
 from tests.checkpoints.small import built
 
-CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "deep/er/__1_0.distcp": b""}
+CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b""}
 
 
 def written(folder: Path) -> Path:
     """A directory with the files of CONTENT and their manifest."""
     files = {}
     for name, content in CONTENT.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         files[name] = FileEntry(*manifest.digest_of(folder / name))
     made = Manifest(files, 2, "2.13.0", "2026-01-02T03:04:05+00:00", 50, {"dp_shard": 2}, "mxfp8")
@@ -76,7 +75,7 @@ def damage(folder: Path, how: str) -> None:
         file.unlink()
         file.mkdir()
     elif how == "more":
-        (folder / "deep" / "more").write_bytes(b"x")
+        (folder / "more").write_bytes(b"x")
     elif how == "swapped":
         (folder / ".metadata").rename(folder / "other")
         file.rename(folder / ".metadata")
@@ -90,7 +89,7 @@ def damage(folder: Path, how: str) -> None:
         ("cut", ["__0_0.distcp has 10239 bytes, and manifest.json says 10240"]),
         ("gone", ["__0_0.distcp is missing"]),
         ("folder", ["__0_0.distcp cannot be read (Is a directory)"]),
-        ("more", ["deep/more is not named in manifest.json"]),
+        ("more", ["more is not named in manifest.json"]),
         ("swapped", [".metadata has 10240 bytes", "__0_0.distcp has 4 bytes"]),
     ],
 )
@@ -113,16 +112,14 @@ def test_fields_that_are_unknown_or_null_are_read():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is not JSON"),
+        ("", "is empty: the save has not ended"),
         ("{" * 100_000, "is not JSON"),
         ('{"a":' * 100_000, "is not JSON"),
         ("[]", "it is not a JSON object"),
-        (altered(quantshard=2), "is of version 2, and this quantshard reads versions up to 1"),
-        (altered(quantshard="1"), "its version is '1'"),
-        (altered(quantshard=0), "its version is 0"),
+        (altered(quantshard=2), "is of version 2, and this quantshard reads version 1"),
         (altered(world_size="leave out"), "world_size is None"),
         (altered(step=True), "step is True"),
-        (altered(mesh={"dp": -1}), "mesh is"),
+        (altered(mesh={"dp": "2"}), "mesh"),
         (altered(files=[]), "files is"),
         (altered(files={"a": 1}), "the entry of 'a' has no length"),
         (altered(files={"a": {"bytes": -1}}), "the entry of 'a' has no length"),
@@ -144,7 +141,7 @@ def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../a", "a/../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "C:a", "a\0", MANIFEST]
+    "name", ["", ".", "..", "../a", "a/../b", "/etc/passwd", "a/b", "a\\b", "C:a", "a\0", MANIFEST]
 )
 def test_names_outside_the_checkpoint_are_refused(name: str):
     entry = {"bytes": 1, "xxh3_128": "0" * 32}

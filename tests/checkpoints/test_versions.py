@@ -141,19 +141,11 @@ def test_earlier_moments_keep_their_values(tmp_path: Path, monkeypatch: pytest.M
         optimizer.set_scaled_state(param, "exp_avg_sq", drawn.pow(8) * size * size)
     values = [optimizer.get_unscaled_state(param, "exp_avg_sq").clone() for param in model.parameters()]
     checkpoints.save(tmp_path / "c", model, optimizer)
-    state = optimizer.state_dict()
-    assert "exp_avg_sq_scale_inv" in state["state"][0]
     monkeypatch.undo()
-    for way in ("checkpoint", "state dict"):
-        model, optimizer = built("current", seed=9, shapes=((5, 300), (300, 6)), exp_avg_sq_dtype=torch.uint8)
-        if way == "checkpoint":
-            checkpoints.load(tmp_path / "c", model, optimizer)
-        else:
-            optimizer.load_state_dict(state)
-        assert "exp_avg_sq_scale_e8m0" in optimizer.state_dict()["state"][0]
-        found = [optimizer.get_unscaled_state(param, "exp_avg_sq") for param in model.parameters()]
-        assert all(map(torch.equal, found, values))
-        assert all(each.unique().numel() > 60 for each in found if each.ndim == 2)
+    model, optimizer = built("current", seed=9, shapes=((5, 300), (300, 6)), exp_avg_sq_dtype=torch.uint8)
+    checkpoints.load(tmp_path / "c", model, optimizer)
+    found = [optimizer.get_unscaled_state(param, "exp_avg_sq") for param in model.parameters()]
+    assert all(map(torch.equal, found, values))
 
 
 def test_a_newer_format_is_refused_by_number(tmp_path: Path) -> None:

@@ -106,10 +106,10 @@ def saved_at(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def lock_of(folder: str) -> str:
     try:
         handle = ownership.lock(folder)
-    except BlockingIOError:
+    except TimeoutError:
         return "held"
     assert handle is not None
-    handle.close()
+    handle.release()
     return "free"
 
 

@@ -130,4 +130,4 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Shelf, "fails_at", ("read",))
             told = quantshard("status", other, "--checkpoints", moved)
-            one_line(told, f"{moved} cannot be looked at .403: you may not read.; see that it")
+            one_line(told, f"{moved} cannot be read .403: you may not read.")

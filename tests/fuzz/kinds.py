@@ -44,10 +44,9 @@ from quantshard.tools.report.live import LiveView
 from quantshard.tools.report.page import render
 from quantshard.tools.report.watching import RunWatch
 from quantshard.tools.trainer.data import Corpus, collect, load_tokenizer
-from quantshard.tools.trainer.data.finding import INDEX, JOURNAL, find
 from quantshard.tools.trainer.data.preparation import Preparation
-from quantshard.tools.trainer.data.texts import TextOptions
-from quantshard.tools.trainer.data.tokenization import ShardedSource
+from quantshard.tools.trainer.data.shards import ShardedSource
+from quantshard.tools.trainer.data.sources import INDEX, TextOptions, find
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.fuzz.mutations import changed_bytes, pickled, records, trees
 from tests.golden.make_transformer_engine_checkpoints import ARCHIVE
@@ -335,20 +334,14 @@ def run_kinds(folder: Path) -> list[Kind]:
 
 
 def data_kinds(folder: Path) -> list[Kind]:
-    """Token shards with their index, such that were not finished, and a tokenizer."""
-    whole, begun, tokenizer = folder / "shards", folder / "begun", folder / "tokenizer"
+    """Token shards with their index, and a tokenizer."""
+    whole, tokenizer = folder / "shards", folder / "tokenizer"
     sources.tokenizer_folder(tokenizer, eos_token=sources.END)
-    made = _sharded(sources.jsonl(folder / "texts.jsonl", sources.texts(30)), tokenizer)
-    made.write(whole, 1)
-    tokens = Corpus((), vocabulary=400, end_of_document=0)
-    digest = collect([str(whole)], like=tokens).sha256
+    [source] = find([str(sources.jsonl(folder / "texts.jsonl", sources.texts(30)))])
+    ShardedSource(source, load_tokenizer(str(tokenizer)), str(tokenizer), TextOptions(), 1000).write(whole)
+    digest = collect([str(whole)], like=Corpus((), vocabulary=400, end_of_document=0)).sha256
     index = json.loads((whole / INDEX).read_text())
     shards = [shard["file"] for shard in index["shards"]]
-    shutil.copytree(whole, begun)
-    (begun / INDEX).unlink()
-    (begun / shards[-1]).unlink()
-    journal = [{"key": index["key"]}, *({"part": n, **shard} for n, shard in enumerate(index["shards"][:-1]))]
-    (begun / JOURNAL).write_bytes(_lines(journal))
 
     def read(path: Path, mutant: Mutant) -> list[Reading]:
         def prepared() -> str:
@@ -356,15 +349,6 @@ def data_kinds(folder: Path) -> list[Kind]:
             return Preparation(settings).collected(path / "none")[1].sha256
 
         return [("train", prepared, None if INDEX in mutant else digest)]
-
-    def go_on(path: Path, mutant: Mutant) -> list[Reading]:
-        def finished() -> str:
-            out = _fresh(path)
-            shutil.copytree(path, out)
-            made.write(out, 1)
-            return collect([str(out)], like=tokens).sha256
-
-        return [("tokenize", finished, digest)]
 
     def load(path: Path, mutant: Mutant) -> list[Reading]:
         return [("tokenizer", lambda: load_tokenizer(str(path)).encode(["a b"]) and None, None)]
@@ -374,14 +358,8 @@ def data_kinds(folder: Path) -> list[Kind]:
     config = trees(json.loads(sources.tokenizer_json())).map(lambda tree: {"tokenizer.json": json.dumps(tree).encode()})
     return [
         Kind("token shards", whole, trees_ | _one_altered(whole, shards) | _altered(whole, INDEX), read),
-        Kind("token shards, not finished", begun, trees(journal).map(lambda tree: {JOURNAL: _lines(tree)}), go_on),
         Kind("tokenizer", tokenizer, config | _one_altered(tokenizer, files), load),
     ]
-
-
-def _sharded(path: Path, tokenizer: Path) -> ShardedSource:
-    [source] = find([str(path)])
-    return ShardedSource(source, load_tokenizer(str(tokenizer)), str(tokenizer), TextOptions(), 1000)
 
 
 REPORTED = ("config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl", "parameters.json")

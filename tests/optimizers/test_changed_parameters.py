@@ -247,3 +247,13 @@ def test_small_updates_add_up_after_a_cast_to_16_bits(make, dtype, steps_before)
     built_later = make(other.named_parameters())
     built_later.load_state_dict(optimizer.state_dict())
     assert optimizer.state[weight].keys() == built_later.state[other.weight].keys()
+
+
+def test_a_parameter_that_became_float64_is_refused() -> None:
+    """Its states lack the digits."""
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = FusedAdam([("weight", param)], lr=1e-2)
+    param.data = param.data.double()
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ConfigurationError, match=r"weight had dtype torch.float32 .* has torch.float64 now"):
+        optimizer.step()

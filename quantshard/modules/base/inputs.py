@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, warn_once
 
 
 def autocast_input(x: Tensor) -> Tensor:
@@ -46,3 +46,19 @@ def checked_input(owner: str, x: Tensor, params_dtype: torch.dtype) -> Tensor:
             f"{owner}: the input {list(x.shape)} is of {x.dtype}; give a floating dtype, such as x.to({params_dtype})"
         )
     return autocast_input(x)
+
+
+@private_torch.constant_in_graphs
+def warn_of_wide_input(owner: str, given: torch.dtype, own: torch.dtype) -> None:
+    """Warn once that a layer computes in its input's dtype, which is wider than that of its weights.
+
+    PyTorch's layers raise here. The dtype of a quantized weight is only nominal, and a float32 residual stream over
+    bfloat16 layers can be intended.
+    """
+    wide, narrow = (str(dtype).removeprefix("torch.") for dtype in (given, own))
+    warn_once(
+        "wide input",
+        f"{owner}: an input of {wide} in a layer of {narrow}: it computes in {wide}, and what follows takes the memory "
+        f"for it; give x.to(torch.{narrow}), enter torch.autocast, or cast the model (quantized weights keep their "
+        "codes)",
+    )

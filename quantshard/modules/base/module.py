@@ -23,10 +23,10 @@ from quantshard.distributed import distribute, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
 from quantshard.gemm import hardware
-from quantshard.modules.base import devices, inputs, weight_watch
+from quantshard.modules.base import devices, inputs
 from quantshard.modules.base.own_recipe import HISTORIES, RecipeModule
 from quantshard.modules.base.projections import Projection, joined
-from quantshard.modules.contexts import context, context_warnings, recompute
+from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
@@ -90,7 +90,6 @@ class QuantizedModule(RecipeModule):
     ) -> None:
         self_device = torch.device(device) if device is not None else devices.default_device()
         super().__init__(parallelism, self_device)
-        weight_watch.watch(self)
         self.use_bias = False
         self._plan = context.init_plan()
         self._device = self_device
@@ -305,14 +304,8 @@ class QuantizedModule(RecipeModule):
             weight = private_torch.registered_parameter(self, next(iter(self._weights)))
             # not _dtype: casts of the module do not update it
             if weight is not None and weight.dtype.itemsize < checked.dtype.itemsize:
-                self._warn_of_wide_input(checked.dtype, weight.dtype)
+                inputs.warn_of_wide_input(type(self).__name__, checked.dtype, weight.dtype)
         return checked
-
-    def _warn_of_wide_input(self, given: torch.dtype, own: torch.dtype) -> None:
-        if torch.compiler.is_compiling():
-            context_warnings.warn_of_wide_input_in_graph(type(self).__name__, given, own)
-        else:
-            context_warnings.warn_of_wide_input(self, given, own)
 
     def _ready(
         self, layer: Projection, x_shape: Sequence[int], device: torch.device, *, with_bias: bool = True
@@ -338,7 +331,7 @@ class QuantizedModule(RecipeModule):
         call = recompute.linear_context((id(self), ",".join(layer.weights)), quantized, self.training)
         if quantized and not context.in_autocast() and self.training and torch.is_grad_enabled():
             if not call.repeated:  # backward recomputes outside of the autocast of the first forward
-                context_warnings.warn_of_training_outside(self, layer.weights[0])
+                limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
         for name, weight in zip(layer.weights, weights, strict=True):
             self._check_weight(name, weight, call, device)
         if x_shape[-1] != weights[0].shape[1]:
@@ -370,7 +363,7 @@ class QuantizedModule(RecipeModule):
     def _check_place(self, name: str, param: Tensor | None, device: torch.device) -> None:
         if param is not None and param.is_meta and device.type != "meta":
             raise ConfigurationError(
-                f"{context_warnings.name_of(self)}.{name} is on the meta device and holds no values; call "
+                f"{self.label(name)} is on the meta device and holds no values; call "
                 "to_empty(device=...) on the model and load them (checkpoints.load_high_precision, checkpoints.load), "
                 "or reset_parameters()"
             )
@@ -415,7 +408,7 @@ class QuantizedModule(RecipeModule):
             self.register_buffer(name, history := _empty_history(length, device))
         if history.numel() != length:
             raise RecipeMismatchError(
-                f"{context_warnings.name_of(self)}.{name} holds {history.numel()} past amaxes, but autocast's recipe "
+                f"{self.label(name)} holds {history.numel()} past amaxes, but autocast's recipe "
                 f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
             )
         return history
@@ -425,7 +418,7 @@ class QuantizedModule(RecipeModule):
         length, history = recipe.weight.scaling.history if recipe.weight else 0, state.get(AMAX_HISTORY)
         if history is not None and history.numel() != length:
             raise RecipeMismatchError(
-                f"{context_warnings.name_of(self)}.{weight} holds {history.numel()} past amaxes, but autocast's recipe "
+                f"{self.label(weight)} holds {history.numel()} past amaxes, but autocast's recipe "
                 f"{recipe.name!r} asks for {length}; use one recipe object for both"
             )
         if history is None or state is self._born_states.get(weight):
@@ -437,11 +430,11 @@ class QuantizedModule(RecipeModule):
 
     def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
         if taken:
-            raise limits.fallback_error(taken, f"{context_warnings.name_of(self)}.{name}")
+            raise limits.fallback_error(taken, self.label(name))
 
     def _warn_of_late_history(self, name: str) -> None:
         if self.training:
-            warnings.warn(f"{context_warnings.name_of(self)}.{name}: {limits.FALLBACKS['late history']}", stacklevel=2)
+            warnings.warn(f"{self.label(name)}: {limits.FALLBACKS['late history']}", stacklevel=2)
 
     def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
         """Check that a weight can be used in this call with an input on `device`.
@@ -454,7 +447,7 @@ class QuantizedModule(RecipeModule):
         recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
         if storage is not None and storage.is_stale:
             raise ConfigurationError(
-                f"{context_warnings.name_of(self)}.{name} was gathered by FSDP before its last update, so this forward "
+                f"{self.label(name)} was gathered by FSDP before its last update, so this forward "
                 "would use old values; let FSDP free it after the last backward of a step (set_reshard_after_backward"
                 "(True)), or call reshard() on the FSDP-wrapped module after optimizer.step()"
             )
@@ -462,7 +455,7 @@ class QuantizedModule(RecipeModule):
             storage.check_captured(f"{type(self).__name__}.{name}")
         if storage is not None and storage.version == 0 and storage.is_unwritten and not weight.is_meta:
             raise ConfigurationError(
-                f"{context_warnings.name_of(self)}.{name} was never given values: to_empty took memory as it was, and "
+                f"{self.label(name)} was never given values: to_empty took memory as it was, and "
                 "nothing was loaded since; call checkpoints.load_high_precision(model, state_dict) or "
                 "checkpoints.load before the first forward, or reset_parameters() for new values"
             )
@@ -470,15 +463,20 @@ class QuantizedModule(RecipeModule):
         if cell not in (recipe.weight, None) and recipe.table:
             expected = "high precision" if recipe.weight is None else str(recipe.weight)
             raise RecipeMismatchError(
-                f"{context_warnings.name_of(self)}.{name} is stored as {cell}, but autocast's recipe "
+                f"{self.label(name)} is stored as {cell}, but autocast's recipe "
                 f"{recipe.name!r} wants {expected}; give it the one by which the weights were made"
             )
         if storage is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
-            context_warnings.warn_of_plain_weight(self, name)
+            silencer = "warnings.filterwarnings('ignore', '.*quantized anew')"
+            limits.warn("quantized each forward", self.label(name), silencer)
         if weight.is_meta:
             self._check_place(name, weight, device)
         if call.strict:
             self._refuse_fallbacks(name, hardware.fallbacks(storage, recipe, device))
+
+    def label(self, parameter: str) -> str:
+        """A parameter's name in messages: that of the module if it has one, otherwise of its class."""
+        return f"{getattr(self, 'name', None) or type(self).__name__}.{parameter}"
 
     def _formats_repr(self) -> str:
         """Formats of quantized weights for `extra_repr`, such as ", weight=mxfp8_32x32"."""
@@ -491,7 +489,6 @@ class QuantizedModule(RecipeModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
-        weight_watch.watch(self)
 
 
 def _empty_history(length: int, device: torch.device) -> Tensor:

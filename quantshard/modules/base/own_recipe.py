@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch, sharding
 from quantshard.distributed import distribute
 from quantshard.distributed.module_meshes import TensorParallelModule
-from quantshard.errors import ConfigurationError
 from quantshard.modules.base.assignment import PiecewiseAssignment
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.context import InitPlan
-from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
 from quantshard.recipe import QuantSpec, Recipe, TensorRole, resolve, stock_name
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
@@ -45,7 +42,7 @@ def by_own_recipe(forward: _Forward) -> _Forward:
 
 
 class RecipeModule(TensorParallelModule, PiecewiseAssignment):
-    """A module that may have a recipe of its own, from the per-layer recipes of `convert` or `quantized_model_init`.
+    """A module that may have a recipe of its own, from the per-layer recipes of `convert` or `quantize_`.
 
     `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
     `model_recipe`: recipe of its GEMMs outside of every autocast, for example when only a part of the model is called
@@ -77,53 +74,28 @@ class RecipeModule(TensorParallelModule, PiecewiseAssignment):
         return built_by if self.recipe is None else resolve(self.recipe)
 
     @property
-    def unnamed_layers(self) -> UnnamedLayers | None:
-        """Collection of layers that get their recipes by name at the exit of `quantized_model_init`, or None."""
-        return self._plan.unnamed if self._weights else None
+    def is_open(self) -> bool:
+        """Whether this module has weights, and no `quantized_model_init` chose how to store them."""
+        return bool(self._weights) and self._plan.is_open
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of each weight that a recipe may quantize and that is a registered parameter."""
-        for name in self._weights:
-            param = private_torch.registered_parameter(self, name)
-            if param is not None:
-                yield name, param
-
-    def check_plan(self, plan: InitPlan, name: str) -> None:
-        """Check that `take_plan` can succeed.
-
-        Raises:
-            ConfigurationError: a weight is sharded, quantized, parametrized, or has hooks.
-        """
-        for weight in self._weights if plan.quantize else ():
-            self._check_plain(name, weight)
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of the weights that a recipe may quantize."""
+        return tuple(self._weights)
 
     @torch.no_grad()
-    def take_plan(self, plan: InitPlan, name: str) -> None:
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
         """Convert in place to what `plan` would have built, keeping the current values.
 
         `name`: name of the module in the model. A collective call if tensor parallelism shards the module.
         """
-        self._plan, self.recipe = plan, stock_name(plan.recipe) or plan.recipe
+        self._plan = plan
+        if has_own_recipe:
+            self.recipe = stock_name(plan.recipe) or plan.recipe
         for weight in self._weights:
             self._take_cell(weight, name)
         for prefix in self._history_prefixes:
             self._make_histories(prefix)
-
-    def _check_plain(self, name: str, weight: str) -> None:
-        param, why = private_torch.registered_parameter(self, weight), ""
-        if param is None:
-            why = "is computed from other parameters (parametrized)"
-        elif components.quantized_local(param) is not None:
-            why = "is quantized already"
-        elif isinstance(param, DTensor) and (self.tp_mesh is None or param.device_mesh != self.tp_mesh):
-            why = "is sharded already"
-        elif private_torch.has_gradient_hooks(param):
-            why = "has hooks already, which the quantized weight in its place would not have"
-        if why:
-            raise ConfigurationError(
-                f"quantized_model_init(recipe=...): {name}.{weight} {why}, and its recipe is found by its name when "
-                "the context is left; do that afterwards"
-            )
 
     def _take_cell(self, name: str, owner: str) -> None:
         cell, state = self._plan.recipe.weight, self._born_states[name]

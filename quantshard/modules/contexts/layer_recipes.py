@@ -23,8 +23,6 @@ A layer that no pattern matches stays in high precision, as with "bf16"."""
 
 Recipes = str | Recipe | RecipeByName
 
-_KIND = "linear layers of this model"
-
 
 def by_name(recipes: object) -> bool:
     """Return whether recipes depend on layer names."""
@@ -62,9 +60,7 @@ def concrete_recipes(recipes: Recipes) -> Recipes:
     return concrete_name(recipes) if isinstance(recipes, str) else recipes
 
 
-def recipes_of(
-    owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]], kind: str = _KIND
-) -> list[Recipe | None]:
+def recipes_of(owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]]) -> list[Recipe | None]:
     """Return the recipe of each layer, None where no pattern matches. `layers`: (name, module) pairs.
 
     Raises:
@@ -73,7 +69,7 @@ def recipes_of(
     check_recipes(owner, recipes)
     if isinstance(recipes, Mapping):
         names = [name for name, _ in layers]
-        check_patterns(f"{owner}(recipe=", recipes, names, kind)
+        check_patterns(f"{owner}(recipe=", recipes, names)
         check_reached(f"{owner}(recipe)", recipes, names)
         resolved = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
         return [
@@ -84,7 +80,7 @@ def recipes_of(
     return [resolve(recipes)] * len(layers)
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str], kind: str = _KIND) -> None:
+def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Check that each pattern matches at least one layer name.
 
     Raises:
@@ -101,7 +97,9 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             within = f"{pattern}.*"
             if any(matches(within, name) for name in names):  # the pattern names a module that contains layers
                 hint, first = f"did you mean {within!r}?", ""
-            raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
+            raise ConfigurationError(
+                f"{argument}{pattern!r}) matches none of the {len(names)} linear layers of this model; {hint}{first}"
+            )
 
 
 def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:

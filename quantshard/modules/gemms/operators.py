@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
 from quantshard.modules.activation_storage import STORAGES
-from quantshard.modules.contexts import context, context_warnings, recompute
+from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
@@ -87,7 +87,7 @@ def _ready(step: StepArguments) -> list[PreparedLinear]:
     module, states = step.states()
     biases, ready, weights = iter(step.biases), [], step.weights_of(module)
     if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
-        context_warnings.warn_of_training_outside(module, structure.layers[0].weights[0])
+        limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
         names = id(module), ",".join(layer.weights)
         call = recompute.linear_context(names, not step.plain, structure.record, structure.setting)

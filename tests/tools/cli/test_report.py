@@ -122,7 +122,7 @@ def test_a_run_that_starts_is_not_called_stopped(run: Path, monkeypatch: pytest.
             locks.append(ownership.lock(run))
             write(run / "metrics.jsonl", [entry(36)], "a")
         else:
-            locks[0].close()
+            locks[0].release()
 
     monkeypatch.setattr("quantshard.tools.cli.report.time.sleep", sleep)
     code, out, err = told("watch", "run")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from quantshard.errors import ConfigurationError, silence
 from quantshard.gemm import hardware
 from quantshard.modules import autocast, quantized_model_init
-from quantshard.modules.contexts import context, context_warnings
+from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, resolve
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 # TransformerEngine's layers usually keep their weights in high precision.
-silence(context_warnings.PLAIN_WEIGHT)
+silence("quantized each forward")
 
 fp8_model_init = quantized_model_init
 

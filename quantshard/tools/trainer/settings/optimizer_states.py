@@ -115,20 +115,6 @@ def as_settings(options: StateOptions) -> dict[str, Any]:
     return {name: word_of(name, getattr(options, option)) for name, option in STATE_SETTINGS.items()}
 
 
-def with_states(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade the recorded settings of a run of an earlier release to their current meaning. The record contains every
-    setting that its preset decided.
-
-    Earlier releases kept whole masters under any preset, and Muon's momentum in the dtype `exp_avg_dtype`.
-    """
-    settings = dict(recorded)
-    if recorded.get("preset") and "master_remainders" not in recorded:
-        settings |= {"master_remainders": "off", "preset": ""}
-    if recorded.get("optimizer") == "muon" and "momentum_dtype" not in recorded:
-        settings |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
-    return settings
-
-
 def of_preset(preset: str) -> dict[str, Any]:
     """Return the settings that make a run use a preset or `FLOAT32_STATES`.
 

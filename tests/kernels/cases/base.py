@@ -1,14 +1,13 @@
-"""Building blocks of the registry of kernels: rows, cases, and the comparison of results."""
+"""Building blocks of the case table: rows, cases, and the comparison of results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from quantshard import recipe
 
 Shape = tuple[int, int]
 
@@ -49,16 +48,16 @@ class KernelCase(NamedTuple):
 
 
 class KernelRow(NamedTuple):
-    """One launcher in the registry of kernels.
+    """One launcher in the case table.
 
     Args:
         kernels: names of the Triton kernels that its cases launch.
         make: builds a case from a matrix x and the options of the case. The matrix gives shape, dtype and device;
             makers that do not need its range of magnitudes draw their own values.
-        cases: options by name, as the self-test prints the name.
+        cases: options by name.
         timed: names of the cases that benchmarks measure.
         uneven: a small shape that needs several programs per kernel, with partial last programs.
-        otherwise: message for a case that fails.
+        otherwise: how a failed case differs.
     """
 
     kernels: Collection[str]
@@ -67,11 +66,6 @@ class KernelRow(NamedTuple):
     timed: Sequence[str]
     uneven: Shape
     otherwise: str = OTHER_BITS
-
-
-def recipe_names() -> list[str]:
-    """Primary name of each recipe."""
-    return list({kind: name for name, kind in reversed(recipe.NAMES.items())}.values())[::-1]
 
 
 def agrees(found: Tensor | None, expected: Expected) -> bool:
@@ -108,3 +102,23 @@ def random_like(x: Tensor, seed: int, shape: Sequence[int] | None = None) -> Ten
     generator = torch.Generator(x.device).manual_seed(seed)
     size = tuple(x.shape if shape is None else shape)
     return (torch.randn(size, dtype=torch.float32, device=x.device, generator=generator) * 3).to(x.dtype)
+
+
+def values_of(shape: Shape, device: torch.device) -> Tensor:
+    """A new bfloat16 tensor with values of many magnitudes, zeros, and a row of zeros."""
+    return _values(shape).to(device, copy=True)
+
+
+@lru_cache(maxsize=4)
+def _values(shape: Shape) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    x, exponents = (torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu") for _ in range(2))
+    x *= torch.exp(3 * exponents)
+    x[0, 0] = 0
+    x[3:4] = 0
+    return x.bfloat16()
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Total bytes of plain tensors; None counts as 0."""
+    return sum(t.numel() * t.itemsize for t in tensors if t is not None)

@@ -18,9 +18,8 @@ from quantshard.formats import ALL, Format, Orientation
 from quantshard.modules.layernorm_mlp import ACTIVATIONS
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from quantshard.numerics import Pair
-from quantshard.tools.doctor.cases import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, random_like
-from quantshard.tools.doctor.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
-from quantshard.tools.doctor.timing import bytes_of
+from tests.kernels.cases.base import TINY, TOO_FAR, Bound, Expected, KernelCase, KernelRow, U, bytes_of, random_like
+from tests.kernels.cases.quantize import QUANTIZED, is_decoded, quantization, results_of, timed_of
 
 if kernels.USABLE:
     from quantshard.kernels.fused import activation as ka

@@ -1,4 +1,4 @@
-"""Timing of calls on a device, and sizes of tensors."""
+"""Timing of calls on a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 WARMUP = 3
 """Number of calls that are not timed."""
@@ -39,8 +38,3 @@ def bounded(call: Callable[[], Any], device: str, seconds: float = 1.0, most: in
     first = milliseconds(call, 1, device, warmup=1)[0]
     repeats = min(most, int(seconds * 1e3 / max(first, 1e-3)) - 2)
     return statistics.median(milliseconds(call, repeats, device, warmup=0)) if repeats > 0 else first
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Total bytes of plain tensors; None counts as 0."""
-    return sum(t.numel() * t.itemsize for t in tensors if t is not None)

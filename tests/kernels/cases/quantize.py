@@ -13,9 +13,8 @@ from quantshard import kernel_dispatch, kernels, numerics, recipe
 from quantshard.formats import ALL, FORMATS, Encoding, Format, Orientation, OrientedCodes, Role, Scaling
 from quantshard.gemm import producers
 from quantshard.numerics import RandomBits, quantization_error, swizzling
-from quantshard.tools.doctor.cases import TOO_FAR, Bound, Expected, KernelCase, KernelRow, recipe_names
-from quantshard.tools.doctor.results import UnavailableError
-from quantshard.tools.doctor.timing import bytes_of
+from quantshard.tools.doctor import recipe_names
+from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, KernelRow, bytes_of
 
 if kernels.USABLE:
     from quantshard.kernels.quantize import amax, dequantize, error, matrix, random_words, scales, swizzle, transpose
@@ -98,8 +97,6 @@ def quantize_case(
 
     `transposed`: also the codes of the transpose. `next_amax`: also the amax for the next step, in the same pass.
     """
-    if is_kept(fmt):
-        raise UnavailableError("16-bit codes are those of optimizer states, which Adam's kernel writes")
     request, expected = quantization(x, fmt, which=which, transposed=transposed)
     next_amax_out = torch.zeros((), dtype=torch.float32, device=x.device) if next_amax else None
     expected_amax = x.abs().amax().float() if next_amax else None
@@ -116,11 +113,9 @@ def _tensors(expected: Iterable[Expected]) -> list[Tensor]:
 def _quantize_cases() -> Cases:
     """Every copy of every format; with the transpose for square blocks, and with the next amax for tensor scales."""
     cases: Cases = {}
-    for fmt in FORMATS.values():
+    for fmt in QUANTIZED:
         name = f"quantize {fmt.name}"
         cases[name] = {"fmt": fmt}
-        if is_kept(fmt):
-            continue
         cases |= {
             f"{name}, {orientation.value}": {"fmt": fmt, "which": orientation} for orientation in list(fmt.copies)[1:]
         }

@@ -19,7 +19,8 @@ from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
 from quantshard.recipe import TensorRole
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
-from quantshard.tools.doctor.cases import (
+from quantshard.tools.doctor import recipe_names
+from tests.kernels.cases.base import (
     OTHER_BITS,
     TOO_FAR,
     Bound,
@@ -28,10 +29,9 @@ from quantshard.tools.doctor.cases import (
     KernelRow,
     Shape,
     U,
+    bytes_of,
     random_like,
-    recipe_names,
 )
-from quantshard.tools.doctor.timing import bytes_of
 
 if kernels.USABLE:
     from quantshard.kernels.experts import grouped, grouped_matmul
