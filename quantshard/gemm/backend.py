@@ -112,8 +112,7 @@ class ProductPlan:
         return out if nan_flag is None or is_in_scales else out + nan_flag.to(self.out_dtype)
 
 
-MOST_PRODUCTS: Final = 32
-"""The most products that the plan of an operand keeps."""
+MOST_PRODUCTS: Final = 32  # that the plan of an operand keeps
 
 
 def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
@@ -290,8 +289,9 @@ def read_transposed(
     results: list[ReadOperand] = []
     for reader, (codes, scales), (_, grid), nan_flag in zip(readers, outputs, parts, nan_flags, strict=True):
         if scales is None:
-            grid = grid.t() if reader.turns_scales else grid
-            scales = reader.scales.layout(grid if nan_flag is None else grid + nan_flag)
+            scales = grid if nan_flag is None else grid + nan_flag
+            if reader.turns_scales:
+                scales = reader.scales.layout(scales.t())
         else:
             scales = hardware.strided(scales, (1, scales.shape[0]))
         results.append((codes if reader.right else codes.t(), (scales,)))
@@ -394,20 +394,19 @@ class WeightOperands:
         if self._laid is not None:
             readers, storages, request = self._laid
             return _from_swizzled(readers, storages, request.finish()), False
-        nones = [None] * len(self.operands)
         readers = self._readers([
             (left.cell.format, left.shard, left.products) if isinstance(left, QuantizedStorage) else None
             for left in lefts
         ])  # fmt: skip
         if not readers:
-            return nones, False
+            return [None] * len(lefts), False
         if readers[0].is_swizzled:
             nan_targets = [_swizzled_scales(item) for item in others]
             reads = read_swizzled(readers, self._storages, nan_flags, nan_targets)
             return reads, bool(nan_targets) and None not in nan_targets
-        flags = nan_flags or nones
-        reader_flags = [flag if item.takes_nan_flag else None for item, flag in zip(readers, flags, strict=True)]
-        return read_transposed(readers, self._storages, reader_flags), False
+        pairs = zip(readers, nan_flags or [None] * len(readers), strict=True)
+        added_flags = [flag if reader.takes_nan_flag else None for reader, flag in pairs]
+        return read_transposed(readers, self._storages, added_flags), False
 
     def _readers(self, lefts: Sequence[tuple[Format, Shard, list[Any] | None] | None]) -> list[OperandReader]:
         """Readers of these operands in native products with left operands `lefts`. Empty if one kernel cannot make all
@@ -462,10 +461,11 @@ def _emulated(
 def _read_dtype(a: Operand, b: Operand, precision: torch.dtype) -> torch.dtype:
     """The dtype in which an emulated product reads its operands."""
     # values in another dtype, such as float32, must not be rounded
-    are_bfloat16 = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))
-    kind = a.device.type
-    on_gpu = kind == "cuda" or (kind == "meta" and hardware.META_CAPABILITY is not None)
-    return torch.bfloat16 if on_gpu and precision.itemsize == 2 and are_bfloat16 else torch.float32
+    for x in (a, b):
+        if isinstance(x, Tensor) and x.dtype is not torch.bfloat16:
+            return torch.float32
+    on_gpu = a.device.type == "cuda" or (a.device.type == "meta" and hardware.META_CAPABILITY is not None)
+    return torch.bfloat16 if on_gpu and precision.itemsize == 2 else torch.float32
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:

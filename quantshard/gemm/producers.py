@@ -376,7 +376,7 @@ class KernelPlan(OperandPlan):
         reads_values: a GEMM reads the values themselves, or they must be measured before they are quantized.
         by_amax, by_rows: quantizing needs the amax of the whole matrix, or of its rows, and no other statistic.
         nan_flag: where a value that is not finite shows; None if it does not matter.
-        sets_flag: the quantizing kernel sets the scalar.
+        has_scalar, sets_flag: kernels need a scalar for it; the quantizing kernel sets the scalar.
         draws: random words are needed.
         decodes: a direction returns values instead of codes. Values take more bytes.
     """
@@ -413,6 +413,7 @@ class KernelPlan(OperandPlan):
         flags = [direction.nan_flag for direction in directions]
         if flags and None not in flags:  # the flag of one direction, or the scalar that the other one needs
             self.nan_flag = next((flag for flag in flags if flag is not NanFlag.AMAX), NanFlag.AMAX)
+        self.has_scalar = self.nan_flag not in (None, NanFlag.AMAX)
         self.sets_flag = self.nan_flag is NanFlag.PRODUCTS or self.nan_flag is NanFlag.SCALE
         self.draws = any(direction.cell.scaling.stochastic_rounding for direction in directions)
         self.decodes = any(direction.spec.decoded for direction in directions)

@@ -133,7 +133,9 @@ class LinearBackward(NamedTuple):
 
     def weight_operands(self) -> WeightOperands:
         """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
-        w_operands = [weight_operand(self.tensors[part], part, self.call, self.state) for part in range(self.parts)]
+        w_operands = []
+        for part in range(self.parts):
+            w_operands.append(weight_operand(self.tensors[part], part, self.call, self.state))
         summed = self.parts > 1 and self.dtype.itemsize <= 4
         return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
 
@@ -144,8 +146,10 @@ class LinearBackward(NamedTuple):
 
         `x_wgrad`: wgrad's operand of the input, if forward has not kept it.
         """
-        rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        usages = [self.usage(part) for part in range(self.parts)]
+        rows, usages = [], []
+        for part, grad in enumerate(grads):
+            rows.append(grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]))
+            usages.append(self.usage(part))
         weight_operands = self.weight_operands() if self.needed.x else None
         out_grads = gradient_operands(rows, self.call, self.state, usages, weight_operands)
         return self.gradients(out_grads, x_wgrad, weight_operands)
@@ -225,6 +229,8 @@ class LinearBackward(NamedTuple):
     def _input_gradient(self, dx_terms: list[Tensor]) -> Tensor | None:
         if not dx_terms:
             return None
+        if self.state.tp.size == 1:
+            return _with_leading(dx_terms[0], self.x_shape)
         dx = _with_leading(dx_terms[0], self.x_shape, self.state.split(TensorRole.INPUT))
         split = self.state.split(TensorRole.GRAD_OUTPUT)
         return _summed(dx, self.state.tp) if split is not None and split.dim == 1 else dx
@@ -391,7 +397,9 @@ def forward_gemms(
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
-    w_operands = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    w_operands = []
+    for part, weight in enumerate(weights):
+        w_operands.append(weight_operand(weight, part, call, state))
     weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
     if x is None:
         usage = OperandUsage(True, keeps_input, transient=1)

@@ -167,7 +167,7 @@ def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[Tens
     if not plan.reads_values:
         return [request.outputs() for request in requests]
     nan_flags = [
-        request.nan_scalar() if source.nan_flag is None else source.nan_flag
+        workspace.zero(request.device) if plan.has_scalar and source.nan_flag is None else source.nan_flag
         for request, source in zip(requests, sources, strict=True)
     ]
     amaxes = plan.measure(sources, requests[0].known, nan_flags)
@@ -223,7 +223,9 @@ class OperandRequest:
             if amaxes is None:
                 source = values = source.measured(plan)
         if values is not None:
-            nan_flag = self.nan_scalar() if values.nan_flag is None else values.nan_flag
+            nan_flag = values.nan_flag
+            if nan_flag is None and plan.has_scalar:
+                nan_flag = workspace.zero(self.device)
             outputs = self.outputs(plan.measure([values], self.known, [nan_flag])[0], nan_flag)
         else:
             outputs = self.outputs(amaxes)
@@ -237,18 +239,13 @@ class OperandRequest:
             self.show(source, result)
         return result
 
-    def nan_scalar(self) -> Tensor | None:
-        """A zero that kernels set to NaN, if the plan needs one."""
-        flag = self.plan.nan_flag
-        return None if flag is None or flag is NanFlag.AMAX else workspace.zero(self.device)
-
     def outputs(
         self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None
     ) -> KernelOutputs:
         """Kernel arguments. `amaxes`: measured ones (None: `self.known`). `measured_nan_flag`: set while measuring."""
         plan, device = self.plan, self.device
         amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
-        nan_flag = self.nan_scalar() if measured_nan_flag is None else measured_nan_flag
+        nan_flag = workspace.zero(device) if plan.has_scalar and measured_nan_flag is None else measured_nan_flag
         by_rows = by_columns = sums = amax_slot = None
         if plan.draws:
             random_bits = GradientRandomBits(self.state, self.part)

@@ -199,7 +199,8 @@ class StepArguments(NamedTuple):
     @staticmethod
     def of_backward(arguments: Sequence[Any]) -> StepArguments:
         """Group the arguments of a backward operator."""
-        return StepArguments(*arguments[:_BOTH], None, (), *arguments[_BOTH:])
+        shared, others = arguments[:_BOTH], arguments[_BOTH:]
+        return StepArguments(*shared, *(None, ()), *others)
 
     @property
     def structure(self) -> StepStructure:

@@ -161,7 +161,7 @@ def _gradients(name: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ..
     of_x, of_norm_weight, of_norm_bias = (next(remaining, None) if is_needed else None for is_needed in need_front)
     of_weights = [next(remaining, None) if is_needed else None for is_needed in need.plain]
     of_biases = [next(remaining, None) if is_needed else None for is_needed in need.biases]
-    of_layers = (of_weights, [], None, None, None, of_norm_weight, of_norm_bias, None)
+    of_layers: tuple[Any, ...] = (of_weights, [], None, None, None, of_norm_weight, of_norm_bias, None)
     return (*of_layers, of_x if need.x else None, of_x if need.residual else None, of_biases)
 
 
