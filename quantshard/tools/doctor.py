@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels
 from quantshard import recipe as recipes
-from quantshard.gemm import backend, operands
+from quantshard.gemm import backend, hardware, operands
 from quantshard.optimizers import FusedAdam
 from quantshard.readable import human_bytes
 from quantshard.recipe import OPERANDS, QuantSpec, Recipe, TensorRole
@@ -239,7 +239,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the keys of the JSON that need no check."""
     no_kernels = why_no_kernels(device)
     has_nccl = dist.is_available() and dist.is_nccl_available()
-    paths = {name: backend.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
+    paths = {name: hardware.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
     return {
         "version": VERSION,
         "quantshard": __version__,

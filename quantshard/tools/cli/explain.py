@@ -13,7 +13,7 @@ from torch import nn
 
 from quantshard import limits, recipe
 from quantshard.errors import ConfigurationError, meant
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.tools import observe, planning
@@ -90,7 +90,7 @@ def explain(
         report = observe.explain(model_source.model, model_source.optimizer)
     else:
         # The settings of a run define its optimizer states, so no optimizer is built here.
-        capability = scaled_products.capability_of(torch.device("cuda"))
+        capability = hardware.capability_of(torch.device("cuda"))
         report = planning.plan(
             model_source.model, {}, **_states(model_source, None, {}), ema=model_source.ema, capability=capability
         )
