@@ -20,7 +20,7 @@ from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, check_alike
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
 from quantshard.tensor import components, state_keys
