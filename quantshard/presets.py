@@ -8,8 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Format, Orientation
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.muon import MOMENTUM_BUFFER

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments, suggests_names
-from quantshard.checkpoints import loading, rank_state, saving
+from quantshard.checkpoints import extras, loading, rank_state, saving
 from quantshard.checkpoints.background import CopiedStateStager, PendingSave, SaveReport, Stager, wait_for_process
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -34,9 +33,8 @@ from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
 from quantshard.checkpoints.load_plan import LoadRequest
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.checkpoints.metadata import DamagedError
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -87,7 +85,6 @@ class Manager:
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
     """Running saves of the one process that all Managers share, which takes one at a time: torch mixes up results."""
 
-    @suggests_names
     def __init__(
         self,
         directory: Path_,
@@ -98,10 +95,6 @@ class Manager:
         state: Mapping[str, Stateful] | None = None,
         read_only: bool = False,
     ) -> None:
-        check_arguments("Manager", PATH, directory=directory)
-        check_arguments("Manager", WHOLE_NUMBER.or_none, keep_last=keep_last)
-        check_arguments("Manager", WHOLE_NUMBER, keep_every=keep_every)
-        check_arguments("Manager", MAPPING.or_none, state=state)
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
         if keep_every < 0:
@@ -364,7 +357,7 @@ class Manager:
         try:
             saved_manifest = manifest.read_manifest(path)
             if saved_manifest is None:  # without a manifest, only the metadata can be checked
-                read_metadata(path)
+                SafeReader(path)
                 return []
         except CheckpointError as error:
             return [str(error)]

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
@@ -78,7 +77,6 @@ class FusedAdam(AdamOptimizer):
         RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
 from quantshard.optimizers import options
@@ -45,7 +44,6 @@ class Lion(KernelOptimizer):
 
     states = STATES
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import suggests_names
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.numerics import adam, muon
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
@@ -85,7 +84,6 @@ class Muon(AdamOptimizer):
     rate_dtype = torch.float64
     more_entries = (*matrix_groups.ADAMW_SETTINGS,)
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],

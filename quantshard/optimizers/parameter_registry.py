@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import ITERABLE, check_arguments, shown_argument
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
@@ -48,7 +47,6 @@ def checked_params(optimizer: str, params: Iterable[Any]) -> list[Any]:
         raise ConfigurationError(
             f"{optimizer}(params={type(params).__name__}): give a list of parameters, (name, parameter) pairs or groups"
         )
-    check_arguments(optimizer, ITERABLE, params=params)
     entries = list(params)
     if not entries:
         raise ConfigurationError(
@@ -70,14 +68,13 @@ def checked_group(optimizer: str, number: int, group: Mapping[str, Any]) -> dict
             "{'params': model.parameters(), 'lr': 1e-3}"
         )
     raw_params = group["params"]
-    check_arguments(f"{optimizer}: group {number}", ITERABLE, params=raw_params)
     params = [raw_params] if isinstance(raw_params, Tensor) else list(raw_params)
     positions: dict[int, int] = {}
     for position, entry in enumerate(params):
         param = entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
         if not isinstance(param, Tensor):
             raise ConfigurationError(
-                f"{optimizer}: group {number} has {shown_argument(param)} among its parameters, at {position}; give "
+                f"{optimizer}: group {number} has a {type(param).__name__} among its parameters, at {position}; give "
                 "tensors, or (name, tensor) pairs"
             )
         first = positions.setdefault(id(param), position)

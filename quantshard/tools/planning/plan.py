@@ -18,16 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
-from quantshard.argument_kinds import (
-    MAPPING,
-    MODULE,
-    WHOLE_NUMBER,
-    check_arguments,
-    meant,
-    shown_argument,
-    suggests_names,
-)
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
@@ -53,7 +44,6 @@ _ALONE = "alone"
 """Name of the single axis that represents an empty mesh."""
 
 
-@suggests_names
 def plan(
     model: nn.Module,
     mesh: Mapping[str, int],
@@ -107,16 +97,7 @@ def plan(
     Raises:
         ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
-    check_arguments("plan", MODULE, model=model)
-    check_arguments("plan", MAPPING.or_none, tensor_parallel=tensor_parallel)
-    check_arguments("plan", WHOLE_NUMBER, rank=rank)
-    if not isinstance(mesh, Mapping) or not all(isinstance(size, WHOLE_NUMBER.types) for size in mesh.values()):
-        raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
-    if not isinstance(layers, Iterable):
-        raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
-    for layer in layers:
-        check_arguments("plan", MODULE, layers=layer)
     cut_by_tp, layer_of = (
         dict(tensor_parallel or {}),
         {id(module): layer for layer in layers for module in layer.modules()},
@@ -181,7 +162,7 @@ def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
     """Refuse an unknown optimizer, and options for states that the optimizer does not have."""
     if optimizer not in ALGORITHMS:
         raise ConfigurationError(
-            f"plan(optimizer={shown_argument(optimizer)}): {meant(optimizer, ALGORITHMS)}there are "
+            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are "
             f"{', '.join(ALGORITHMS)}; a live one of any class is described by explain(model, optimizer)"
         )
     for name in UNUSED_OPTIONS[optimizer]:
