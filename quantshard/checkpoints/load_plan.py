@@ -21,7 +21,7 @@ from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers
+from quantshard.checkpoints.optimizer_states import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.state_conversion import StateConversion
@@ -183,7 +183,7 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     all_entries = contents.reader.entries
     state, numbers = {"model": model.state_dict()}, request.numbers
     if optimizer is not None:
-        fit.check_members("load", model, optimizer)
+        optimizer_states.check_members("load", model, optimizer)
         state["optimizer"] = optimizer_states.to_load(optimizer, all_entries, numbers)
     conversions = _conversions(request, contents, state["model"])
     convertible = state_conversion.state_conversions(contents.reader, model, optimizer)

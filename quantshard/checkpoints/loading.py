@@ -20,7 +20,7 @@ from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
-from quantshard.checkpoints.parameter_numbers import check_alike
+from quantshard.checkpoints.optimizer_states import check_alike
 from quantshard.checkpoints.requantize import ParameterConversion, RequantizedWarning
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, numbers_of
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation

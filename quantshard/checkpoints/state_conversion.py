@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, numbers_of
 from quantshard.checkpoints.requantize import batches, stored_values
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError

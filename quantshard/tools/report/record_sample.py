@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from quantshard.read_limits import LOG_BYTES
 from quantshard.readable import human_bytes
 from quantshard.tools.report import records
-from quantshard.tools.report.records import Record, RecordFile
+from quantshard.tools.report.records import LOG_BYTES, Record, RecordFile
 
 _PARSED = 8 << 20
 
