@@ -28,7 +28,7 @@ from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec, format_of_tag
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage

@@ -24,7 +24,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import (
+from quantshard.state_storage import (
     STATE_SCALE_SUFFIXES,
     scaled_state,
     stored_state_cell,

@@ -123,7 +123,8 @@ class _WeightCopy:
         for tensor, old in zip(_tensors_of(self.weight), self.before, strict=True):
             tensor.detach().copy_(old)
         if self.weight.storage is not None:
-            self.weight.written(drawn=False)
+            torch.autograd.graph.increment_version(private_torch.local_tensor(self.param))
+            self.weight.storage.mark_written()
             self.weight.storage.keep_initial_values(self.high_precision)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import parameter_registry
-from quantshard.presets import ADAMW, MUON
+from quantshard.state_storage import ADAMW, MUON
 
 ALGORITHM = "algorithm"
 """Group entry that chooses the algorithm: `MUON` or `ADAMW`."""
@@ -30,7 +29,7 @@ def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]
         ConfigurationError: the algorithm is unknown; an entry has no effect; a parameter of a "muon" group is not a
             matrix; or an "adamw" group has no lr and Muon's lr does not suit it.
     """
-    group = parameter_registry.checked_group("Muon", number, given)
+    group = dict(given)
     algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
     if algorithm not in (MUON, ADAMW):
         raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")

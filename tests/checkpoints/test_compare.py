@@ -28,7 +28,7 @@ from quantshard.checkpoints.inspect import compare as module
 from quantshard.checkpoints.inspect.compare import Comparison, compare, largest_difference
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import CheckpointModel
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tools.cli import diff
 from tests.checkpoints.small import built
 from tests.checkpoints.test_untrusted import change_entry

@@ -27,7 +27,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import scaled_state, stored_state_cell
+from quantshard.state_storage import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
 

@@ -19,7 +19,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag
-from quantshard.state_cells import stored_state_cell
+from quantshard.state_storage import stored_state_cell
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 

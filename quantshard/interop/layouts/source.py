@@ -19,7 +19,7 @@ from quantshard.formats import Format, Orientation, Role
 from quantshard.interop.layouts.table import cell_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY

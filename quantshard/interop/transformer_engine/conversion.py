@@ -40,7 +40,7 @@ from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 

@@ -15,7 +15,7 @@ from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, pattern_groups
-from quantshard.state_cells import STATE_SCALE_SUFFIXES, scaled_state
+from quantshard.state_storage import STATE_SCALE_SUFFIXES, scaled_state
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import complain, say, say_whole

@@ -28,7 +28,7 @@ from quantshard.formats import Role
 from quantshard.gemm import backend
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
-from quantshard.state_cells import scaled_state
+from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs

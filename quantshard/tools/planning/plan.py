@@ -23,10 +23,21 @@ from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
-from quantshard.optimizers.state import check_dtype, needs_master, splits, stored_dtype
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, check_remainders, chosen_options
 from quantshard.sharding import Shard
-from quantshard.state_cells import state_cell
+from quantshard.state_storage import (
+    ADAMW,
+    ALGORITHMS,
+    MUON,
+    UNUSED_OPTIONS,
+    StateOptions,
+    check_dtype,
+    check_remainders,
+    chosen_options,
+    needs_master,
+    splits,
+    state_cell,
+    stored_dtype,
+)
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from quantshard.errors import ConfigurationError, meant
-from quantshard.presets import MUON, PRESETS, StateOptions
+from quantshard.state_storage import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
