@@ -28,7 +28,7 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "formats read_limits readable",
+    "formats readable",
     "limits foreign numerics sharding private_torch determinism",
     "recipe_table",
     "recipe kernels",

@@ -26,7 +26,7 @@ from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import is_inside, why
 from quantshard.checkpoints.metadata import is_shape
 from quantshard.errors import CheckpointError
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -36,10 +36,9 @@ from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import json_object, read_json, read_regular
+from quantshard.foreign import FILE_BYTES, json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.terminal import inputs, outputs
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.settings_file import (

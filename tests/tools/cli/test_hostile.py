@@ -15,8 +15,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantshard.foreign import tomllib
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, tomllib
 from quantshard.tools.trainer import launch
 from quantshard.tools.trainer.environment import differences
 from quantshard.tools.trainer.run_dir import RunDir

@@ -28,8 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular, regular_size
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, open_regular, regular_size
 from quantshard.tools.terminal import outputs, screen
 from quantshard.tools.trainer.data.sources import INDEX, DataSource, TextOptions, texts, unreadable
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents

@@ -24,8 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular, shown
-from quantshard.read_limits import LINE_BYTES
 from quantshard.tools.terminal import inputs, screen
+
+LINE_BYTES = 32 << 20
+"""Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "dataset", "raw tokens", "token shards"
 """The kinds of sources."""

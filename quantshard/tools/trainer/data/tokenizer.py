@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import regular_content
+from quantshard.foreign import FILE_BYTES, regular_content
 from quantshard.interop.layouts.files import companions
-from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer.data.sources import library
 

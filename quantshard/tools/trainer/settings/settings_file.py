@@ -15,7 +15,7 @@ import tomli_w
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
 from quantshard.tools.trainer.settings.recipes import text_of
 from quantshard.tools.trainer.settings.schema import SettingType, read_table
