@@ -92,7 +92,8 @@ class KernelStep:
     def __init__(self) -> None:
         self._planned: list[_DevicePlan] = []
         self._planned_work: Sequence[ParameterStep] = ()
-        self._tensors: list[Iterable[Tensor]] = []
+        self._tensors: list[Tensor] = []
+        self._storages: list[QuantizedStorage] = []
         self._drawing: list[QuantizedStorage] = []
         self._addresses: list[int] = []
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
@@ -123,7 +124,9 @@ class KernelStep:
         """
         self._work = ()
         if work is not self._planned_work:
-            self._tensors = [tensors for item in work for tensors in item.tensors()]
+            states = [state for item in work for state in item.targets.values()]
+            self._tensors = [tensor for state in states for tensor in state.live()]
+            self._storages = [state.storage for state in states if state.storage is not None]
             self._drawing = [item.storage for item in work if item.storage is not None and item.has_draws]
         if work is not self._planned_work or self._addresses != self._current_addresses():
             self._make_plans(work, is_bounded)
@@ -164,9 +167,11 @@ class KernelStep:
 
     def _current_addresses(self) -> list[int]:
         """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
-        return [tensor.data_ptr() for tensors in self._tensors for tensor in tensors] + [
-            int(storage.state[KEY]) for storage in self._drawing
-        ]
+        tensors = [*self._tensors]
+        for storage in self._storages:  # their entries can be replaced
+            tensors += storage.components.values()
+            tensors += storage.state.values()
+        return [tensor.data_ptr() for tensor in tensors] + [int(storage.state[KEY]) for storage in self._drawing]
 
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
         self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
