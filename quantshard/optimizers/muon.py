@@ -181,8 +181,8 @@ class Muon(AdamOptimizer):
             raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
         if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
             raise ConfigurationError(
-                f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps and "
-                "finite coefficients"
+                f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps "
+                "and finite coefficients"
             )
 
     # Step ------------------------------------------------------------------------------------------------------------
