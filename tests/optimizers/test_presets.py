@@ -167,7 +167,7 @@ def test_a_preset_of_lion_is_its_options_spelled_out(preset):
     assert held["master_param_low"].shape == named[0]["0.weight"].shape
     by_hand[1].load_state_dict(copy.deepcopy(named[1].state_dict()))
     equal(stepped(*named, range(2, 4)), stepped(*by_hand, range(2, 4)))
-    made(preset=preset, **PRESETS[preset].lion_arguments)  # options that agree
+    made(preset=preset, **PRESETS[preset].arguments("lion"))  # options that agree
     for option, value in (
         {"exp_avg_dtype": torch.float32, "master_weights": False, "store_param_remainders": False}
     ).items():
