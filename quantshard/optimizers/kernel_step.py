@@ -23,8 +23,15 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernels.optimizer.settings import SettingsRow, adam_row, lion_row, muon_row
-from quantshard.kernels.optimizer.stored import Algorithm, MatrixRegion, StepParameter
+from quantshard.kernels.optimizer.stored import (
+    Algorithm,
+    MatrixRegion,
+    SettingsRow,
+    StepParameter,
+    adam_row,
+    lion_row,
+    muon_row,
+)
 from quantshard.numerics.adam import Hyperparameters
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
