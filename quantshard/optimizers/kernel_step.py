@@ -377,10 +377,11 @@ class KernelOptimizer(ElementwiseOptimizer):
         state_dtypes: Mapping[str, torch.dtype | None],
         **common: Unpack[CommonOptions],
     ) -> None:
-        explicit: dict[str, Any] = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
+        options: dict[str, Any] = dict(common)
+        explicit = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
         for name in ("master_weights", "master_weight_dtype", "store_param_remainders"):
-            explicit[name] = common.pop(name, None)  # type: ignore[misc]
-        storage = chosen_options(type(self).__name__, common.pop("preset", None), explicit)
+            explicit[name] = options.pop(name, None)
+        storage = chosen_options(type(self).__name__, options.pop("preset", None), explicit)
         super().__init__(
             params,
             defaults,
@@ -388,7 +389,7 @@ class KernelOptimizer(ElementwiseOptimizer):
             master_weights=storage.master_weights,
             master_weight_dtype=storage.master_weight_dtype,
             store_param_remainders=storage.store_param_remainders,
-            **common,  # type: ignore[misc]
+            **options,
         )
 
     @cached_property
