@@ -150,7 +150,7 @@ ARMS = {
         for preset in PRESETS
     },
     **{
-        f"{name} {states}": Arm(name, fused(**options.arguments))
+        f"{name} {states}": Arm(name, fused(**options.arguments()))
         for name in ("current", "block", "mxfp8")
         for states, options in WHOLE_MASTERS.items()
     },
@@ -159,7 +159,7 @@ ARMS = {
     NVFP4_BETWEEN: Arm(NVFP4_BETWEEN, fused()),
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
-    **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},
+    **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments())) for name in ("current", "mxfp8")},
     "plain bf16": Arm("bf16", fused(), PLAIN),
     "torchao tensorwise": Arm("bf16", fused(), TENSORWISE),
 }

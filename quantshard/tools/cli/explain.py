@@ -294,7 +294,7 @@ def _states(
             )
     supported = {*STATE_SETTINGS.values()}.difference(unused)
     return {
-        name: value for name, value in state_settings.muon_arguments.items() if name in supported
+        name: value for name, value in state_settings.arguments(MUON).items() if name in supported
     } | optimizer_arguments
 
 

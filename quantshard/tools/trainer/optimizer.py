@@ -32,7 +32,7 @@ def _fused_adam(model: nn.Module, settings: TrainSettings) -> FusedAdam:
         _groups(model),
         lr=settings.lr,
         **_adam(settings),
-        **settings.state_options.arguments,
+        **settings.state_options.arguments(),
         capturable=settings.cuda_graphs,
         ema_decay=settings.ema,
     )
@@ -44,7 +44,7 @@ def _lion(model: nn.Module, settings: TrainSettings) -> Lion:
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
-        **settings.state_options.lion_arguments,
+        **settings.state_options.arguments(LION),
         capturable=settings.cuda_graphs,
         ema_decay=settings.ema,
     )
@@ -59,7 +59,7 @@ def _muon(model: nn.Module, settings: TrainSettings) -> Muon:
         momentum=settings.momentum,
         adjust_lr_fn="match_rms_adamw",
         capturable=settings.cuda_graphs,
-        **settings.state_options.muon_arguments,
+        **settings.state_options.arguments(MUON),
         ema_decay=settings.ema,
     )
 
