@@ -23,7 +23,7 @@ from quantshard.checkpoints.inspect.verify import verify
 from quantshard.checkpoints.untrusted import extras
 from quantshard.checkpoints.untrusted.reader import SafeReader
 from quantshard.errors import ConfigurationError, RankMismatchError
-from quantshard.tools.cli.verify import verification_lines
+from quantshard.tools.cli.inspect import verification_lines
 from tests.checkpoints.small import built
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
