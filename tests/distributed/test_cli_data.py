@@ -40,9 +40,7 @@ def folder(tmp_path_factory):
 def trained(folder):
     """A run of 4 steps on 2 processes, saved after 2; one source was made into shards before."""
     tokenizer = ["--tokenizer", folder / "tokenizer"]
-    made = quantshard(
-        "tokenize", folder / "b.parquet", *tokenizer, "--out", folder / "b", "--shard-size", "1kb", "--processes", 1
-    )
+    made = quantshard("tokenize", folder / "b.parquet", *tokenizer, "--out", folder / "b", "--shard-size", "1kb")
     assert made.returncode == 0 and "60 documents" in made.stdout, made.stderr
     data = [
         "--data",

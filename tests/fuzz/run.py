@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = None if given_.seconds is None else time.monotonic() + given_.seconds
     with tempfile.TemporaryDirectory() as folder:
         kinds = built(Path(folder, "whole"))
-        kinds = [kind for kind in [*kinds, *heavy(kinds, Path(folder, "heavy"))] if given_.kinds in kind.name]
+        kinds = [kind for kind in [*kinds, *heavy(kinds)] if given_.kinds in kind.name]
         scores = {kind.name: Score() for kind in kinds}
         batch = 0
         while (batch * BATCH < given_.mutants) if end is None else (time.monotonic() < end):

@@ -10,10 +10,8 @@ import typer
 from quantshard.errors import ConfigurationError
 from quantshard.tools.cli.exchange import size
 from quantshard.tools.terminal.screen import say
-from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.data.finding import RAW, SHARDS, find, joined
-from quantshard.tools.trainer.data.texts import TextOptions
-from quantshard.tools.trainer.data.tokenization import ShardedSource
+from quantshard.tools.trainer.data.shards import ShardedSource
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TextOptions, find, joined
 from quantshard.tools.trainer.data.tokenizer import load_tokenizer
 from quantshard.tools.trainer.settings.config import KINDS
 from quantshard.tools.trainer.settings.schema import check_value
@@ -33,23 +31,19 @@ def tokenize(
     end_of_document: Annotated[
         str, typer.Option(metavar="TOKEN", help="ends a document. Default: the tokenizer's eos_token")
     ] = "",
-    processes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="that make shards. Default: one for each CPU")
-    ] = None,
     text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column of the texts")] = "text",
     data_split: Annotated[str, typer.Option(metavar="NAME", help="split of a dataset's folder")] = "train",
     data_format: Annotated[str, typer.Option(help="auto: by name; or text: every file is one")] = "auto",
-    shard_size: Annotated[str, typer.Option(help="bytes of the texts of one shard")] = "100MB",
+    shard_size: Annotated[str, typer.Option(help="characters of text per shard, about")] = "100MB",
 ) -> None:
-    """Make token shards of texts, in parallel, for quantshard train --data OUT.
+    """Make token shards of texts, on all CPUs, for quantshard train --data OUT.
 
     A stopped call is gone on with by the same command.
     """
     text_options = {"text_field": text_field, "data_split": data_split, "data_format": data_format}
     for name, value in text_options.items():
         check_value(name, value, KINDS[name])
-    launch.check_processes(processes or 1)
-    sources = find(paths, data_format)
+    sources = find(paths, data_format, data_split)
     loaded_tokenizer = load_tokenizer(tokenizer, end_of_document)
     source = joined(sources)
     if source.kind in (RAW, SHARDS):
@@ -57,7 +51,7 @@ def tokenize(
     sharded = ShardedSource(
         source, loaded_tokenizer, tokenizer, TextOptions(text_field, data_split), size(shard_size, "--shard-size")
     )
-    index = sharded.write(out.absolute(), processes or 0)
+    index = sharded.write(out.absolute())
     say(
         f"wrote {out}: {index.documents:,} documents, {index.tokens:,} tokens of {index.vocabulary:,} in "
         f"{len(index.shards)} shards of {index.dtype}; train on them with quantshard train --data {out}"

@@ -16,7 +16,7 @@ import torch
 from quantshard import sharding
 from quantshard.formats import ALL, Component, Format, Orientation, Role
 from quantshard.numerics.states import AVERAGE, MASTER
-from quantshard.presets import preset_of
+from quantshard.state_storage import preset_of
 from quantshard.readable import human_bytes
 from quantshard.sharding import Shard
 

@@ -21,7 +21,6 @@ from quantshard.tools.trainer.settings.optimizer_states import (
     STATE_SETTINGS,
     as_settings,
     named_preset,
-    with_states,
 )
 from quantshard.tools.trainer.settings.schema import shown_value
 
@@ -62,9 +61,7 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
     Raises:
         ConfigurationError: an edited setting defines what is trained and cannot change.
     """
-    recorded_settings = [with_states(start["settings"]) for start in starts if isinstance(start.get("settings"), dict)][
-        -2:
-    ]
+    recorded_settings = [start["settings"] for start in starts if isinstance(start.get("settings"), dict)][-2:]
     now, messages = recorded(settings), []
     for setting in setting_fields():
         name = setting.name

@@ -126,7 +126,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
     spec = ModelSpec(prepared.settings, configuration)
-    for warning in [*prepared.unused(), *spec.check()]:
+    for warning in spec.check():
         screen.say(warning)
     model, report = spec.converted()
     if report is not None:
@@ -134,7 +134,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     if settings.init_from:
         initialization.check(prepared.settings, model)
     settings, corpus = prepared.collected(run.tokens)
-    for warning in corpus.repeated():
+    for warning in corpus.leaks():
         screen.say(warning)
     data.Windows(corpus, settings.seq_length, settings.heldout)
     run.create(settings, how_started(settings, processes), corpus.table(), configuration)

@@ -5,13 +5,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from quantshard.tools.trainer.restarts import edited, overrides, recorded
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings import config
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.optimizer_states import (
-    MOMENT_DTYPES,
     above_file,
     as_settings,
     below_flags,
@@ -166,43 +165,10 @@ def test_a_first_moment_of_fewer_bits_is_not_muons(tmp_path):
         assert float_momentum(quiet, TrainSettings(**quiet)) == ""
 
 
-def test_a_run_of_an_earlier_release_kept_whole_masters(tmp_path):
-    """By a preset too, of whose name its checkpoints would now have remainders; it goes on as it was."""
-    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
-    for preset, now in (("lean8", ""), ("lean6", ""), ("", "")):
-        settings = TrainSettings(preset=preset).resolved()
-        lines = to_toml(settings, tables).splitlines(keepends=True)
-        text = "".join(line for line in lines if not line.startswith("master_remainders"))
-        (tmp_path / "config.toml").write_text(text)
-        found = RunDir(tmp_path).read_config()[0]
-        assert (found.preset, found.state_options) == (now, replace(settings.state_options,
-                store_param_remainders=False))  # fmt: skip
-        before = {name: value for name, value in recorded(settings).items() if name != "master_remainders"}
-        assert edited("it", found, [{"settings": before}]) == ()
-
-
 @pytest.mark.parametrize(("other", "value"), [("master_dtype", "bfloat16"), ("master_weights", False)])
 def test_remainders_are_of_masters_that_have_some(other, value):
     with pytest.raises(ConfigurationError, match=rf"master_remainders = 'on' needs .*{other}"):
         TrainSettings(**{"master_remainders": "on", other: value}).check()
-
-
-def test_a_run_by_muon_of_an_earlier_release_kept_its_momentum_as_a_first_moment(tmp_path):
-    """It said nothing of momentum: by the preset of its name it would now be BF16, which its checkpoints have not."""
-    tables = {"launch": {"processes": 1}, "corpus": {"sha256": "0" * 64, "bytes": 1, "files": ["0" * 64 + " 1 /a"]}}
-    for optimizer, preset, momentum in (("muon", "", "fp8"), ("adamw", "lean8", "bfloat16")):
-        settings = TrainSettings(optimizer=optimizer, preset="lean8").resolved()
-        lines = to_toml(settings, tables).splitlines(keepends=True)
-        (tmp_path / "config.toml").write_text("".join(line for line in lines if not line.startswith("momentum_dtype")))
-        found = RunDir(tmp_path).read_config()[0]
-        assert (found.preset, found.state_options) == (preset, replace(PRESETS["lean8"],
-                momentum_buffer_dtype=MOMENT_DTYPES[momentum]))  # fmt: skip
-        again = TrainSettings(**given_values({}, tmp_path / "config.toml"))  # --config of another run
-        assert again.state_options == found.state_options
-        (tmp_path / "config.toml").write_text("".join(lines))
-        assert RunDir(tmp_path).read_config()[0] == settings
-        before = {name: value for name, value in recorded(settings).items() if name != "momentum_dtype"}
-        assert edited("it", found, [{"settings": before}]) == ()  # as it was started
 
 
 @pytest.mark.parametrize(

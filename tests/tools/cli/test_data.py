@@ -319,26 +319,25 @@ def wait_until(true):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content",
     [
-        (gzip.compress(b"a text", mtime=0), "packed by gzip"),
-        (b"PK\x03\x04\x14\x00\x08", "packed by zip"),
-        ("a text".encode("utf-16-le"), "no text in UTF-8; to train"),
-        (b"\x93NUMPY", "no text in UTF-8; to train"),
-        (b"text, and then " * 3000 + b"\xff", "no text in UTF-8; to train"),
+        gzip.compress(b"a text", mtime=0),
+        b"PK\x03\x04\x14\x00\x08",
+        "a text".encode("utf-16-le"),
+        b"\x93NUMPY",
+        b"text, and then " * 3000 + b"\xff",
     ],
     ids=["gzip", "zip", "UTF-16", "NumPy", "later"],
 )
-def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content, says):
+def test_what_is_no_text_is_not_taken_for_one_by_its_name(tmp_path, content):
     """Named, in a folder, or held out; its bytes are data where that is asked for."""
     (tmp_path / "texts").mkdir()
     odd, good = tmp_path / "texts" / "odd.txt", tmp_path / "good.txt"
     odd.write_bytes(content)
     good.write_bytes(b"BZh" + b"a" * 65532 + "\u00e9".encode())  # a letter across the end of what is looked at
     for paths, heldout in (([str(odd)], []), ([str(odd.parent)], []), ([str(good)], [str(odd)])):
-        with pytest.raises(ConfigurationError, match=r"odd\.txt is no text in UTF-8.*--data-format text") as caught:
+        with pytest.raises(ConfigurationError, match=r"odd\.txt is no text in UTF-8; unpack it.*--data-format text"):
             collect(paths, heldout)
-        assert says in str(caught.value)
     assert collect([str(good)]).tokens == 65535 + 2 + 1
     assert collect([str(odd.parent)], data_format="text").tokens == len(content) + 1
 

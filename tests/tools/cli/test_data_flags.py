@@ -1,7 +1,6 @@
 """Flags of `train` that say what is learned from: what is refused, in one line, before a folder is made."""
 
 import json
-import re
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -52,7 +51,7 @@ REFUSED = {
     "--data text --heldout 0.1 --heldout-data text": "heldout = 0.1 keeps a share of the data to evaluate on, and",
     "--data text --heldout-data txet": "there is no data file or folder",
     "--data text --heldout-data short": "the held-out text has 6 tokens, too few for seq_length = 16",
-    "--data a.jsonl --text-field body": "a.jsonl, byte 0: the object has no 'body', only 'id', 'text'; name the text",
+    "--data a.jsonl --text-field body": "a.jsonl, line 1 has no 'body', only 'id', 'text'; name the text",
     "--data text --data-format jsonl": "data_format = 'jsonl': choose one of: auto, text",
     "--data text --tokenizer tokenzier": "/tokenizer?); name a folder with tokenizer.json",
     "--data text --tokenizer text": "text cannot be read as a tokenizer",
@@ -72,24 +71,6 @@ def test_refused_in_one_line(folder, flags):
     assert code == 1 and len(err) == 1 and err[0].startswith("quantshard: ") and REFUSED[flags] in err[0], err
     assert {path: path.read_bytes() for path in before} == before
     assert {path.name for path in folder.glob("r/*")} <= {"tokens"}  # what was made of texts stays for the next try
-
-
-@pytest.mark.parametrize(
-    "flags, warned",
-    {
-        "--data text --text-field body --data-split test --token-cache c": ["text_field", "data_split", "token_cache"],
-        "--data a.jsonl --data-split test --token-cache c": ["data_split"],
-        "--data a.jsonl --text-field text": [],
-        "--data text --tokenizer tokenizer --token-cache c": [],
-        "--data text --heldout-data a.jsonl --token-cache c": [],
-        "--data raw.bin --vocabulary 1000 --token-cache c": ["token_cache"],
-    }.items(),
-)
-def test_settings_of_reading_that_nothing_asks_for_are_named(folder, flags, warned):
-    end, out, _ = told("train", "--run", "r", "--seq-length", 16, "--nproc-per-node", 1, *flags.split())
-    assert end is Started
-    text = " ".join("\n".join(out).split())
-    assert re.findall(r"WARNING: (\w+) = '[^']+' does nothing: it is about", text) == warned, text
 
 
 def test_rows_are_added_where_no_weights_say_how_many_there_are(folder):

@@ -71,7 +71,7 @@ CASES: list[tuple[Any, str]] = [
     ({"data": ["/x\0y"]}, r"data = .* must be a list of paths"),
     ({"data": ["/none"]}, r"there is no data file or folder /none"),
     ({"data": ["/dev/zero"]}, r"/dev/zero is no regular file but a pipe, a device or a socket"),
-    ({"data": ["/proc/self/environ"]}, r"no text in /proc/self/environ: the file is empty, or has no length"),
+    ({"data": ["/proc/self/environ"]}, r"no text in /proc/self/environ"),
     ({"tied": 1}, r"tied = 1 must be true or false"),
     (b"hidden = 3\n\xff = 1", rf"{FILE} is not TOML: 'utf-8' codec"),
     ("hidden = ", rf"{FILE} is not TOML: "),
@@ -128,7 +128,7 @@ def test_a_pipe_is_not_waited_for(run: Path, sound: dict[str, Any], place: str) 
     os.mkfifo(file)
     try:
         answer = told("resume", run) if place == "config.toml" else resumed(run, sound | {"data": [str(file)]})
-        refused(answer, r"is a pipe, where the run has a file|is no regular file but a pipe")
+        refused(answer, r"is no regular file")
     finally:
         file.unlink()
     refused(told("train", "--run", run.parent / "other", "--data", "/dev/zero"), r"/dev/zero is no regular file")
@@ -163,7 +163,7 @@ def test_other_files_are_not_read(run: Path, sound: dict[str, Any], monkeypatch:
     opened: list[str] = []
     before = settings_file.foreign.open_regular
     monkeypatch.setattr(
-        "quantshard.tools.trainer.data.documents.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
+        "quantshard.tools.trainer.data.corpus.open_regular", lambda p, **m: opened.append(str(p)) or before(p, **m)
     )
     answer = resumed(run, sound | {"data": [str(secret)]})
     refused(answer, rf"{secret} is not the .*text that the run was started with \(1000 bytes, .* its length is another")
@@ -250,7 +250,7 @@ def test_folders_of_odd_files(tmp_path: Path) -> None:
     refused(told(*arguments, "--data", folder), r"no data file or folder .*gone")
     (folder / "gone").unlink()
     refused(told(*arguments, "--data", folder / "a" / "b"), r"cannot read the data file .*b: Not a directory")
-    refused(told(*arguments, "--data", folder / "empty"), r"no text in .*empty: the file is empty")
+    refused(told(*arguments, "--data", folder / "empty"), r"no text in .*empty")
     (folder / "link").symlink_to(folder / "a")
     assert told(*arguments, "--data", folder)[0] is Started
     assert (tmp_path / "r" / "config.toml").read_text().count(" 1000 ") == 2

@@ -19,9 +19,7 @@ from quantshard import checkpoints
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.data import texts
-from quantshard.tools.trainer.data.dataset_folders import open_dataset
-from quantshard.tools.trainer.data.finding import DATASET
+from quantshard.tools.trainer.data.sources import TextOptions, find, texts
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.monitoring import trackers
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -151,69 +149,25 @@ def test_an_alias_of_a_field_is_not_read() -> None:
     assert huggingface.described(content, "config.json").config.num_hidden_layers == 2
 
 
-BOMB = "\n".join([f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)])
-OUTSIDE = "names files outside its folder"
-MANY = "has more than 131072 values"
-DESCRIPTIONS = {
-    "URL": ("data_files: http://HUB/x.parquet", OUTSIDE),
-    "escaped URL": (r'data_files: "http:\x2f\x2fHUB/x.parquet"', OUTSIDE),
-    "merged URL": ("<<: {data_files: http://HUB/x.parquet}", OUTSIDE),
-    "hub": ("data_files: [[hf://datasets/a/b/x.parquet]]", OUTSIDE),
-    "chain": ("data_files: [{split: train, path: zip://x::http://HUB/x.zip}]", OUTSIDE),
-    "absolute": ("data_files: /etc/passwd", OUTSIDE),
-    "parent": ("data_dir: a/../../b", OUTSIDE),
-    "home": ("data_dir: ~/x", OUTSIDE),
-    "aliases": (f"data_files: x\na0: &a0 [x]\n{BOMB}\nconfigs: *a11", MANY),
-    "cycle": ("data_files: &a [*a]", MANY),
-    "many values": (f"data_files: [{'a,' * 200_000}]", MANY),
-    "deep": (f"data_files: {'[' * 1500}", "cannot read the dataset"),
-    "labels": ("x: {class_label: {names: {'9000000000': x}}}", "a column of more than 131072 labels"),
-    "one megabyte": (f"data_files: {'x' * (1 << 20)}", "1048576"),
-}
-
-
-@pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_descriptions_of_datasets(requests: list[str], tmp_path: Path, name: str) -> None:
-    """Neither file that `datasets` reads in a folder makes it request anything, read other folders, or hang."""
-    pytest.importorskip("datasets")
-    hub = os.environ["HF_ENDPOINT"].removeprefix("http://")
-    for file in ("README.md", ".huggingface.yaml"):
-        folder = tmp_path / file
-        folder.mkdir()
-        text, message = DESCRIPTIONS[name]
-        text = f"configs:\n- config_name: default\n  {text}".replace("HUB", hub)
-        (folder / file).write_text(f"\n---\n{text}\n---\n" if file == "README.md" else text)
-        with pytest.raises(ConfigurationError, match=message):
-            open_dataset(folder, "train", "text")
-    assert requests == []
-
-
-def test_columns_that_are_not_read(tmp_path: Path) -> None:
-    """Images of a dataset are not decoded for its texts; a saved dataset cannot ask for 10^10 names of labels."""
+def test_a_dataset_requests_nothing_and_decodes_only_texts(requests: list[str], tmp_path: Path) -> None:
+    """Files of a dataset repository that name other places are not read, and images are not decoded."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
+    hub = os.environ["HF_ENDPOINT"]
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     table = datasets.Dataset.from_list([{"image": {"bytes": b"no image"}, "text": "a"}] * 3, features=features)
     table.save_to_disk(tmp_path / "saved")
     (tmp_path / "described").mkdir()
     table.to_parquet(tmp_path / "described" / "train.parquet")
-    # an alias and a link outside `data_files`, as the hub's own library writes them
-    (tmp_path / "described" / "README.md").write_text(
-        "---\nlicense_link: https://x.org\nconfigs:\n- &a {config_name: default, data_files: '*.parquet'}\nx: *a\n---\n"
-    )
+    for name in ("README.md", ".huggingface.yaml"):
+        text = f"configs:\n- config_name: default\n  data_files: {hub}/x.parquet\n"
+        (tmp_path / "described" / name).write_text(f"---\n{text}---\n" if name == "README.md" else text)
     for name in ("saved", "described"):
-        piece = texts.Piece(str(tmp_path / name), 0, 1, 1)
-        assert {chunk.text for chunk in texts.chunks(DATASET, piece, texts.TextOptions())} == {"a"}
-        with pytest.raises(ConfigurationError, match=r"the column 'image' holds Image\(.*\), no text"):
-            open_dataset(tmp_path / name, "train", "image")
-        with pytest.raises(ConfigurationError, match="no column 'body', only 'image', 'text'"):
-            open_dataset(tmp_path / name, "train", "body")
-    info = tmp_path / "saved" / "dataset_info.json"
-    content = json.loads(info.read_text())
-    content["features"]["label"] = {"_type": "ClassLabel", "num_classes": 10**10}
-    info.write_text(json.dumps(content))
-    with pytest.raises(ConfigurationError, match="a column of more than 131072 labels"):
-        open_dataset(tmp_path / "saved", "train", "text")
+        [source] = find([str(tmp_path / name)])
+        assert list(texts(source, TextOptions())) == [("a", True)] * 3
+        with pytest.raises(ConfigurationError, match="has no 'body', only 'image', 'text'"):
+            list(texts(source, TextOptions("body")))
+    assert requests == []
 
 
 SHADOWS = (
@@ -289,7 +243,7 @@ def test_commands_import_nothing_from_the_working_directory(tmp_path: Path, vers
     (run / "config" / "config.json").write_text(json.dumps(models.CONFIG))
     commands = [
         "report .", "watch . --once", "status .", "debug .", "resume . --steps 2",
-        "tokenize text.jsonl --out tokens --processes 2 --shard-size 1KB", "verify saved", "inspect saved",
+        "tokenize text.jsonl --out tokens --shard-size 1KB", "verify saved", "inspect saved",
         "diff saved saved", "explain saved", "export saved --layout plain-fp32 --out exported --config config",
     ]  # fmt: skip
     in_one_process(run, version, [command.split() for command in commands], tmp_path / "quantshard")

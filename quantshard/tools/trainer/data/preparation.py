@@ -14,15 +14,11 @@ from pathlib import Path
 
 from quantshard.errors import ConfigurationError
 from quantshard.tools.terminal import screen
-from quantshard.tools.trainer.data.collecting import collect
-from quantshard.tools.trainer.data.documents import Corpus
-from quantshard.tools.trainer.data.finding import DATASET, JSONL, PARQUET, RAW, SHARDS, TEXT, DataSource, find
-from quantshard.tools.trainer.data.shards import ShardIndex, read_index, tokenizer_copy
-from quantshard.tools.trainer.data.texts import TextOptions
-from quantshard.tools.trainer.data.tokenization import ShardedSource
+from quantshard.tools.trainer.data.corpus import Corpus, collect
+from quantshard.tools.trainer.data.shards import ShardedSource, ShardIndex, read_index, tokenizer_copy
+from quantshard.tools.trainer.data.sources import RAW, SHARDS, TEXT, DataSource, TextOptions, find
 from quantshard.tools.trainer.data.tokenizer import BYTES_DIGEST, Tokenizer, end_text, load_tokenizer
 from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.schema import shown_value
 
 _KEY_DIGITS = 16
 _MULTIPLE = 128
@@ -59,8 +55,10 @@ class Preparation:
     """
 
     def __init__(self, settings: TrainSettings) -> None:
-        self._sources = find(settings.data, settings.data_format)
-        self._heldout = find(settings.heldout_data, settings.data_format) if settings.heldout_data else []
+        self._sources = find(settings.data, settings.data_format, settings.data_split)
+        self._heldout = (
+            find(settings.heldout_data, settings.data_format, settings.data_split) if settings.heldout_data else []
+        )
         self._facts = facts = _facts(settings, [*self._sources, *self._heldout])
         tokens = settings.vocabulary or facts.vocabulary
         is_default = not settings.vocabulary and not facts.path and facts.tokenizer is not None
@@ -71,23 +69,6 @@ class Preparation:
             vocabulary=0 if is_default else settings.vocabulary or _padded(facts, settings),
         )
         self.described = Corpus((), (), settings.weights, 0, facts.digest, tokens, facts.end_of_document)
-
-    def unused(self) -> list[str]:
-        """Return warnings about data settings without effect. They are not errors, because the config.toml of a run
-        names tokenized data next to the settings for its original texts."""
-        settings, kinds = self.settings, {source.kind for source in [*self._sources, *self._heldout]}
-        tokenized = kinds - {RAW, SHARDS} - (set() if self._facts.path else {TEXT})
-        requirements = {
-            "text_field": ("JSON lines, parquet or a dataset", kinds & {JSONL, PARQUET, DATASET}),
-            "data_split": ("a dataset", kinds & {DATASET}),
-            "token_cache": ("data that are made into tokens", tokenized),
-        }
-        return [
-            f"WARNING: {name} = {shown_value(getattr(settings, name))} does nothing: it is about {what}, and the data "
-            f"are {' and '.join(sorted(kinds))}"
-            for name, (what, matches) in requirements.items()
-            if not matches and getattr(settings, name) != getattr(TrainSettings, name)
-        ]
 
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
         """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of

@@ -4,39 +4,60 @@
     00000.bin, 00001.bin      tokens, uint16 or uint32, little endian, as nanoGPT reads them
     tokenizer/                a copy of the tokenizer's files, so that the folder is complete
 
-A folder is untrusted. Each field of the index has a range, files must be in the folder, and their lengths are checked.
+Shards are written one after the other, each followed by a new index. A later call with the same source, tokenizer and
+options skips the documents of finished shards, so the result does not depend on interruptions.
+
+A folder is untrusted: the fields of the index are checked, files must be in the folder, and their lengths are compared.
 The reader of the contents checks their SHA-256.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import FieldReader, open_regular, regular_size
+from quantshard.foreign import open_regular, regular_size
 from quantshard.read_limits import FILE_BYTES
-from quantshard.tools.trainer.data.documents import TOKEN_DTYPES, unreadable
-from quantshard.tools.trainer.data.finding import INDEX
+from quantshard.tools.terminal import outputs, screen
+from quantshard.tools.trainer.data.sources import INDEX, DataSource, TextOptions, texts, unreadable
+from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents
 
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer's copy."""
 
-FORMAT, VERSION = "quantshard-tokens", 1
-_MOST = (1 << 63) - 1
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+"""Little-endian dtypes of token files."""
+
+SHARD_BYTES = 100_000_000
+"""Characters of text per shard."""
+
+FORMAT, VERSION = "quantshard-tokens", 2
 _MOST_TOKENS = 1 << 24
 _SHARD = re.compile(r"[0-9]{5,9}\.bin")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_AT_ONCE = 1 << 20
+"""Characters per call of the tokenizer."""
 
 _HEADER_BYTES = 1024
 _HEADERS = {20240520: "uint16", 20240801: "uint32"}
 """Magic numbers of token files with a header, as in llm.c and modded-nanogpt, and the dtype of each."""
+
+
+def token_dtype(vocabulary: int) -> str:
+    """Return the storage dtype of a vocabulary's tokens: two bytes if they suffice."""
+    return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,7 @@ class ShardIndex:
     """The index of a folder of shards.
 
     `key`: digest of all inputs: sources, tokenizer and options. `tokenizer`: digest of the tokenizer. `end_text`: text
-    of the token that ends documents; "" for bytes.
+    of the token that ends documents; "" for bytes. `complete`: whether all shards are written.
     """
 
     key: str
@@ -63,7 +84,8 @@ class ShardIndex:
     end_of_document: int
     end_text: str
     dtype: str
-    shards: tuple[ShardEntry, ...]
+    shards: tuple[ShardEntry, ...] = ()
+    complete: bool = False
 
     @property
     def tokens(self) -> int:
@@ -75,13 +97,13 @@ class ShardIndex:
         """Number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
-    def content(self) -> dict[str, Any]:
-        """Return the index as a JSON object."""
-        total = {"tokens": self.tokens, "documents": self.documents}
-        return {"format": FORMAT, "version": VERSION, **total, **asdict(self)}
+    def write(self, folder: Path) -> None:
+        """Write the index as JSON."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        outputs.write_file(folder / INDEX, json.dumps(content, indent=1) + "\n", within=folder)
 
-    def sizes(self, folder: Path) -> tuple[tuple[Path, int], ...]:
-        """Return the non-empty shards with their lengths on disk.
+    def sizes(self, folder: Path) -> list[tuple[Path, int]]:
+        """Return the shards with their lengths on disk.
 
         Raises:
             ConfigurationError: a shard is missing, or its length differs from the index.
@@ -98,77 +120,48 @@ class ShardIndex:
                     f"{path} has {size} bytes, but {INDEX} says {shard.tokens} tokens of {self.dtype}, which are "
                     f"{expected}; make the shards anew by quantshard tokenize"
                 )
-            if size:
-                result.append((path, size))
-        return tuple(result)
+            result.append((path, size))
+        return result
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether each field has its type and range."""
+        texts_ = (self.key, self.tokenizer, self.end_text, self.dtype, *(shard.sha256 for shard in self.shards))
+        counts = [count for shard in self.shards for count in (shard.tokens, shard.documents)]
+        numbers = (self.vocabulary, self.end_of_document, *counts)
+        names = [shard.file for shard in self.shards if isinstance(shard.file, str) and _SHARD.fullmatch(shard.file)]
+        return (
+            all(isinstance(text, str) for text in texts_)
+            and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+            and all(_SHA256.fullmatch(digest) for digest in (self.key, self.tokenizer, *texts_[4:]))
+            and len(set(names)) == len(self.shards)
+            and self.dtype in TOKEN_DTYPES
+            and self.end_of_document < self.vocabulary <= _MOST_TOKENS
+        )
 
 
-def read_index(folder: Path) -> ShardIndex:
-    """Read the index of a folder of token shards.
+def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
+    """Read the index of a folder of token shards. `unfinished`: accept one that lacks shards.
 
     Raises:
-        ConfigurationError: the index is invalid; the message names the field.
+        ConfigurationError: the index is invalid, or shards are missing.
     """
-    where = folder / INDEX
-    content = foreign.read_json(where, FILE_BYTES["index"])
-    fields = FieldReader(content, str(where))
-    if content.get("format") != FORMAT:
-        raise fields.wrong("format", repr(FORMAT))
-    if content.get("version") != VERSION:
-        raise fields.wrong("version", f"{VERSION}, the only one that this release reads")
-    if (fields.text("dtype") or "") not in TOKEN_DTYPES:
-        raise fields.wrong("dtype", " or ".join(TOKEN_DTYPES))
-    vocabulary = _number(fields, "vocabulary", 1, _MOST_TOKENS)
-    listed = content.get("shards")
-    if not isinstance(listed, list) or not listed:
-        raise fields.wrong("shards", "a list of files")
-    index = ShardIndex(
-        _digest(fields, "key"),
-        _digest(fields, "tokenizer"),
-        vocabulary,
-        _number(fields, "end_of_document", 0, vocabulary - 1),
-        fields.text("end_text") or "",
-        content["dtype"],
-        tuple(shard_entry(entry, f"{where}: shards[{number}]") for number, entry in enumerate(listed)),
-    )
-    names = [shard.file for shard in index.shards]
-    if len(set(names)) != len(names):
-        raise ConfigurationError(f"{where}: two shards have one name")
-    for name in ("tokens", "documents"):
-        if content.get(name) != getattr(index, name):
-            raise fields.wrong(name, f"{getattr(index, name)}, the sum over the shards")
+    content = foreign.read_json(folder / INDEX, FILE_BYTES["index"])
+    if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
+        raise ConfigurationError(f"{folder / INDEX} is not of format {FORMAT!r}, version {VERSION}")
+    try:
+        shards = tuple(ShardEntry(**entry) for entry in content.pop("shards"))
+        index = ShardIndex(**content, shards=shards)
+    except (TypeError, KeyError):
+        index = None
+    if index is None or not index.is_valid:
+        raise ConfigurationError(f"{folder / INDEX} has a missing or invalid field; make the shards anew")
+    if index.complete is not True and not unfinished:
+        raise ConfigurationError(
+            f"{folder} holds tokens that were not finished; give the same quantshard tokenize command again, which "
+            "goes on with them"
+        )
     return index
-
-
-def shard_entry(entry: object, where: str) -> ShardEntry:
-    """Parse a shard's entry in an index or a journal.
-
-    Raises:
-        ConfigurationError: the entry is invalid.
-    """
-    if not isinstance(entry, dict):
-        raise ConfigurationError(f"{where} is not an object")
-    fields = FieldReader(entry, where)
-    file = fields.text("file") or ""
-    if not _SHARD.fullmatch(file):
-        raise fields.wrong("file", "the name of a shard, as 00000.bin")
-    return ShardEntry(
-        file, _number(fields, "tokens", 0, _MOST), _number(fields, "documents", 0, _MOST), _digest(fields, "sha256")
-    )
-
-
-def _number(fields: FieldReader, name: str, least: int, most: int) -> int:
-    value = fields.integer(name, least, most)
-    if value is None:
-        raise fields.wrong(name, "given")
-    return value
-
-
-def _digest(fields: FieldReader, name: str) -> str:
-    digest = fields.text(name) or ""
-    if not _SHA256.fullmatch(digest):
-        raise fields.wrong(name, "a SHA-256")
-    return digest
 
 
 def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
@@ -205,3 +198,120 @@ def tokenizer_copy(folder: Path) -> str:
     """Return the path of the tokenizer's copy; "" if there is no copy."""
     copy = folder / TOKENIZER
     return str(copy) if os.path.isdir(copy) and not os.path.islink(copy) else ""
+
+
+class ShardedSource:
+    """A source as token shards in a folder.
+
+    Args:
+        source: texts of any kind.
+        tokenizer: tokenizer of the texts.
+        path: path of the tokenizer's files; "" for bytes.
+        options: location of the texts.
+        shard_bytes: characters of text per shard; a shard ends with a document.
+
+    `key`: digest of all inputs of the shards: names, lengths and times of the files, tokenizer and options.
+    """
+
+    def __init__(
+        self, source: DataSource, tokenizer: Tokenizer, path: str, options: TextOptions, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self.source, self.tokenizer, self.path = source, tokenizer, path
+        self.options, self.shard_bytes = options, shard_bytes
+        files = [(file.name, size, file.stat().st_mtime_ns) for file, size in source.files]
+        inputs = [source.kind, files, tokenizer.digest, tokenizer.end_of_document, options, shard_bytes]
+        self.key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
+
+    def write(self, folder: Path) -> ShardIndex:
+        """Write the missing shards to a new folder, or one with unfinished shards of the same inputs.
+
+        Raises:
+            ConfigurationError: the folder holds other files, a text cannot be read, or there is no text.
+        """
+        index = self._begun(folder)
+        if index.complete:
+            return index
+        pieces = texts(self.source, self.options)
+        documents = index.documents
+        while documents:
+            documents -= next(pieces)[1]
+        # read before the folder is created, for errors of the source
+        first = next(pieces, None)
+        if first is None and not index.documents:
+            raise ConfigurationError(f"there is no text in {self.source.path}")
+        outputs.make_folder(folder)
+        console = screen.Screen()
+        columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=self.source.size)
+            while first is not None:
+                shard = self._write_shard(folder / f"{len(index.shards):05d}.bin", chain([first], pieces), bar, task)
+                index = replace(index, shards=(*index.shards, shard))
+                index.write(folder)
+                first = next(pieces, None)
+        for name, content in tokenizer_contents(self.path).items() if self.path else ():
+            outputs.write_file(folder / TOKENIZER / name, content, within=folder)
+        index = replace(index, complete=True)
+        index.write(folder)
+        outputs.remove_unfinished(folder)
+        return index
+
+    def _begun(self, folder: Path) -> ShardIndex:
+        """Return the index of the shards that an earlier call has finished."""
+        tokenizer = self.tokenizer
+        new = ShardIndex(
+            self.key, tokenizer.digest, tokenizer.vocabulary, tokenizer.end_of_document, end_text(tokenizer),
+            token_dtype(tokenizer.vocabulary),
+        )  # fmt: skip
+        if not os.path.lexists(folder):
+            return new
+        if not folder.is_dir():
+            raise ConfigurationError(f"{folder} exists and is no folder; name another --out")
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+        if names and INDEX not in names and names != {"00000.bin"}:
+            raise ConfigurationError(f"{folder} exists and holds other files; name a new folder with --out")
+        if INDEX not in names:
+            return new
+        index = read_index(folder, unfinished=True)
+        if index.key != self.key:
+            raise ConfigurationError(
+                f"{folder} holds tokens of other data, of another tokenizer or other options; name another folder, or "
+                "remove it"
+            )
+        index.sizes(folder)
+        if not index.complete:
+            screen.say(f"{folder} has {len(index.shards)} shards already; going on with the others")
+        return index
+
+    def _write_shard(self, path: Path, pieces: Iterator[tuple[str, bool]], bar: Progress, task: Any) -> ShardEntry:
+        """Write documents until the shard is full."""
+        tokenizer, kind = self.tokenizer, TOKEN_DTYPES[token_dtype(self.tokenizer.vocabulary)]
+        digest, characters, tokens, documents, is_end = hashlib.sha256(), 0, 0, 0, False
+        with outputs.written_file(path, within=path.parent) as file:
+            while not is_end or characters < self.shard_bytes:
+                batch = _batch(pieces, min(_AT_ONCE, self.shard_bytes - characters))
+                if not batch:
+                    break
+                for ids, (text, is_end) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
+                    values = np.empty(len(ids) + is_end, kind)
+                    values[: len(ids)] = np.frombuffer(ids, np.uint8) if isinstance(ids, bytes) else ids
+                    values[len(ids) :] = tokenizer.end_of_document
+                    digest.update(values.data)
+                    try:
+                        file.write(values.data)
+                    except OSError as error:
+                        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from None
+                    characters, tokens, documents = characters + len(text), tokens + len(values), documents + is_end
+                bar.advance(task, sum(len(text) for text, _ in batch))
+        return ShardEntry(path.name, tokens, documents, digest.hexdigest())
+
+
+def _batch(pieces: Iterator[tuple[str, bool]], characters: int) -> list[tuple[str, bool]]:
+    """Return the next pieces: at least one, and up to a number of characters."""
+    batch: list[tuple[str, bool]] = []
+    for piece in pieces:
+        batch.append(piece)
+        characters -= len(piece[0])
+        if characters <= 0:
+            break
+    return batch

@@ -8,22 +8,19 @@ are encoded as plain text; only quantshard inserts ends of documents.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import regular_content
 from quantshard.interop.layouts.files import companions
 from quantshard.read_limits import FILE_BYTES
-from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal import inputs
+from quantshard.tools.trainer.data.sources import library
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -51,9 +48,6 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Encode each text, without special tokens at its start or end."""
 
-    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Encode a text; return the tokens and the index of the character where each token starts."""
-
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens for display: unprintable characters are replaced, and an end of a document becomes a line."""
 
@@ -66,12 +60,6 @@ class ByteTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Return the UTF-8 bytes of each text."""
         return [text.encode("utf-8") for text in texts]
-
-    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the UTF-8 bytes of a text, and the index of each byte's character."""
-        encoded = text.encode("utf-8")
-        is_first = (np.frombuffer(encoded, np.uint8) & 0xC0) != 0x80
-        return encoded, (np.cumsum(is_first) - 1).tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens for display; see `text`."""
@@ -114,11 +102,6 @@ class LibraryTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Encode each text; the library uses one thread per CPU."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def encode_with_starts(self, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Encode a text; return the tokens and the index of the character where each token starts."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        return encoding.ids, [start for start, _ in encoding.offsets]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens for display; unknown tokens are skipped."""
@@ -218,7 +201,7 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
         ConfigurationError: there is no eos_token; the message lists the special tokens.
     """
     for name in _SPECIAL:
-        content = foreign.json_object(contents[name], f"{path}: {name}", wide=True) if name in contents else {}
+        content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
         token = content.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:
@@ -242,19 +225,13 @@ def _backend(path: str, contents: Mapping[str, bytes]) -> Any:
     if FAST in contents:
         return _parsed(path, contents[FAST])
     transformers = library("transformers", f"the tokenizer of {path}, which has no {FAST}")
-    # read a copy of the digested contents, not the files
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in contents.items():
-            outputs.write_file(Path(folder, name), content)
-        try:
-            with foreign.hub_offline():
-                loaded = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
-            backend = getattr(loaded, "backend_tokenizer", None)
-        # any file can be invalid in any way
-        except Exception as error:
-            raise _no_tokenizer(path, error) from None
+    try:
+        with foreign.hub_offline():
+            loaded = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        backend = getattr(loaded, "backend_tokenizer", None)
+    # any file can be invalid in any way
+    except Exception as error:
+        raise _no_tokenizer(path, error) from None
     if backend is None:
         raise ConfigurationError(
             f"--tokenizer {path}: transformers reads it as {type(loaded).__name__}, which is not one of the tokenizers "
@@ -279,16 +256,3 @@ def _parsed(path: str, content: bytes) -> Any:
 def _no_tokenizer(path: str, error: BaseException) -> ConfigurationError:
     line = " ".join(str(error).split())[:200] or type(error).__name__
     return ConfigurationError(f"--tokenizer {path} cannot be read as a tokenizer: {line}")
-
-
-def library(name: str, what: str) -> Any:
-    """Import an optional library.
-
-    Raises:
-        ConfigurationError: it is not installed; the message says what to install.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.partition(".")[0]
-        raise ConfigurationError(f"{what} needs a missing package; run: pip install {package}") from None

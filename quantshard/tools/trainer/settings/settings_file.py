@@ -17,7 +17,6 @@ from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.optimizer_states import with_states
 from quantshard.tools.trainer.settings.recipes import text_of
 from quantshard.tools.trainer.settings.schema import SettingType, read_table
 
@@ -59,9 +58,6 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         ConfigurationError: invalid setting; the message names the key.
     """
     settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
-    # only the file of a run has these tables
-    if not values.keys().isdisjoint(TABLES):
-        settings = with_states(settings)
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")

@@ -1,20 +1,23 @@
-"""TransformerEngine's arguments that quantshard does not support. They are listed by name, so that none is ignored.
+"""Adapter for TransformerEngine's arguments that quantshard lacks. They are listed by name, so that none is ignored.
 
 Each entry lists the classes and methods that have the argument in TransformerEngine, its default, and the reason why it
 is not supported. The default, None and False are accepted because they need nothing; any other value raises, unless the
-argument is only a performance hint. A name that TransformerEngine does not have either raises TypeError.
+argument is only a performance hint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
-from quantshard.argument_kinds import unexpected_argument
 from quantshard.errors import ConfigurationError
+from quantshard.modules import DotProductAttention
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class UnsupportedArgument(NamedTuple):
@@ -29,10 +32,10 @@ class UnsupportedArgument(NamedTuple):
     hint: bool = False
 
 
-NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
-NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
-NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
-NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
+_NO_OVERLAP = "the collectives of tensor parallelism are not overlapped with GEMMs; leave it out"
+_NO_CONTEXT_PARALLEL = "context parallelism is not there; leave it out, and keep each sequence whole on its rank"
+_NO_CROSS_ATTENTION = "there is no cross-attention; build it from Linear and DotProductAttention"
+_NO_SLIDING_WINDOW = "there is no sliding window; use attn_mask_type='arbitrary' with a mask of the window"
 
 _BLOCKS = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 _LINEAR = ("Linear", "LayerNormLinear", *_BLOCKS)
@@ -57,9 +60,9 @@ _because((*_LINEAR, "GroupedLinear", "DotProductAttention", "checkpoint"),
     "dropout draws from torch's generator; leave it out", get_rng_state_tracker=None)
 _because((*_LINEAR, "GroupedLinear"), "gradients go to .grad, where autograd and FSDP2 look for them; leave it out",
     fuse_wgrad_accumulation=False, delay_wgrad_compute=False)
-_because((*_LINEAR, "GroupedLinear"), NO_OVERLAP, ub_overlap_ag=False, ub_overlap_rs=False)
-_because(_LINEAR, NO_OVERLAP, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False)
-_because(["TransformerLayer"], NO_OVERLAP, ub_tp_comm_overlap=False,  # the others have no effect without it
+_because((*_LINEAR, "GroupedLinear"), _NO_OVERLAP, ub_overlap_ag=False, ub_overlap_rs=False)
+_because(_LINEAR, _NO_OVERLAP, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False)
+_because(["TransformerLayer"], _NO_OVERLAP, ub_tp_comm_overlap=False,  # the others have no effect without it
     ub_overlap_ag=True, ub_overlap_rs=True, ub_bulk_dgrad=True, ub_bulk_wgrad=True)
 _because(_LINEAR, "sums over ranks are those of the communication backend; leave it out", symmetric_ar_type=None)
 _because(["Linear", "GroupedLinear"], "backward keeps what wgrad reads, quantized; leave it out",
@@ -87,7 +90,12 @@ _because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
     "the mask type says it; use attn_mask_type='causal_bottom_right'", bottom_right_diagonal=None)
 _because(["DotProductAttention", *_ATTENTION, *_ATTENTION_CALLS],
     "only the ordinary softmax is there; leave it out", softmax_type="vanilla")
-_because(["DotProductAttention"], NO_CONTEXT_PARALLEL,
+_because(["DotProductAttention", "MultiheadAttention"], _NO_CROSS_ATTENTION, attention_type="self")
+_because(["TransformerLayer"],
+    f"{_NO_CROSS_ATTENTION}; for a decoder-only model use 'encoder', whose mask is causal by default",
+    layer_type="encoder")
+_hints(["DotProductAttention"], "the projections around it use it", sequence_parallel=False)
+_because(["DotProductAttention"], _NO_CONTEXT_PARALLEL,
     cp_group=None, cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p")
 _because(["DotProductAttention"], "the largest logit is not returned; leave it out", return_max_logit=False)
 _because(["DotProductAttention.forward"], "attention runs in high precision; leave it out",
@@ -100,11 +108,11 @@ _because(_ATTENTION_CALLS,
     cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
     max_seqlen_kv=None, pad_between_seqs=None)
 _because(_ATTENTION_CALLS, "there is no choice of how outputs are filled; leave it out", fast_zero_fill=True)
-_because(["MultiheadAttention.forward", "TransformerLayer.forward"], NO_CROSS_ATTENTION, encoder_output=None)
+_because(["MultiheadAttention.forward", "TransformerLayer.forward"], _NO_CROSS_ATTENTION, encoder_output=None)
 
-_because(["TransformerLayer"], NO_CROSS_ATTENTION,
+_because(["TransformerLayer"], _NO_CROSS_ATTENTION,
     enc_dec_attn_mask_type="no_mask", enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
-_because(["TransformerLayer.forward"], NO_CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
+_because(["TransformerLayer.forward"], _NO_CROSS_ATTENTION, enc_dec_attn_mask=None, enc_dec_attn_mask_type=None,
     enc_dec_bottom_right_diagonal=None, enc_dec_window_size=None)
 _because(["TransformerLayer"],
     "residuals are taken before the normalization; compose MultiheadAttention and LayerNormMLP with "
@@ -119,35 +127,89 @@ _because(["apply_rotary_pos_emb"], "there is no cache of keys and values for gen
     start_positions=None)
 _because(["apply_rotary_pos_emb"], "there is one implementation; leave it out", fused=False)
 _because(["apply_rotary_pos_emb"], "packed sequences ('thd') are not there; use 'sbhd' or 'bshd'", cu_seqlens=None)
-_because(["apply_rotary_pos_emb"], NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
+_because(["apply_rotary_pos_emb"], _NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
 # fmt: on
 
 
-def refuse(owner: str, given: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Reject arguments that `owner` does not have, unless their values change nothing.
+class ModuleAdapter(nn.Module):
+    """Mixin that gives a module of quantshard the arguments of its TransformerEngine counterpart."""
 
-    `given`: name -> value of the unknown arguments. `own`: names that `owner` has, to suggest for a misspelled name.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **supported(_owner(self), kwargs))
 
-    Raises:
-        ConfigurationError: TransformerEngine has the argument; the message suggests an alternative.
-        TypeError: TransformerEngine has no such argument either.
-    """
-    for name, value in given.items():
-        argument = ARGUMENTS.get(owner, {}).get(name)
-        if argument is None:
-            raise unexpected_argument(owner, name, [*own, *ARGUMENTS.get(owner, {})])
-        if argument.hint or value is None or value is False:
-            continue
-        if not isinstance(value, torch.Tensor) and value == argument.default:
-            continue
-        text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ConfigurationError(f"{owner}({name}={text}) is not supported: {argument.reason}")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; see `supported`."""
+        return super().forward(*args, **supported(f"{_owner(self)}.forward", kwargs))
 
 
-class NoContextParallelGroup:
-    """Mixin with TransformerEngine's `set_context_parallel_group`, which accepts only None."""
+class AttentionAdapter(ModuleAdapter):
+    """`ModuleAdapter`, for modules that contain attention."""
+
+    def __init__(self, *args: Any, window_size: Sequence[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check_window(_owner(self), window_size, None)
+
+    def forward(self, *args: Any, window_size: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        """Run the module's forward; see `supported`."""
+        mask_type = kwargs.get("attn_mask_type") or kwargs.get("self_attn_mask_type")
+        self._check_window(f"{_owner(self)}.forward", window_size, mask_type)
+        return super().forward(*args, **kwargs)
 
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
         """Raise unless the context-parallel group is None."""
         if cp_group is not None:
-            raise ConfigurationError(f"{type(self).__name__}.set_context_parallel_group: {NO_CONTEXT_PARALLEL}")
+            raise ConfigurationError(f"{_owner(self)}.set_context_parallel_group: {_NO_CONTEXT_PARALLEL}")
+
+    def _check_window(self, owner: str, window_size: Sequence[int] | None, mask_type: str | None) -> None:
+        """Raise for a sliding window. (-1, -1) means no window, and so does (-1, 0) with a causal mask."""
+        if window_size is None or tuple(window_size) == (-1, -1):
+            return
+        core = next(module for module in self.modules() if isinstance(module, DotProductAttention))
+        if tuple(window_size) != (-1, 0) or "causal" not in (mask_type or core.attn_mask_type):
+            raise ConfigurationError(f"{owner}(window_size={window_size}) is not supported: {_NO_SLIDING_WINDOW}")
+
+
+class NormAdapter(nn.Module):
+    """Mixin for LayerNorm and RMSNorm; the old names of two arguments are `hidden_size` and `dtype`."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        super().__init__(shape, eps, bool(sequence_parallel), params_dtype or dtype, zero_centered_gamma, **kwargs)
+
+
+def adapted(kind: type[_Module], adapter: type[nn.Module], path: str) -> type[_Module]:
+    """Create a subclass of a module's class with an adapter, under the same name. `path`: the module that has it."""
+    return type(kind.__name__, (adapter, kind), {"__module__": path, "__doc__": kind.__doc__})
+
+
+def _owner(module: nn.Module) -> str:
+    """Name of TransformerEngine's class, also for subclasses."""
+    return next(kind.__name__ for kind in type(module).__mro__ if kind.__name__ in ARGUMENTS)
+
+
+def supported(owner: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that quantshard has, dropping those of TransformerEngine whose values change nothing.
+
+    Raises:
+        ConfigurationError: an argument asks for something that is not supported; the message suggests an alternative.
+    """
+    table = ARGUMENTS.get(owner, {})
+    for name, value in arguments.items():
+        if name not in table or table[name].hint or value is None or value is False:
+            continue
+        if not isinstance(value, torch.Tensor) and value == table[name].default:
+            continue
+        text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigurationError(f"{owner}({name}={text}) is not supported: {table[name].reason}")
+    return {name: value for name, value in arguments.items() if name not in table}

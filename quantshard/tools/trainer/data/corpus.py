@@ -1,14 +1,11 @@
-"""The corpus of a run: documents of bytes or tokens, and their description in `config.toml`.
+"""The corpus of a run: documents of bytes or tokens, read, described in `config.toml`, and compared at a resume.
 
 A text document is a file: its tokens are its bytes, followed by END_OF_DOCUMENT. A token file contains integers,
-including ends of documents. The stream of a source is the concatenation of its documents.
-
-Only the list of documents is in memory; windows are read from the files. The list has a SHA-256 per document, and one
-of the whole: the digest of the lines "<sha256> <size>", one per document. `resume` compares them.
+including ends of documents. The stream of a source is the concatenation of its documents. Only the list of documents is
+in memory; windows are read from the files.
 
 A resumed run is untrusted and could name any file as its data. Lengths are therefore compared before a file is read,
-and a file is trained on only if its SHA-256 matches `config.toml`. Error messages reveal nothing about a file except
-whether it matches.
+and a file is trained on only if its SHA-256 matches `config.toml`.
 """
 
 from __future__ import annotations
@@ -17,9 +14,8 @@ import codecs
 import hashlib
 import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,24 +24,16 @@ import numpy as np
 
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular
+from quantshard.tools.trainer.data.shards import TOKEN_DTYPES, raw_layout, read_index, token_dtype
+from quantshard.tools.trainer.data.sources import INDEX, RAW, SHARDS, TEXT, DataSource, find, unreadable
 from quantshard.tools.trainer.data.tokenizer import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.settings.schema import shown_value
 
-TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""Little-endian dtypes of token files."""
-
-CHUNK_BYTES = 1 << 20
-_LOOKED_AT = 1 << 16
-_PACKED = {b"\x1f\x8b": "gzip", b"(\xb5/\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-"""The first bytes of compressed files."""
+_CHUNK_BYTES = 1 << 20
+_RESTORE = "restore it, or name the unchanged files with --data"
 
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9]{1,18}) (?:(uint16|uint32|text)\+([0-9]{1,6}) )?(/[^\0]*)", re.DOTALL)
 _SOURCE = re.compile(r"([0-9]{1,9}) files?, weight ([0-9.e+-]{1,30})")
-
-
-def token_dtype(vocabulary: int) -> str:
-    """Return the storage dtype of a vocabulary's tokens: two bytes if they suffice."""
-    return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True)
@@ -77,10 +65,6 @@ class Document:
         return f"{self.sha256} {self.size}" + (
             f" {self.dtype or 'text'}+{self.header}" if self.dtype or self.header else ""
         )
-
-
-def _more(found: Sequence[object]) -> str:
-    return f" (as {len(found) - 1} more)" if len(found) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -124,26 +108,17 @@ class Corpus:
         """Documents for evaluation only."""
         return self.documents[len(self.documents) - self.heldout_files :]
 
-    def repeated(self) -> list[str]:
-        """Return warnings about documents that are both trained and evaluated on, and about files that are read
-        twice."""
+    def leaks(self) -> list[str]:
+        """Return a warning if a document is both trained and evaluated on."""
         trained = self.documents[: len(self.documents) - self.heldout_files]
-        by_content = {document.line: document.path for document in trained if document.size}
-        leaked = [
-            (held_out.path, by_content[held_out.line]) for held_out in self.heldout if held_out.line in by_content
+        paths = {document.line: document.path for document in trained if document.size}
+        leaked = [document for document in self.heldout if document.line in paths]
+        if not leaked:
+            return []
+        return [
+            f"WARNING: {leaked[0].path}, and {len(leaked) - 1} more, is evaluated on and trained on: its contents are "
+            f"those of {paths[leaked[0].line]}, so held-out losses say nothing about other texts"
         ]
-        duplicates = [path for path, count in Counter(document.path for document in trained).items() if count > 1]
-        messages = []
-        if leaked:
-            messages.append(
-                f"WARNING: {leaked[0][0]} is evaluated on and trained on{_more(leaked)}: it has the contents of "
-                f"{leaked[0][1]}, so held-out losses do not tell how well the model does on other texts"
-            )
-        if duplicates:
-            messages.append(
-                f"WARNING: {duplicates[0]} is named twice by --data{_more(duplicates)}, so it is trained on twice"
-            )
-        return messages
 
     @property
     def tokens(self) -> int:
@@ -252,35 +227,128 @@ def _source(entry: str) -> tuple[int, float]:
     return count, weight
 
 
-def read_document(path: Path, size: int, dtype: str = "", header: int = 0, vocabulary: int = 0) -> Document:
-    """Read a whole file for its digest, and check that each token is below `vocabulary` (0: no check).
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def collect(
+    paths: Sequence[str], heldout: Sequence[str] = (), *, like: Corpus | None = None, data_format: str = "auto"
+) -> Corpus:
+    """Read the documents of text and token files and folders, in the given order; see `sources.find`.
+
+    `heldout`: paths for evaluation only. `like`: a corpus without documents that has the weights of the paths and the
+    properties of the tokens; default: bytes.
 
     Raises:
-        ConfigurationError: the file is unreadable, changes while it is read, or has a token out of range.
+        ConfigurationError: as `sources.find`; or a file cannot be read, or contains tokens out of range.
     """
-    digest, remaining = hashlib.sha256(), size
-    limit = vocabulary if dtype else 0
+    like = like or Corpus(())
+    sources = [_unread(source, like.vocabulary, data_format) for source in find(paths, data_format)]
+    apart = [_unread(source, like.vocabulary, data_format) for source in find(heldout, data_format)] if heldout else []
+    corpus = replace(
+        like,
+        documents=tuple(_read(document, like.vocabulary) for source in [*sources, *apart] for document in source),
+        counts=tuple(map(len, sources)) if like.weights else (),
+        heldout_files=sum(map(len, apart)),
+    )
+    check_vocabulary(corpus)
+    return corpus
+
+
+def collect_recorded(
+    paths: Sequence[str], recorded: Corpus, begun: Callable[[], None] = lambda: None, heldout: Sequence[str] = ()
+) -> Corpus:
+    """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
+    documents are compared first, then `begun` is called, then contents are read up to the first difference.
+
+    Raises:
+        ConfigurationError: as `collect`, or naming the first document that differs.
+    """
+    data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
+    sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
+    unread = [document for source in sources for document in _unread(source, recorded.vocabulary)]
+    for document, old in zip(unread, recorded.documents, strict=False):
+        if document.size != old.size:
+            raise _changed(document.path, old, "length")
+    if len(unread) != len(recorded.documents):
+        is_missing = len(unread) < len(recorded.documents)
+        path = recorded.documents[len(unread)].path if is_missing else unread[len(recorded.documents)].path
+        what = "is missing" if is_missing else "was not there at the start"
+        raise ConfigurationError(f"the data have changed: {path} {what}; {_RESTORE}")
+    begun()
+    documents = []
+    for document, old in zip(unread, recorded.documents, strict=True):
+        documents.append(_read(replace(document, sha256="", dtype=old.dtype, header=old.header), recorded.vocabulary))
+        if documents[-1].sha256 != old.sha256:
+            raise _changed(document.path, old, "content")
+    return replace(recorded, documents=tuple(documents))
+
+
+def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[Document]:
+    """List the documents of a source; their SHA-256 is "" except in an index. With `data_format` "", files without an
+    index are not opened to find their header."""
+    if source.kind == SHARDS:
+        index = read_index(source.path)
+        documents = [
+            Document(path, size, shard.sha256, index.dtype)
+            for shard, (path, size) in zip(index.shards, index.sizes(source.path), strict=True)
+            if size
+        ]
+        if not documents:
+            raise ConfigurationError(f"there are no tokens in {source.path}")
+        return documents
+    if source.kind == TEXT and data_format == "auto":
+        return [Document(path, size, "", "", _byte_order_mark(path)) for path, size in source.files]
+    if source.kind == RAW and data_format:
+        dtype = token_dtype(vocabulary)
+        return [Document(path, size, "", *raw_layout(path, size, dtype)) for path, size in source.files]
+    return [Document(path, size, "") for path, size in source.files]
+
+
+def _read(document: Document, vocabulary: int) -> Document:
+    """Read a whole file for its digest, and check that each token is in the vocabulary.
+
+    Raises:
+        ConfigurationError: the file is unreadable, changes while it is read, has a token out of range, or is not what
+            its index says.
+    """
+    path, digest, remaining = document.path, hashlib.sha256(), document.size
     try:
         with open_regular(path, follow=True) as file:
-            while remaining and (content := file.read(min(remaining, CHUNK_BYTES))):
+            while remaining and (content := file.read(min(remaining, _CHUNK_BYTES))):
                 digest.update(content)
-                if limit:
-                    _check_tokens(path, content, size - remaining, dtype, header, limit)
+                if document.dtype:
+                    _check_tokens(document, content, document.size - remaining, vocabulary)
                 remaining -= len(content)
             changed = bool(remaining or file.read(1))
     except OSError as error:
         raise unreadable(path, error) from None
     if changed:
         raise ConfigurationError(f"the data file {path} changed while it was read; try again when nothing writes to it")
-    return Document(path, size, digest.hexdigest(), dtype, header)
+    if document.sha256 not in ("", digest.hexdigest()):
+        raise ConfigurationError(
+            f"{path} is not what {INDEX} beside it says: its SHA-256 is another; make the shards anew by "
+            "quantshard tokenize"
+        )
+    return replace(document, sha256=digest.hexdigest())
 
 
-def byte_order_mark(path: Path) -> int:
-    """Return the length of a text file's byte order mark, or 0.
+def _check_tokens(document: Document, content: bytes, at: int, vocabulary: int) -> None:
+    """Check the tokens in a part of a file. `at`: offset of the part; like the header, a multiple of the token's
+    width."""
+    skipped = min(len(content), max(0, document.header - at))
+    kind = TOKEN_DTYPES[document.dtype]
+    tokens = np.frombuffer(content, kind, (len(content) - skipped) // kind.itemsize, skipped)
+    if tokens.size and int(tokens.max()) >= vocabulary:
+        wrong = int((tokens >= vocabulary).argmax())
+        position = (at + skipped - document.header) // kind.itemsize + wrong
+        raise ConfigurationError(
+            f"{document.path}: token {position} is {int(tokens[wrong])}, but vocabulary = {vocabulary} (read as "
+            f"{document.dtype}); name the tokenizer it was made with by --tokenizer, or its size by --vocabulary"
+        )
 
-    Raises:
-        ConfigurationError: the file cannot be read.
-    """
+
+def _byte_order_mark(path: Path) -> int:
+    """Return the length of a text file's byte order mark, or 0."""
     try:
         with open_regular(path, follow=True) as file:
             return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
@@ -288,45 +356,8 @@ def byte_order_mark(path: Path) -> int:
         raise unreadable(path, error) from None
 
 
-def check_text(path: Path) -> None:
-    """Check that the start of a file looks like UTF-8 text, so that compressed or binary files are not trained on by
-    mistake.
-
-    Raises:
-        ConfigurationError: the file is not text, or cannot be read.
-    """
-    try:
-        with open_regular(path, follow=True) as file:
-            head = file.read(_LOOKED_AT)
-    except OSError as error:
-        raise unreadable(path, error) from None
-    try:
-        is_text = "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        is_text = False
-    if not is_text:
-        packer = next((packer for magic, packer in _PACKED.items() if head.startswith(magic)), "")
-        raise ConfigurationError(
-            f"the data file {path} is no text in UTF-8{f' but packed by {packer}: unpack it' if packer else ''}; to "
-            "train on its bytes as they are, say --data-format text"
-        )
-
-
-def _check_tokens(path: Path, content: bytes, at: int, dtype: str, header: int, vocabulary: int) -> None:
-    """Check the tokens in a part of a file. `at`: offset of the part; like the header, a multiple of the token's
-    width."""
-    skipped = min(len(content), max(0, header - at))
-    kind = TOKEN_DTYPES[dtype]
-    tokens = np.frombuffer(content, kind, (len(content) - skipped) // kind.itemsize, skipped)
-    if tokens.size and int(tokens.max()) >= vocabulary:
-        wrong = int((tokens >= vocabulary).argmax())
-        position = (at + skipped - header) // kind.itemsize + wrong
-        raise ConfigurationError(
-            f"{path}: token {position} is {int(tokens[wrong])}, but vocabulary = {vocabulary} (read as {dtype}); name "
-            "the tokenizer it was made with by --tokenizer, or its size by --vocabulary"
-        )
-
-
-def unreadable(path: Path, error: Exception) -> ConfigurationError:
-    """Return the error for an unreadable data file."""
-    return ConfigurationError(f"cannot read the data file {path}: {getattr(error, 'strerror', None) or error}")
+def _changed(path: Path, before: Document, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the data have changed: {path} is not the {before.path} that the run was started with ({before.size} bytes, "
+        f"SHA-256 {before.sha256[:12]}...), its {what} is another; {_RESTORE}"
+    )

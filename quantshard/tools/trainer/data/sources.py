@@ -1,0 +1,355 @@
+"""The data files of a run, their kind, and the texts in them.
+
+The kind of a path follows from names, not from file contents. `datasets` reads parquet files and saved datasets; it
+reads no README, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import io
+import json
+import os
+import re
+import stat
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from quantshard import foreign
+from quantshard.errors import ConfigurationError
+from quantshard.foreign import open_regular, shown
+from quantshard.read_limits import LINE_BYTES
+from quantshard.tools.terminal import inputs, screen
+
+TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "dataset", "raw tokens", "token shards"
+"""The kinds of sources."""
+
+INDEX = "quantshard_tokens.json"
+"""The file that marks a folder of token shards."""
+
+_SUFFIXES = {
+    ".jsonl": JSONL, ".jsonl.gz": JSONL, ".jsonl.zst": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": RAW,
+}  # fmt: skip
+_RECORDS = {".json", ".csv", ".tsv"}
+"""Suffixes of text files that contain records, not prose."""
+
+_SAVED = ("state.json", "dataset_dict.json")
+_ABOUT = ("readme.md", "license", "license.md", "license.txt", "dataset_infos.json")
+"""Files of a dataset repository that are not data."""
+
+_SPLIT = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev)(?:$|[^a-z])")
+"""A split in the name of a file, such as data/train-00000-of-00002.parquet."""
+
+_SPLITS = {"valid": "validation", "val": "validation", "dev": "validation"}
+_LEFT_OUT = {"test", "tests", "idlelib", "site-packages", "dist-packages"}
+"""Folders of Python's library that are left out of the default text."""
+
+_PIECE = 1 << 20
+_ROWS = 1000
+
+
+class TextOptions(NamedTuple):
+    """Location of texts: the key or column in JSON lines, parquet and datasets, and the split of a folder."""
+
+    field: str = "text"
+    split: str = "train"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The data at one path: kind, and files with their lengths, in order."""
+
+    path: Path
+    kind: str
+    files: tuple[tuple[Path, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Total size of the files in bytes."""
+        return sum(size for _, size in self.files)
+
+
+def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") -> list[DataSource]:
+    """Find the data at each path, in the given order. Without paths: the source of Python's standard library.
+
+    A folder contributes every file below it, sorted, except hidden and empty files. With `data_format` "text", each
+    file is a text.
+
+    Raises:
+        ConfigurationError: a path is missing, unreadable, empty or not a regular file, a folder mixes kinds, or a text
+            file is not text.
+    """
+    if not paths:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        relative_paths = (path.relative_to(library) for path in library.rglob("*.py"))
+        scripts = [library / path for path in relative_paths if not _LEFT_OUT.intersection(path.parts)]
+        return [_source(library, TEXT, sorted(scripts, key=Path.as_posix))]
+    sources = [_at(Path(path).absolute(), data_format, split) for path in paths]
+    for source in sources if data_format == "auto" else ():
+        suffixes = {file.suffix.lower() for file, _ in source.files}
+        if source.kind == TEXT and suffixes <= _RECORDS:
+            raise ConfigurationError(
+                f"{source.path} holds records ({', '.join(sorted(suffixes))}), whose syntax would be trained on; write "
+                "JSON lines (.jsonl) of them, or give --data-format text"
+            )
+        for file, _ in source.files if source.kind == TEXT else ():
+            _check_text(file)
+    return sources
+
+
+def joined(sources: Sequence[DataSource]) -> DataSource:
+    """Merge several sources of one kind.
+
+    Raises:
+        ConfigurationError: the sources are of several kinds, or are several datasets.
+    """
+    first = sources[0]
+    for other in sources[1:]:
+        if other.kind != first.kind or other.kind == DATASET:
+            raise ConfigurationError(
+                f"{first.path} is {first.kind} and {other.path} {other.kind}; make shards of each by itself, and name "
+                "both folders with train --data"
+            )
+    return DataSource(first.path, first.kind, tuple(file for source in sources for file in source.files))
+
+
+def _at(path: Path, data_format: str, split: str) -> DataSource:
+    if not os.path.isdir(path):
+        return _source(path, _kind(path, data_format), [path])
+    if data_format == "auto" and os.path.lexists(path / INDEX):
+        return DataSource(path, SHARDS, ())
+    files = _files_below(path)
+    if data_format == "auto" and any(os.path.lexists(path / name) for name in _SAVED):
+        return _source(path, DATASET, files)
+    kinds = {file: _kind(file, data_format) for file in files if _length(file)}
+    if set(kinds.values()) - {TEXT}:
+        kinds = {file: kind for file, kind in kinds.items() if file.name.lower() not in _ABOUT}
+    if len(set(kinds.values())) > 1:
+        examples = {kind: file.relative_to(path) for file, kind in reversed(kinds.items())}
+        mix = " and ".join(f"{kind} ({file})" for kind, file in sorted(examples.items()))
+        raise ConfigurationError(
+            f"{path} holds {mix}; name the files of one kind with --data, or say --data-format text to read the "
+            "bytes of all"
+        )
+    kind = next(iter(kinds.values()), TEXT)
+    return _source(path, kind, _of_split(path, list(kinds), split) if kind in (JSONL, PARQUET) else list(kinds))
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Select the files of a split if all names contain a split, as in a copy of a dataset repository."""
+    names = [_SPLIT.search(file.relative_to(folder).as_posix().lower()) for file in files]
+    splits = [_SPLITS.get(name[1], name[1]) if name else "" for name in names]
+    if "" in splits or len(set(splits)) < 2:
+        return files
+    selected = [file for file, name in zip(files, splits, strict=True) if name == _SPLITS.get(split, split)]
+    if not selected:
+        raise ConfigurationError(
+            f"{folder} has no split {split!r}, only {', '.join(sorted(set(splits)))}; name one with --data-split"
+        )
+    screen.say(f"{folder}: reading the split {split}, {len(selected)} of {len(files)} files")
+    return selected
+
+
+def _source(path: Path, kind: str, files: Iterable[Path]) -> DataSource:
+    sizes = tuple((file, size) for file in files if (size := _length(file)))
+    if not sizes:
+        raise ConfigurationError(f"there is no text in {path}")
+    return DataSource(path, kind, sizes)
+
+
+def _kind(path: Path, data_format: str) -> str:
+    name = path.name.lower()
+    if data_format == "text":
+        return TEXT
+    return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), TEXT)
+
+
+def _length(path: Path) -> int:
+    """Return the length of a regular file; follows links."""
+    try:
+        str(path).encode("utf-8")
+        status = path.stat()
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the name of the data file {path} is not UTF-8; rename it") from None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigurationError(f"the data file {path} is no regular file but a pipe, a device or a socket")
+    return status.st_size
+
+
+def _files_below(folder: Path) -> list[Path]:
+    paths = []
+
+    def stop(error: OSError) -> None:
+        raise unreadable(Path(error.filename or folder), error)
+
+    for root, folders, names in os.walk(folder, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in filter(os.path.islink, (os.path.join(root, name) for name in folders)):
+            warnings.warn(
+                f"{link} is a link to a folder, whose files are not read; name the folder with --data", stacklevel=2
+            )
+        paths += [Path(root, name) for name in names if not name.startswith(".")]
+    return sorted(paths, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _check_text(path: Path) -> None:
+    """Check that the start of a file is UTF-8, so that compressed or binary files are not trained on by mistake."""
+    try:
+        with io.TextIOWrapper(open_regular(path, follow=True), encoding="utf-8") as file:
+            text = file.read(1 << 16)
+    except UnicodeDecodeError:
+        text = "\0"
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if "\0" in text:
+        raise ConfigurationError(
+            f"the data file {path} is no text in UTF-8; unpack it, or say --data-format text to train on its bytes"
+        )
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """Return the error for an unreadable data file."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+    return ConfigurationError(f"cannot read the data file {path}: {reason}")
+
+
+def library(name: str, what: str) -> Any:
+    """Import an optional library.
+
+    Raises:
+        ConfigurationError: it is not installed; the message says what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        extra = package if package == "transformers" else "train"
+        raise ConfigurationError(
+            f"{what} needs the package {package}; run: pip install 'quantshard[{extra}]'"
+        ) from None
+
+
+# Texts ----------------------------------------------------------------------------------------------------------------
+
+
+def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[str, bool]]:
+    """Yield the texts of a source, and whether a document ends after each; empty documents are skipped.
+
+    A text file is one document, in pieces that end with a line if possible. Other documents are one text.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or a document has no text; the message names it.
+    """
+    for path, _ in source.files if source.kind in (TEXT, JSONL) else [(source.path, 0)]:
+        try:
+            if source.kind == TEXT:
+                yield from _pieces(path)
+            elif source.kind == JSONL:
+                yield from ((text, True) for text in _lines(path, options.field) if text)
+            else:
+                yield from ((text, True) for text in _rows(source, options) if text)
+        except (ConfigurationError, KeyboardInterrupt):
+            raise
+        except UnicodeDecodeError:
+            raise ConfigurationError(
+                f"the data file {path} is not UTF-8, as a tokenizer's text must be; convert it, or train on its bytes, "
+                "without --tokenizer and by --data-format text"
+            ) from None
+        # the libraries raise errors of any type
+        except Exception as error:
+            raise unreadable(path, error) from None
+
+
+def _pieces(path: Path) -> Iterator[tuple[str, bool]]:
+    with io.TextIOWrapper(open_regular(path, follow=True), encoding="utf-8-sig", newline="") as file:
+        piece = file.read(_PIECE)
+        while piece:
+            piece += file.readline(_PIECE)
+            following = file.read(_PIECE)
+            yield piece, not following
+            piece = following
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading bytes, decompressed if necessary."""
+    with ExitStack() as stack:
+        file: Any = stack.enter_context(open_regular(path, follow=True))
+        if path.suffix.lower() == ".gz":
+            file = gzip.GzipFile(fileobj=file)
+        elif path.suffix.lower() == ".zst":
+            arrow = library("pyarrow", f"the packed file {path}")
+            file = io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"))
+        yield file
+
+
+def _lines(path: Path, field: str) -> Iterator[str]:
+    # `datasets` cannot read lines whose other keys differ
+    with _unpacked(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
+            where = f"{path}, line {number}"
+            if len(line) > LINE_BYTES:
+                raise ConfigurationError(f"{where} has more than {LINE_BYTES} bytes")
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigurationError(f"{where}: the line is not JSON: {str(error)[:200]}") from None
+            if not isinstance(record, dict):
+                raise ConfigurationError(f"{where}: the line is not a JSON object")
+            _check_column(record, where, field)
+            yield _checked_text(record[field], where, field)
+
+
+def _rows(source: DataSource, options: TextOptions) -> Iterator[str]:
+    """Yield a column of parquet files or of a dataset that `save_to_disk` saved."""
+    datasets = library("datasets", f"the {source.kind} in {source.path}")
+    with foreign.hub_offline():
+        if source.kind == PARQUET:
+            files = [str(path) for path, _ in source.files]
+            data = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+        else:
+            data = datasets.load_from_disk(str(source.path))
+        if isinstance(data, dict):
+            if options.split not in data:
+                names = ", ".join(map(shown, list(data)[:8]))
+                raise ConfigurationError(
+                    f"the dataset in {source.path} has no split {options.split!r}, only {names}; name one with "
+                    "--data-split"
+                )
+            data = data[options.split]
+        _check_column(data.column_names, str(source.path), options.field)
+        row = 0
+        # other columns, such as images, are not decoded
+        for batch in data.select_columns(options.field).iter(_ROWS):
+            for value in batch[options.field]:
+                yield _checked_text(value, f"{source.path}, row {row}", options.field)
+                row += 1
+
+
+def _check_column(names: Iterable[str], where: str, field: str) -> None:
+    names = list(names)
+    if field not in names:
+        raise ConfigurationError(
+            f"{where} has no {field!r}, only {', '.join(map(shown, names[:8]))}; name the text with --text-field"
+        )
+
+
+def _checked_text(value: object, where: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigurationError(
+            f"{where}: {field!r} is {'null' if value is None else shown(value)}, and must be a text; remove the row"
+        )
+    # halves of surrogate pairs, which no encoding has
+    return value.encode("utf-8", "replace").decode("utf-8")
