@@ -16,9 +16,9 @@ import torch
 from quantshard import sharding
 from quantshard.formats import ALL, Component, Format, Orientation, Role
 from quantshard.numerics.states import AVERAGE, MASTER
-from quantshard.state_storage import preset_of
 from quantshard.readable import human_bytes
 from quantshard.sharding import Shard
+from quantshard.state_storage import preset_of
 
 BF16_BYTES = 2
 BF16_OPTIMIZER_BYTES = 12
