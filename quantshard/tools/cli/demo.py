@@ -8,7 +8,6 @@ it fails if bits differ that must be equal. Chapters, in order:
     3  resume on 2 processes: losses are bitwise equal to chapter 1
     4  load the checkpoint in 1 process: the bits are equal
     5  resume on 1 process: losses equal the ones in chapter 1 up to rounding
-    6  train the same model with BF16 weights, to compare loss and memory
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -136,8 +134,8 @@ class DemoRun:
         self.results: list[tuple[str, str, bool | None]] = []
         """Claim or figure, what was found, and whether a claim is true (None: a figure)."""
         self.resumed = self.parameters = 0
-        self.whole, self.killed, self.single, self.bf16 = (
-            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process", "bf16")
+        self.whole, self.killed, self.single = (
+            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process")
         )
 
     def add(self, what: str, found: str, holds: bool | None = None) -> None:
@@ -164,7 +162,6 @@ class DemoRun:
         self.resume_on_two()
         self.load_on_one()
         self.resume_on_one()
-        self.compare_with_bf16()
 
     # Chapters --------------------------------------------------------------------------------------------------------
 
@@ -174,7 +171,7 @@ class DemoRun:
         self.say(
             f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
         )
-        self.train(self.whole, "mxfp8", "--sample-tokens", str(SAMPLE_BYTES))
+        self.train(self.whole, "--sample-tokens", str(SAMPLE_BYTES))
         losses = self.losses(self.whole)
         self.seen(f"the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
         weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))
@@ -193,7 +190,7 @@ class DemoRun:
         kill_step = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
         self.chapter(2, f"Start the same training again, and kill it at step {kill_step}")
         self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
-        last = self.train(self.killed, "mxfp8", kill_at=kill_step)
+        last = self.train(self.killed, kill_at=kill_step)
         shutil.copytree(self.killed.path, self.single.path)
         self.resumed = self.single.last_complete()[0]
         self.seen(f"killed when step {last} was done; the last complete checkpoint is of step {self.resumed}.")
@@ -243,25 +240,9 @@ class DemoRun:
         )
         self.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
 
-    def compare_with_bf16(self) -> None:
-        """Chapter 6: the same model with BF16 weights."""
-        self.chapter(6, "Train the same model with BF16 weights")
-        self.say("  The same seed, data and learning rate, on 2 processes. No bits are claimed here, only shown.")
-        self.train(self.bf16, "bf16")
-        heldout = [self.metrics(run)[self.steps]["heldout_loss"] for run in (self.whole, self.bf16)]
-        speed = [
-            statistics.median(record["tokens_per_s"] for record in self.metrics(run).values())
-            for run in (self.whole, self.bf16)
-        ]
-        text = f"{heldout[0]:.4f}, {heldout[1]:.4f} with BF16 ({heldout[0] - heldout[1]:+.4f})"
-        self.seen(f"held-out loss after {self.steps} steps: {text}.")
-        self.seen(f"{speed[0]:,.0f} bytes of text a second; {speed[1]:,.0f} with BF16, which is not emulated.")
-        self.add("held-out loss", text)
-        self.add("speed on this CPU, emulated", f"{speed[0] / speed[1]:.2f} of BF16's")
-
-    def train(self, run: RunDir, recipe_name: str, *more: str, kill_at: int | None = None) -> int:
+    def train(self, run: RunDir, *more: str, kill_at: int | None = None) -> int:
         """Run `quantshard train` on 2 processes, and return the last completed step."""
-        arguments = ["train", "--run", str(run.path), "--recipe", recipe_name, "--nproc-per-node", "2"]
+        arguments = ["train", "--run", str(run.path), "--recipe", "mxfp8", "--nproc-per-node", "2"]
         return self.follow([*arguments, "--config", str(self.out / MARK), *more], run, kill_at)
 
     def resume(self, run: RunDir, processes: int) -> None:
@@ -342,7 +323,7 @@ class DemoRun:
 
     def chapter(self, number: int, title: str) -> None:
         """Print the title of a chapter."""
-        self.say("", f"[{number}/6] {title}")
+        self.say("", f"[{number}/5] {title}")
 
     def expected(self, text: str) -> None:
         """Print the expected observation."""
@@ -359,7 +340,7 @@ class DemoRun:
             table.add_row(what, result, "" if holds is None else "ok" if holds else "FAILED")
         self.say("", "Summary")
         self.console.print(table)
-        names = ", ".join(run.path.name for run in (self.whole, self.killed, self.single, self.bf16))
+        names = ", ".join(run.path.name for run in (self.whole, self.killed, self.single))
         self.say(
             f"  the runs: {names} in {self.out}, with logs",
             f"  to compare their losses: quantshard report {self.out}/*/",

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -147,8 +147,11 @@ def plan(
     axes, mesh_origin = _axes(model_source, mesh, world_size)
     mesh_notes = _refused(model_source, axes)
     cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
-    step_options = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
-    step, step_notes = planned_step(model_source, axes, step_options)
+    capability = _capability(compute_capability)
+    step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
+    if isinstance(step, str) and (batch or seq_length or checkpoint_activations or memory is not None):
+        raise ConfigurationError(f"the memory of a step is not counted: {step}")
+    step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else _uncounted(model_source.settings)
     settings = model_source.settings
     optimizer_arguments = _states(model_source, preset, optimizer)
     report = planning.plan(
@@ -159,10 +162,10 @@ def plan(
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
         **optimizer_arguments,
-        step=step,
+        step=None if isinstance(step, str) else step,
         memory=None if memory is None else int(memory * 2**30),
         ema=model_source.ema if ema is None else ema,
-        capability=step_options.capability,
+        capability=capability,
     )
     axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_text}{mesh_origin}" if axes else "one process without FSDP2"
@@ -284,100 +287,60 @@ def _show(
 _LACKS = "activations, gradients and gathered weights are not in it"
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """Options of the command line for a step.
-
-    Attributes:
-        batch: sequences of a micro-batch on one rank.
-        limits_memory: whether a memory limit is set, which requires a step.
-    """
-
-    batch: int | None
-    seq_length: int | None
-    checkpoint_activations: bool
-    compute_capability: str
-    limits_memory: bool
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether any option requires a step."""
-        return bool(self.batch or self.seq_length or self.checkpoint_activations or self.limits_memory)
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """The compute capability as (major, minor).
-
-        Raises:
-            ConfigurationError: `compute_capability` is not of the form X.Y.
-        """
-        match = re.fullmatch(r"(\d{1,2})\.(\d)", self.compute_capability, re.ASCII)
-        if match is None:
-            raise ConfigurationError(
-                f"--compute-capability {self.compute_capability}: give two numbers, such as 9.0 (an H100 or H200) or "
-                "10.0 (a B200)"
-            )
-        return int(match[1]), int(match[2])
-
-
-def planned_step(
-    found: ModelSource, axes: Mapping[str, int], options: StepOptions
-) -> tuple[TrainingStep | None, tuple[str, ...]]:
-    """The step, or None, and notes about what the memory estimate does not include.
-
-    Raises:
-        ConfigurationError: the options require a step, but its memory cannot be estimated.
-    """
-    step, why = _step(found, axes, options)
-    if step is None and options.is_asked:
-        raise ConfigurationError(f"the memory of a step is not counted: {why}")
-    return step, _uncounted(found.settings) if step is not None else (f"{_LACKS}: {why}",)
+def _capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,2})\.(\d)", text, re.ASCII)
+    if match is None:
+        raise ConfigurationError(
+            f"--compute-capability {text}: give two numbers, such as 9.0 (an H100 or H200) or 10.0 (a B200)"
+        )
+    return int(match[1]), int(match[2])
 
 
 def _uncounted(settings: TrainSettings | None) -> tuple[str, ...]:
     """Notes about enabled settings of a run that the memory estimate ignores."""
     if settings is None:
         return ()
-    ignored = {
-        "compile": settings.compile,
-        f"statistics_every = {settings.statistics_every}": settings.statistics_every,
-    }
+    every = settings.statistics_every
+    ignored = {"compile": settings.compile, f"statistics_every = {every}": every}
     return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in ignored.items() if is_asked)
 
 
-def _step(found: ModelSource, axes: Mapping[str, int], options: StepOptions) -> tuple[TrainingStep | None, str]:
-    capability = options.capability
+def _step(
+    found: ModelSource,
+    axes: Mapping[str, int],
+    batch: int | None,
+    seq_length: int | None,
+    recompute: bool,
+    capability: tuple[int, int],
+) -> TrainingStep | str:
+    """The step of a run's settings or of the options, or why its memory cannot be estimated."""
     if axes.get(TP, 1) > 1:
-        return None, f"the mesh has an axis of tensor parallelism, {TP}={axes[TP]}"
+        return f"the mesh has an axis of tensor parallelism, {TP}={axes[TP]}"
     if found.is_stored:
-        return None, "a checkpoint does not say how its model computes; plan the run or config.json that it is of"
+        return "a checkpoint does not say how its model computes; plan the run or config.json that it is of"
     if not kernels.USABLE:
-        return None, "it is counted with the kernels, for which Triton must be installed (no GPU is needed)"
+        return "it is counted with the kernels, for which Triton must be installed (no GPU is needed)"
     settings = found.settings
     if settings is None:
-        if options.batch is None or options.seq_length is None:
-            return None, "give --batch and --seq-length"
-        recompute = options.checkpoint_activations
-        return TrainingStep(
-            options.batch, options.seq_length, checkpoint_activations=recompute, capability=capability
-        ), ""
+        if batch is None or seq_length is None:
+            return "give --batch and --seq-length"
+        return TrainingStep(batch, seq_length, checkpoint_activations=recompute, capability=capability)
     if settings.experts:
-        return None, "which expert a token goes to, and so what is kept, follows from values"
-    batch = options.batch or _own_batch(settings, axes)
+        return "which expert a token goes to, and so what is kept, follows from values"
+    batch = batch or _own_batch(settings, axes)
     if batch is None:
-        return None, f"global_batch = {settings.global_batch} cannot be divided on this mesh; give --batch"
-    step = TrainingStep(
+        return f"global_batch = {settings.global_batch} cannot be divided on this mesh; give --batch"
+    return TrainingStep(
         batch,
-        options.seq_length or settings.seq_length,
+        seq_length or settings.seq_length,
         micro_batches=settings.parts(MeshSpec(**axes)),
         loss=partial(_loss, settings),
-        checkpoint_activations=options.checkpoint_activations,
+        checkpoint_activations=recompute,
         forward_prefetch=True,
         reduce_dtype=settings.torch_reduce_dtype,
         norm_dtype=torch.float64,
         capability=capability,
     )
-    return step, ""
 
 
 def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
