@@ -12,8 +12,7 @@ from rich.live import Live
 
 from quantshard.checkpoints.disk import transfer
 from quantshard.tools.observe.table import Report
-from quantshard.tools.report.figures import RunFigures, TransferFigures, step_line
-from quantshard.tools.report.live import LiveView
+from quantshard.tools.report.figures import LiveView, RunFigures, TransferFigures, step_line
 from quantshard.tools.report.source import CheckpointRow
 from quantshard.tools.terminal.progress import transfer_bar
 from quantshard.tools.terminal.screen import Screen
