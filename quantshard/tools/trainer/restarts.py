@@ -21,7 +21,6 @@ from quantshard.tools.trainer.settings.optimizer_states import (
     STATE_SETTINGS,
     as_settings,
     named_preset,
-    with_states,
 )
 from quantshard.tools.trainer.settings.schema import shown_value
 
@@ -56,15 +55,13 @@ def edited(config: str, settings: TrainSettings, starts: Sequence[Mapping[str, A
     """List the settings in `config.toml` that were edited since the last start, one message each. The edited values are
     used.
 
-    `starts`: records of the run; those of earlier releases have no settings. The last two count, because a start that
+    `starts`: records of the run. The last two count, because a start that
     was killed before it wrote `config.toml` left the file of the start before.
 
     Raises:
         ConfigurationError: an edited setting defines what is trained and cannot change.
     """
-    recorded_settings = [with_states(start["settings"]) for start in starts if isinstance(start.get("settings"), dict)][
-        -2:
-    ]
+    recorded_settings = [start["settings"] for start in starts if isinstance(start.get("settings"), dict)][-2:]
     now, messages = recorded(settings), []
     for setting in setting_fields():
         name = setting.name
@@ -110,7 +107,6 @@ def overrides(
     Raises:
         ConfigurationError: a setting that cannot change differs.
     """
-    # earlier releases recorded fewer of these settings
     before = replace(before, **as_settings(before.state_options))
     result: dict[str, Any] = {}
     for name in sorted(given):

@@ -12,10 +12,9 @@ All rise linearly to `lr` over `warmup` steps. Then, until `decay_steps`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 
@@ -44,29 +43,6 @@ def learning_rate(settings: TrainSettings, step: int) -> float:
         begin = max(begin, end - round(settings.decay_share * end))
     done = min(1.0, max(0, step - begin) / max(1, end - begin))
     return settings.lr * _FALLS[settings.schedule](done, settings.lr_floor)
-
-
-def check_schedule(given: Collection[str], settings: TrainSettings) -> None:
-    """Refuse explicitly given schedule settings that leave no schedule. Settings from a file may belong to another run;
-    `shortfalls` only warns about those.
-
-    Raises:
-        ConfigurationError: warmup is longer than the schedule, or the decay has no step.
-    """
-    end, name = settings.decay_steps or settings.steps, "decay_steps" if settings.decay_steps else "steps"
-    if settings.schedule == "constant":
-        return
-    if settings.warmup > end and {"warmup", "decay_steps"}.intersection(given):
-        whose = "" if "warmup" in given else "the default "
-        raise ConfigurationError(
-            f"{whose}warmup = {settings.warmup}, but schedule = {settings.schedule!r} ends at {name} = {end}, so "
-            f"nothing of it is left; make warmup at most {end}, or give more {name}"
-        )
-    if settings.schedule == "wsd" and "decay_share" in given and not round(settings.decay_share * end):
-        raise ConfigurationError(
-            f"decay_share = {settings.decay_share} of {name} = {end} is no step, so lr never falls; make it at least "
-            f"{1 / end:.2g}, or take schedule = 'constant'"
-        )
 
 
 def shortfalls(settings: TrainSettings, resumed_after: int | None = None) -> Iterator[str]:

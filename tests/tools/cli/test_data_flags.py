@@ -42,7 +42,6 @@ REFUSED = {
     "--data text --data a.jsonl --data-weights 1,x": "data_weights = '1,x': must be numbers of more than 0",
     "--data text --data a.jsonl --data-weights 1,0": "must be numbers of more than 0",
     "--data text --data a.jsonl --data-weights 1,nan": "must be numbers of more than 0",
-    "--data text --data-weights 0.5": "data_weights = '0.5' would do nothing, since it needs a second --data; give",
     "--data text --model moe-small --heads 2": "heads = 2, but model = 'moe-small' has kv_heads = 4, which must divide "
     "them; give kv_heads too, such as 2, or 0 for as many as heads",
     "--data text --model moe-small --heads 9": "which must divide them; give kv_heads too, such as 1, or 0 for",
@@ -133,10 +132,6 @@ def test_what_is_recorded(folder):
     assert settings.vocabulary == from_table(corpus).vocabulary == 512 and settings.end_of_document == sources.END
     assert settings.data[0].startswith(str(folder / "c" / "a.jsonl-")) and from_table(corpus).tokenizer
     assert from_mapping(asdict(settings), "it") and not (folder / "cached" / "tokens").exists()
-
-
-def test_a_key_of_earlier_releases_is_read():
-    assert from_mapping({"sample_bytes": 7}, "it") == {"sample_tokens": 7}
 
 
 def test_the_tokenizer_of_shards_is_the_one_that_counts(folder):

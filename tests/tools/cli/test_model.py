@@ -20,7 +20,7 @@ from quantshard.tools.trainer.models import losses
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.model import LanguageModel, generate
 from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.schedule import check_schedule, learning_rate, shortfalls
+from quantshard.tools.trainer.schedule import learning_rate, shortfalls
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
@@ -173,20 +173,6 @@ def test_steps_after_the_schedule_of_a_run_that_is_resumed_are_told(change, says
     settings = replace(SMALL, lr=1.0, warmup=4, steps=12, decay_steps=12, lr_floor=0.1)
     done = 13 if change.get("schedule") == "wsd" else 9
     assert " ".join(shortfalls(replace(settings, **change), done)) == says
-
-
-def test_numbers_that_leave_no_schedule_are_refused_where_they_are_given():
-    settings = replace(SMALL, warmup=13, steps=12, decay_steps=0, schedule="cosine")
-    for given in ({"warmup"}, {"decay_steps"}):
-        with pytest.raises(ConfigurationError, match="warmup = 13, but schedule = 'cosine' ends at steps = 12"):
-            check_schedule(given, settings)
-    with pytest.raises(ConfigurationError, match=r"^the default warmup = 13, but"):
-        check_schedule({"decay_steps"}, settings)
-    check_schedule({"steps"}, settings)  # beside the default
-    check_schedule({"warmup"}, replace(settings, decay_steps=13))
-    check_schedule({"warmup"}, replace(settings, schedule="constant"))  # a later resume may go on
-    with pytest.raises(ConfigurationError, match=r"decay_share = 0.01 of steps = 12 is no step, .* at least 0.083"):
-        check_schedule({"decay_share"}, replace(settings, warmup=2, schedule="wsd", decay_share=0.01))
 
 
 def order_of_gathers() -> list[str]:

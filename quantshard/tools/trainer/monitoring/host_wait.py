@@ -12,7 +12,7 @@ from dataclasses import replace
 from statistics import median
 
 from quantshard.errors import ConfigurationError
-from quantshard.tools.trainer.settings.combinations import check_combinations
+from quantshard.tools.trainer.settings.checks import check_features
 from quantshard.tools.trainer.settings.config import TrainSettings
 
 _FIRST, _STEPS = 5, 20
@@ -48,7 +48,7 @@ class HostWait:
 
 def _could_be_captured(settings: TrainSettings) -> bool:
     try:
-        check_combinations(replace(settings, cuda_graphs=True))
+        check_features(replace(settings, cuda_graphs=True))
     except ConfigurationError:
         return False
     return True

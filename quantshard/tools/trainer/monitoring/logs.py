@@ -17,8 +17,8 @@ from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import complain
 from quantshard.tools.trainer.monitoring import progress
-from quantshard.tools.trainer.settings.config import CHOICES, TrainSettings
-from quantshard.tools.trainer.settings.schema import shown_value
+from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
+from quantshard.tools.trainer.settings.schema import check_value
 
 VARIABLE = "QUANTSHARD_LOG"
 """Environment variable with the log level, used if the setting is "auto"."""
@@ -38,8 +38,7 @@ def asked_level(settings: TrainSettings) -> int | None:
         ConfigurationError: `QUANTSHARD_LOG` is not a level.
     """
     name = settings.log_level if settings.log_level != "auto" else os.environ.get(VARIABLE) or "auto"
-    if name not in CHOICES["log_level"]:
-        raise ConfigurationError(f"{VARIABLE} = {shown_value(name)}: choose one of: {', '.join(CHOICES['log_level'])}")
+    check_value(VARIABLE, name, KINDS["log_level"])
     return None if name == "auto" else int(getattr(logging, name.upper()))
 
 

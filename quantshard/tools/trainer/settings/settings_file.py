@@ -7,7 +7,7 @@ A setting comes from its flag, then from `--config FILE`, then from the default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import tomli_w
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.read_limits import FILE_BYTES
-from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
-from quantshard.tools.trainer.settings.optimizer_states import with_states
+from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings
 from quantshard.tools.trainer.settings.recipes import text_of
 from quantshard.tools.trainer.settings.schema import SettingType, read_table
 
@@ -43,14 +42,6 @@ _CORPUS = {
 }
 _NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
-_FORMER_NAMES = {"sample_bytes": "sample_tokens"}
-"""Renamed keys of earlier releases."""
-
-
-def defaults() -> dict[str, Any]:
-    """Return the default of each setting."""
-    return {f.name: f.default for f in setting_fields() if f.default is not MISSING}
-
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check names, types and ranges of settings from a file or another process; `TABLES` are left out.
@@ -58,10 +49,7 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ConfigurationError: invalid setting; the message names the key.
     """
-    settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
-    # only the file of a run has these tables
-    if not values.keys().isdisjoint(TABLES):
-        settings = with_states(settings)
+    settings = {name: value for name, value in values.items() if name not in TABLES}
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
