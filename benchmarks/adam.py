@@ -1,6 +1,6 @@
 """Measure optimizer steps on this GPU: parameters a second, and bytes a second beside a copy of the device's.
 
-    python benchmarks/adam.py [--scale 1] [--repeats 20] [--only WORD] [--json FILE]
+    python -m benchmarks.adam [--scale 1] [--repeats 20] [--only WORD] [--json FILE]
 
 The parameters are the 28 weights of the linear layers of four Llama-3-8B blocks (872 million), the gradients bfloat16;
 `--scale N` divides rows and columns by N. Ours have float32 masters beside quantized weights; torch's fused AdamW
@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantshard.presets import PRESETS
+from benchmarks.timing import milliseconds
+from quantshard.state_storage import PRESETS
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.doctor.cases import Shape
-from quantshard.tools.doctor.steps import step_case, stepped, weights, with_gradients
-from quantshard.tools.doctor.timing import milliseconds
+from tests.kernels.cases.base import Shape
+from tests.kernels.cases.steps import step_case, stepped, weights, with_gradients
 
 try:
     from torchao.optim import AdamW8bit, AdamWFp8

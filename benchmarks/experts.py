@@ -1,6 +1,6 @@
 """Forward and backward of GroupedLinear: all experts at once, one by one, and PyTorch's grouped product in BF16.
 
-    python benchmarks/experts.py [--only '128x16;64x256'] [--recipes current,block] [--repeats 20] [--json FILE]
+    python -m benchmarks.experts [--only '128x16;64x256'] [--recipes current,block] [--repeats 20] [--json FILE]
 
 Each token goes to an expert of its own choice, so experts have different numbers of rows. All variants of a shape have
 one input, one gradient of the output and the same routes, and are timed in one run; "host" is the time that Python
@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import quantshard as qs
+from benchmarks.timing import milliseconds
 from quantshard.gemm import backend
-from quantshard.tools.doctor.timing import milliseconds
 
 RECIPES = ("delayed", "current", "rowwise", "block", "mxfp8", "nvfp4")
 GROUPED = ("delayed", "current", "block", "mxfp8")

@@ -1,4 +1,4 @@
-"""The table of docs/hardware.md, from the reports that `quantshard doctor --json FILE` wrote on each machine.
+"""The table of docs/hardware.md, from the reports that `quantshard doctor --json > FILE` wrote on each machine.
 
     python benchmarks/hardware.py          write the table into docs/hardware.md
 
@@ -16,16 +16,13 @@ from typing import Any, NamedTuple
 
 from quantshard import recipe
 from quantshard.gemm import scaled_products
-from quantshard.tools.doctor.cases import recipe_names
-from quantshard.tools.doctor.results import OK, WRONG
+from quantshard.tools.doctor import OK, WRONG, recipe_names
 
 ROOT = Path(__file__).parents[1]
 REPORTS, PAGE = ROOT / "benchmarks" / "doctor", ROOT / "docs" / "hardware.md"
 
 BEGIN, END = "<!-- made by benchmarks/hardware.py from benchmarks/doctor/ -->", "<!-- end of what is made -->"
-COLUMNS = (
-    "device", "software, date", "native GEMMs", "emulated", "self-test", "copy", "BF16 GEMM", "best FP8 GEMM"
-)  # fmt: skip
+COLUMNS = ("device", "software, date", "native GEMMs", "emulated", "self-test")
 
 
 class Kind(NamedTuple):
@@ -80,12 +77,8 @@ def seen(report: dict[str, Any]) -> list[str]:
     wrong = [check["name"] for check in report["checks"] if check["state"] == WRONG]
     tested = f"{states.count(OK)} of {states.count(OK) + len(wrong)} right" if OK in states or wrong else "no kernels"
     tested += f"; WRONG: {', '.join(wrong)}" if wrong else ""
-    probes = {p["name"]: p for p in report["probes"] or () if p["value"] is not None}
-    fp8 = [p for name, p in probes.items() if name.startswith("GEMM FP8")]
-    shown = [probes.get("copy"), probes.get("GEMM BF16"), max(fp8, key=lambda p: p["value"], default=None)]
     return [
-        name, f"{software}, {report['date']}", *(_with(paths, path) for path in ("native", "emulated")), tested,
-        *(f"{p['value']:.3g} {p['unit']}" if p else "-" for p in shown),
+        name, f"{software}, {report['date']}", *(_with(paths, path) for path in ("native", "emulated")), tested
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Measure the kernels on this GPU: bytes a second beside a copy of the device's, after a check against the oracle.
 
-    python benchmarks/kernels.py [--rows 16384] [--cols 14336] [--repeats 20] [--only WORD] [--json FILE]
+    python -m benchmarks.kernels [--rows 16384] [--cols 14336] [--repeats 20] [--only WORD] [--json FILE]
 
 The default shape is that of the activations of a Llama-3-8B block with 2 x 8192 tokens. Bytes are those that a kernel
 must move: values read once, codes and scales written once; so the fraction is of what memory allows.
@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantshard.tools.doctor import registry
-from quantshard.tools.doctor.cases import KernelCase
-from quantshard.tools.doctor.timing import bytes_of, milliseconds
+from benchmarks.timing import milliseconds
+from tests.kernels import cases as case_table
+from tests.kernels.cases.base import KernelCase, bytes_of
 
 DEVICE = "cuda"
 
 
 def cases(x: Tensor) -> dict[str, Callable[[], KernelCase]]:
-    """Those of the registry that are timed, by name; each as a function, so that what one needs is freed before the
+    """Those of the case table that are timed, by name; each as a function, so that what one needs is freed before the
     next."""
-    return {name: partial(row.make, x, **row.cases[name]) for row in registry.ROWS for name in row.timed}
+    return {name: partial(row.make, x, **row.cases[name]) for row in case_table.ROWS for name in row.timed}
 
 
 def main() -> None:

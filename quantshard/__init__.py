@@ -31,6 +31,7 @@ from quantshard.modules import (
     checkpoint,
     dispatch_tokens,
     make_graphed_callables,
+    quantize_,
     quantized_model_init,
 )
 from quantshard.private_torch import lookup as _lookup
@@ -75,6 +76,7 @@ __all__ = [
     "make_graphed_callables",
     "optimizers",
     "plan",
+    "quantize_",
     "quantized_model_init",
     "recipe",
     "requantize_",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from quantshard.errors import FallbackError
+from quantshard.errors import FallbackError, is_told, warn_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +247,9 @@ def refusal(name: str, subject: object) -> str:
 def fallback_error(names: tuple[str, ...], subject: str) -> FallbackError:
     """Return the error that strict mode raises for the fallbacks of the parameter `subject`."""
     return FallbackError(f"strict: {subject}: " + "; besides, ".join(str(FALLBACKS[name]) for name in names))
+
+
+def warn(name: str, subject: str, if_intended: str) -> None:
+    """Warn once per process that `subject` takes the fallback `name`. `if_intended`: how to silence the warning."""
+    if not is_told(name):
+        warn_once(name, f"{subject}: {FALLBACKS[name]}; if intended: {if_intended}")

@@ -25,10 +25,8 @@ from functools import cache, cached_property
 import torch
 
 from quantshard import formats
-from quantshard.argument_kinds import meant, suggests_fields
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
-from quantshard.recipe_arguments import check_fixed, check_scalings, fixed
 from quantshard.recipe_table import OPERANDS as OPERANDS
 from quantshard.recipe_table import CellPair as CellPair
 from quantshard.recipe_table import Gemm as Gemm
@@ -37,6 +35,7 @@ from quantshard.recipe_table import Recipe as Recipe
 from quantshard.recipe_table import Table as Table
 from quantshard.recipe_table import TableRecipe as TableRecipe
 from quantshard.recipe_table import TensorRole as TensorRole
+from quantshard.recipe_table import check_scalings as check_scalings
 from quantshard.recipe_table import format_of_tag as format_of_tag
 
 
@@ -56,7 +55,6 @@ Format = ElementFormats
 """TransformerEngine's name for `ElementFormats`."""
 
 
-@suggests_fields
 @dataclass(frozen=True)
 class MMParams:
     """How one GEMM accumulates.
@@ -68,9 +66,6 @@ class MMParams:
     """
 
     use_split_accumulator: bool = True
-
-
-_FLOAT32_SUMS = MMParams()
 
 
 def _fast(recipe: DelayedScaling | Float8CurrentScaling) -> frozenset[Gemm]:
@@ -98,22 +93,9 @@ def _table(
     }
 
 
-@dataclass(frozen=True)
-class _NamedRecipe(Recipe):
-    """Arguments that all recipes of TransformerEngine accept."""
-
-    fp8_dpa: bool = fixed("fp8_dpa")
-    fp8_mha: bool = fixed("fp8_mha")
-    backward_override: None = fixed("backward_override")
-
-    def __post_init__(self) -> None:
-        check_fixed(self)
-
-
 _GEMM_NAMES = tuple(gemm.value for gemm in Gemm)
 
 
-@suggests_fields
 @dataclass(frozen=True)
 class MixedRecipe(Recipe):
     """A recipe that takes inputs and gradients of some GEMMs from others: `MixedRecipe("nvfp4", wgrad="current")`.
@@ -145,7 +127,7 @@ class MixedRecipe(Recipe):
                 f"recipe {self.name!r}: {self._first.name!r} stores weights in high precision, and then no GEMM is "
                 "quantized; begin with a recipe that quantizes them"
             )
-        check_scalings(self.name, {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.table.items()})
+        check_scalings(self.name, self.table)
 
     def _flatten(self) -> None:
         """Flatten nested mixtures: each GEMM uses the recipe that the inner mixture would use."""
@@ -213,9 +195,8 @@ def _gradient_row(fp8_format: str) -> formats.Format:
     return formats.FP8_E5M2 if ElementFormats(fp8_format) is ElementFormats.HYBRID else formats.FP8_E4M3
 
 
-@suggests_fields
 @dataclass(frozen=True)
-class DelayedScaling(_NamedRecipe):
+class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, computed from the last `amax_history_len` amaxes of that tensor.
 
     `amax_compute_algo` is "max" or "most_recent". Amaxes of activations are always reduced over
@@ -230,13 +211,8 @@ class DelayedScaling(_NamedRecipe):
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
-    reduce_amax: bool = fixed("reduce_amax")
-    interval: int = fixed("interval")
-    scaling_factor_compute_algo: None = fixed("scaling_factor_compute_algo")
-    override_linear_precision: tuple[bool, bool, bool] = fixed("override_linear_precision")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _check_element_formats("DelayedScaling", self.fp8_format)
         _fast(self)  # raises if an argument has the wrong type
         if self.amax_compute_algo not in ("max", "most_recent"):
@@ -260,9 +236,8 @@ class DelayedScaling(_NamedRecipe):
         return _fast(self)
 
 
-@suggests_fields
 @dataclass(frozen=True)
-class Float8CurrentScaling(_NamedRecipe):
+class Float8CurrentScaling(Recipe):
     """FP8 with one scale per tensor, computed from the amax of the tensor itself. Also called "tensorwise".
 
     For TransformerEngine's accumulation in forward, pass `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`.
@@ -275,7 +250,6 @@ class Float8CurrentScaling(_NamedRecipe):
     fp8_gemm_wgrad: MMParams = MMParams()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _check_element_formats("Float8CurrentScaling", self.fp8_format)
         _fast(self)  # raises if an argument has the wrong type
 
@@ -292,19 +266,11 @@ class Float8CurrentScaling(_NamedRecipe):
         return _fast(self)
 
 
-@suggests_fields
 @dataclass(frozen=True)
-class Float8BlockScaling(_NamedRecipe):
+class Float8BlockScaling(Recipe):
     """FP8 E4M3 with one scale per 128x128 elements of a weight, and per 1x128 of an activation or gradient."""
 
     use_f32_scales: bool = False
-    fp8_format: str = fixed("fp8_format")
-    x_block_scaling_dim: int = fixed("x_block_scaling_dim")
-    w_block_scaling_dim: int = fixed("w_block_scaling_dim")
-    grad_block_scaling_dim: int = fixed("grad_block_scaling_dim")
-    fp8_gemm_fprop: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
-    fp8_gemm_dgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
-    fp8_gemm_wgrad: MMParams = fixed("use_split_accumulator", _FLOAT32_SUMS)
 
     name = "block"
 
@@ -315,7 +281,6 @@ class Float8BlockScaling(_NamedRecipe):
         return _table(QuantSpec(formats.FP8_128X128, scaling), vector, vector, vector, vector)
 
 
-@suggests_fields
 @dataclass(frozen=True)
 class Float8RowwiseScaling(Recipe):
     """FP8 E4M3 with one scale per row: per output feature of a weight, per token, or per row of wgrad's operands.
@@ -334,9 +299,8 @@ class Float8RowwiseScaling(Recipe):
         return _table(row, row, row, row, row)
 
 
-@suggests_fields
 @dataclass(frozen=True)
-class MXFP8BlockScaling(_NamedRecipe):
+class MXFP8BlockScaling(Recipe):
     """MXFP8: E4M3 with one power-of-two scale (E8M0) per 32 elements.
 
     Weights are stored in 32x32 blocks: one copy serves both directions and takes half the memory of BF16. With
@@ -345,8 +309,6 @@ class MXFP8BlockScaling(_NamedRecipe):
     """
 
     enable_2d_quantization: bool = True
-    margin: int = fixed("margin")
-    fp8_format: str = fixed("fp8_format")
 
     name = "mxfp8"
 
@@ -357,9 +319,8 @@ class MXFP8BlockScaling(_NamedRecipe):
         return _table(QuantSpec(weight), vector, vector, vector, vector)
 
 
-@suggests_fields
 @dataclass(frozen=True)
-class NVFP4BlockScaling(_NamedRecipe):
+class NVFP4BlockScaling(Recipe):
     """NVFP4: E2M1 with an E4M3 scale per 16 elements (16x16 of a weight) and a second scale per tensor.
 
     The operands of wgrad pass through a random Hadamard transform. Gradients are rounded stochastically.
@@ -368,12 +329,6 @@ class NVFP4BlockScaling(_NamedRecipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
-    row_scaled_activation: bool = fixed("row_scaled_activation")
-    nvfp4_4over6: str = fixed("nvfp4_4over6")
-    nvfp4_4over6_e4m3_use_256: str = fixed("nvfp4_4over6_e4m3_use_256")
-    nvfp4_4over6_err_mode: str = fixed("nvfp4_4over6_err_mode")
-    fp4_format: str = fixed("fp4_format")
-    fp8_format: str = fixed("fp8_format")
 
     name = "nvfp4"
 

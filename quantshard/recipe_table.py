@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from quantshard import formats
-from quantshard.argument_kinds import suggests_fields
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Scaling
-from quantshard.recipe_arguments import RecipePredicates, check_scalings
 
 
 class Gemm(str, Enum):
@@ -80,8 +78,15 @@ Table = Mapping[tuple[TensorRole, Gemm], QuantSpec]
 
 
 @dataclass(frozen=True)
-class Recipe(RecipePredicates):
+class Recipe:
     """Base of all recipes. Subclasses are frozen dataclasses that compute `table` from their fields."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the fields only. Cached properties are computed again by the release that reads the pickle."""
+        kind = type(self)
+        return {
+            key: value for key, value in vars(self).items() if not isinstance(getattr(kind, key, None), cached_property)
+        }
 
     @property
     def name(self) -> str:
@@ -150,7 +155,6 @@ class Recipe(RecipePredicates):
         return any(cell and cell.scaling.stochastic_rounding for cell in self.activations[TensorRole.INPUT])
 
 
-@suggests_fields
 @dataclass(frozen=True)
 class TableRecipe(Recipe):
     """A recipe given directly as its table. `fast`: GEMMs that may accumulate in lower precision; see `MMParams`."""
@@ -167,8 +171,7 @@ class TableRecipe(Recipe):
                     f"recipe {self.label!r}: {gemm.value} reads no {role.value}, but "
                     f"{' and '.join(operand.value for operand in OPERANDS[gemm])}; leave the entry out"
                 )
-        scalings = {(role.value, gemm.value): cell.scaling for (role, gemm), cell in self.cells.items()}
-        check_scalings(self.label, scalings)
+        check_scalings(self.label, self.cells)
 
     @property
     def name(self) -> str:
@@ -181,3 +184,31 @@ class TableRecipe(Recipe):
     @cached_property
     def fast_gemms(self) -> frozenset[Gemm]:
         return self.fast
+
+
+def check_scalings(label: str, table: Table) -> None:
+    """Check how the operands of a table are scaled.
+
+    Raises:
+        ConfigurationError: a Hadamard transform that does not cancel, or two operands of one role with different amax
+            histories, although a role has only one history.
+    """
+    activations = {operand: cell.scaling for operand, cell in table.items() if operand[0] is not TensorRole.WEIGHT}
+    transformed = {operand for operand, scaling in activations.items() if scaling.random_hadamard}
+    if transformed not in (set(), {(TensorRole.INPUT, Gemm.WGRAD), (TensorRole.GRAD_OUTPUT, Gemm.WGRAD)}):
+        raise ConfigurationError(
+            f"recipe {label!r}: the Hadamard transform cancels only if both operands of wgrad have it; set "
+            "random_hadamard for both or for neither, and in no other GEMM"
+        )
+    for role in (TensorRole.INPUT, TensorRole.GRAD_OUTPUT):
+        histories = {gemm: (s.history, s.most_recent) for (other, gemm), s in activations.items() if other is role}
+        if len(set(histories.values())) > 1:
+            described = ", ".join(f"{gemm.value} {_history(*history)}" for gemm, history in histories.items())
+            raise ConfigurationError(
+                f"recipe {label!r}: operands of the role {role.value} have one amax history, and are all scaled by it, "
+                f"in one way, or none; here are {described}"
+            )
+
+
+def _history(length: int, most_recent: bool) -> str:
+    return f"with a history of {length}{' (the most recent)' * most_recent}" if length else "without a history"

@@ -12,25 +12,23 @@ import pytest
 
 import quantshard
 from quantshard import limits, modules, recipe
+from quantshard.compat.transformer_engine.arguments import ARGUMENTS
+from quantshard.compat.transformer_engine.common.recipe import FIXED
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
-from quantshard.modules.contexts import unsupported
-from quantshard.presets import PRESETS, StateOptions
 from quantshard.private_torch import lookup
-from quantshard.recipe_arguments import fixed_fields
+from quantshard.state_storage import PRESETS, StateOptions
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"
 
 HEAD = """# Coming from TransformerEngine
 
-The names are TransformerEngine's, so that `import quantshard as te` carries most of a training script. Weights are
-quantized under `quantized_model_init(recipe=...)`, GEMMs under `autocast(recipe=...)`; recipes also go by name. An
-argument that means something here is accepted; one that does not is known by name and refused with a sentence, unless
-its value asks for what happens anyway; a name that neither library has is a TypeError.
+quantshard's modules have TransformerEngine's names and arguments. Weights are quantized under
+`quantized_model_init(recipe=...)`, GEMMs under `autocast(recipe=...)`; recipes also go by name.
 
-`quantshard.compat.transformer_engine` has TransformerEngine's packages, with the names that quantshard has not, so that
-a script runs with its imports changed:
+`quantshard.compat.transformer_engine` has TransformerEngine's packages, with the names and arguments that quantshard
+itself has not, so that a script runs with its imports changed:
 
 ```python
 import quantshard.compat.transformer_engine.pytorch as te  # was: import transformer_engine.pytorch as te
@@ -42,7 +40,8 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
     out = te.checkpoint(layer, x)
 ```
 
-The classes are quantshard's own, with its defaults. `te.checkpoint` is reentrant by default, as there.
+The classes are subclasses of quantshard's, with its defaults. An argument without a counterpart is accepted if its
+value asks for what happens anyway, and refused by name otherwise. `te.checkpoint` is reentrant by default, as there.
 `te.is_fp8_available()` and the like say whether products are native on the current GPU; every recipe runs without,
 emulated. `te.make_graphed_callables` is there, with its arguments ([CUDA graphs](graphs.md)). A name that is not
 here is an AttributeError that says what to use instead. A layer that was not built under
@@ -99,14 +98,19 @@ def listed(what: str, arguments: list[str]) -> list[str]:
 
 
 def rendered() -> str:
-    lines = [HEAD, "## Arguments", "", "Hints change no result, so all their values are accepted, without effect.", ""]
-    names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in unsupported.ARGUMENTS]
+    lines = [
+        HEAD,
+        "## Arguments",
+        "",
+        "`quantshard.compat.transformer_engine` also takes hints, which have no effect, and refuses others by name.",
+        "",
+    ]
+    names = [n for n in modules.__all__ if inspect.isclass(getattr(modules, n)) or n in ARGUMENTS]
     for name in names:
         kind = getattr(modules, name)
         for owner, target in ((name, kind), (f"{name}.forward", getattr(kind, "forward", kind))):
-            accepted = [p for p in inspect.signature(target).parameters if p not in ("self", "others")]
-            others = unsupported.ARGUMENTS.get(owner, {})
-            accepted = [argument for argument in accepted if argument not in others]
+            accepted = [p for p in inspect.signature(target).parameters if p != "self"]
+            others = ARGUMENTS.get(owner, {})
             hints, refused = (sorted(n for n, at in others.items() if at.hint is hint) for hint in (True, False))
             if owner == name or others:
                 lines.append(f"- `{owner}`")
@@ -121,8 +125,8 @@ def rendered() -> str:
     ]
     for kind in dict.fromkeys(recipe.NAMES.values()):
         called = ", ".join(f'"{name}"' for name, other in recipe.NAMES.items() if other is kind)
-        fixed = {each.name: each.default for each in fixed_fields(kind)}
-        free = ", ".join(each for each in inspect.signature(kind).parameters if each not in fixed)
+        fixed = {name: value for name, (value, _) in FIXED.get(kind.__name__, {}).items()}
+        free = ", ".join(inspect.signature(kind).parameters)
         shown = ", ".join(f"{each}={getattr(value, 'value', value)!r}" for each, value in fixed.items())
         lines.append(f"| `recipe.{kind.__name__}` | {called} | {free or '-'} | {shown or '-'} |")
     return "\n".join(lines) + "\n"

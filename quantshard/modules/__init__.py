@@ -12,6 +12,7 @@ from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.linear import Linear
 from quantshard.modules.norm import LayerNorm, RMSNorm
+from quantshard.modules.quantize import quantize_
 from quantshard.modules.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 from quantshard.modules.transformer_layer import TransformerLayer
 
@@ -34,5 +35,6 @@ __all__ = [
     "checkpoint",
     "dispatch_tokens",
     "make_graphed_callables",
+    "quantize_",
     "quantized_model_init",
 ]

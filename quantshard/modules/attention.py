@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from quantshard import private_torch
-from quantshard.argument_kinds import ITERABLE, WHOLE_NUMBER, check_arguments
 from quantshard.collectives.process_groups import Group
 from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends, head_norms, rotary
 from quantshard.modules.attention_backends import AUTO, BACKENDS
-from quantshard.modules.base import inputs
+from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
-from quantshard.modules.base.module import InitMethod
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import unsupported
+from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.rotary import RotaryEmbedding
@@ -36,8 +33,6 @@ QKV_FORMATS = ("sbhd", "bshd")
 MASK_TYPES = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal", "arbitrary")
 _TAKES_MASK = ("padding", "padding_causal", "arbitrary")
 
-Window = tuple[int, int]
-
 
 def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ConfigurationError if an argument is not one of its `choices`."""
@@ -45,23 +40,7 @@ def check_choice(owner: str, argument: str, value: Any, choices: tuple[str, ...]
         raise ConfigurationError(f"{owner}({argument}={value!r}) is not supported; use one of: {', '.join(choices)}")
 
 
-def check_window(owner: str, window_size: Window | None, attn_mask_type: str) -> None:
-    """Raise ConfigurationError for a sliding window. None, (-1, -1) and, with a causal mask, (-1, 0) mean no window."""
-    check_arguments(owner, ITERABLE.or_none, window_size=window_size)
-    if window_size is None or tuple(window_size) == (-1, -1):
-        return
-    if tuple(window_size) == (-1, 0) and "causal" not in attn_mask_type:
-        raise ConfigurationError(
-            f"{owner}(window_size={window_size}, attn_mask_type={attn_mask_type!r}): that window hides what follows a "
-            "query, and that mask does not; ask for a causal mask, or leave window_size out"
-        )
-    if tuple(window_size) != (-1, 0):
-        raise ConfigurationError(
-            f"{owner}(window_size={window_size}) is not supported: {unsupported.NO_SLIDING_WINDOW}"
-        )
-
-
-class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
+class DotProductAttention(nn.Module):
     """Attention for every head, in high precision: softmax(q @ k^T * softmax_scale) @ v.
 
     Mask types: "no_mask"; "causal" (a query sees the keys up to its position) and "causal_bottom_right" (positions are
@@ -76,23 +55,17 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         attention_dropout: probability of dropping a softmax weight in training.
         qkv_format: "sbhd" (sequence first) or "bshd" (batch first).
         attn_mask_type: default mask type, see above; `forward` can override it.
-        window_size: only values that mean "no window" are supported.
-        tp_size, tp_group, tp_mesh: tensor parallelism; this rank computes `num_attention_heads` / size query heads and
+        tp_group, tp_size, tp_mesh: tensor parallelism; this rank computes `num_attention_heads` / size query heads and
             `num_gqa_groups` / size key and value heads.
-        weight_mesh: checked against `tp_mesh`; this module has no weights.
-        sequence_parallel: no effect here; the surrounding projections use it.
         layer_number: shown in printed tables.
-        attention_type: only "self"; queries and keys can still differ in length.
         softmax_scale: factor of q @ k^T. Default: 1 / sqrt(kv_channels).
         attention_backend: "auto", "flash", "cudnn", "efficient" or "math"; see `attention_backends`.
         name: shown in printed tables and messages.
-        **others: other arguments of TransformerEngine; see `unsupported`.
 
     Raises:
-        ConfigurationError: an argument has an unsupported value, or `tp_size` does not divide the heads.
+        ConfigurationError: an argument has an unknown value, or `tp_size` does not divide the heads.
     """
 
-    @shows_parallelism(before="layer_number")
     def __init__(
         self,
         num_attention_heads: int,
@@ -101,37 +74,28 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
-        window_size: Window | None = None,
         *,
-        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
         layer_number: int | None = None,
-        attention_type: str = "self",
         softmax_scale: float | None = None,
         attention_backend: str = AUTO,
         name: str | None = None,
-        **others: Any,
     ) -> None:
         owner = "DotProductAttention"
-        config = parallelism(owner, others)
-        _check_attention_type(owner, attention_type)
         check_choice(owner, "qkv_format", qkv_format, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", attn_mask_type, MASK_TYPES)
-        check_window(owner, window_size, attn_mask_type)
         check_choice(owner, "attention_backend", attention_backend, BACKENDS)
-        if not isinstance(kv_channels, WHOLE_NUMBER.types):
-            raise ConfigurationError(f"{owner}(kv_channels={kv_channels}): keys and values have heads of one size here")
         super().__init__()
         self.num_attention_heads, self.kv_channels = num_attention_heads, kv_channels
         self.num_gqa_groups = _groups(owner, num_attention_heads, num_gqa_groups)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = attention_dropout, qkv_format, attn_mask_type
         self.softmax_scale, self.layer_number, self.name = softmax_scale, layer_number, name
-        self.window_size = window_size
-        self.attention_backend = attention_backend
-        self.sequence_parallel, self.tp_size = sequence_parallel, tp_size
+        self.attention_backend, self.tp_size = attention_backend, tp_size
         self._check_heads()
-        self.set_tensor_parallel_group(config.tp_group)
-        self.set_device_mesh(config.tp_mesh, config.weight_mesh)
+        self.set_tensor_parallel_group(tp_group)
+        self.set_device_mesh(tp_mesh)
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
         """Divide the heads over the tensor-parallel axis of a mesh; its size must divide both kinds of heads."""
@@ -164,31 +128,26 @@ class DotProductAttention(unsupported.NoContextParallelGroup, nn.Module):
         *,
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
-        window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
-        **others: Any,
     ) -> Tensor:
         """Attend: queries [s, b, h, d], keys and values [s', b, groups, d] -> [s, b, h * d]; [b, s, ...] for "bshd".
 
         Args:
             query_layer, key_layer, value_layer: tensors of one dtype.
             attention_mask: bool, True where masked out; required by the mask types that use a mask.
-            qkv_format, attn_mask_type, window_size: override the module's values.
+            qkv_format, attn_mask_type: override the module's values.
             checkpoint_core_attention: recompute the attention in backward instead of saving its activations.
-            **others: other arguments of TransformerEngine; see `unsupported`.
 
         Raises:
             ConfigurationError: the shapes, the mask or its type do not fit, or no backend supports the inputs.
         """
         owner = "DotProductAttention.forward"
-        unsupported.refuse(owner, others)
         layout, kind = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         check_choice(owner, "qkv_format", layout, QKV_FORMATS)
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
-        check_window(owner, self.window_size if window_size is None else window_size, kind)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = [inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
+        q, k, v = [checks.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         unmasked = visible is None and self._dropout == 0
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, unmasked)
@@ -259,7 +218,7 @@ def _visible(kind: str, masked_out: Tensor | None, queries: int, keys: int, devi
     return ~masked_out
 
 
-class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
+class MultiheadAttention(CompositeModule):
     """Self-attention with its projections, optionally after a normalization.
 
     Children: `qkv`, a `Linear`, or with `input_layernorm` `layernorm_qkv`, a `LayerNormLinear`; `core_attention`;
@@ -276,23 +235,20 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         num_gqa_groups: number of key and value heads. Default: num_attention_heads.
         return_bias: return the bias of `proj` after the output instead of adding it.
         input_layernorm: normalize the input.
-        attention_type: only "self".
         fuse_qkv_params: store queries, keys and values in one weight, see above.
         qkv_weight_interleaved: order of the rows of the fused weight, see above.
         rotary_pos_interleaved: layout of the rotary embedding.
         set_parallel_mode: let tensor parallelism shard the heads: qkv by columns, `proj` by rows. A fused weight must
             be interleaved (the default).
         qkv_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        attention_dropout, layer_number, attn_mask_type, window_size, attention_backend: see `DotProductAttention`.
+        attention_dropout, layer_number, attn_mask_type, attention_backend: see `DotProductAttention`.
         qk_norm_type, qk_norm_eps, qk_norm_before_rope: normalize the heads of queries and keys; see `head_norms`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma, return_layernorm_output: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
     """
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -304,7 +260,6 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         output_layer_init_method: InitMethod | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
-        window_size: Window | None = None,
         *,
         num_gqa_groups: int | None = None,
         set_parallel_mode: bool = False,
@@ -312,13 +267,16 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         input_layernorm: bool = False,
-        attention_type: str = "self",
         fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
         rotary_pos_interleaved: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
         attention_backend: str = AUTO,
@@ -326,11 +284,8 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
-        **others: Any,
     ) -> None:
         owner = "MultiheadAttention"
-        config = parallelism(owner, others)
-        _check_attention_type(owner, attention_type)
         super().__init__()
         self.hidden_size, self.num_attention_heads, self.name = hidden_size, num_attention_heads, name
         self.kv_channels = _head_size(owner, hidden_size, num_attention_heads, kv_channels)
@@ -342,7 +297,9 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         kv_features = self.num_gqa_groups * self.kv_channels
         parts = {"query": num_attention_heads * self.kv_channels, "key": kv_features, "value": kv_features}
         features = sum(parts.values())
-        common: dict[str, Any] = {**vars(config), "bias": bias, "params_dtype": params_dtype, "device": device}
+        mesh: dict[str, Any] = {"tp_group": tp_group, "tp_size": tp_size, "tp_mesh": tp_mesh}
+        norm = {**mesh, "params_dtype": params_dtype, "device": device}
+        common: dict[str, Any] = {**norm, "sequence_parallel": sequence_parallel, "bias": bias}
         self.set_parallel_mode = set_parallel_mode
         qkv = {
             **common, "parallel_mode": "column" if set_parallel_mode else None, "init_method": init_method,
@@ -357,16 +314,15 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
             )  # fmt: skip
         else:
             self.qkv = Linear(hidden_size, features, name=child_name(name, "qkv"), **qkv)
-        norm = {"params_dtype": params_dtype, "device": device}
         self.qk_norm_before_rope = qk_norm_before_rope
         self.q_norm, self.k_norm = (
-            head_norms.head_norm(owner, qk_norm_type, self.kv_channels, qk_norm_eps, config, **norm) for _ in range(2)
+            head_norms.head_norm(owner, qk_norm_type, self.kv_channels, qk_norm_eps, **norm) for _ in range(2)
         )
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, self.num_gqa_groups, attention_dropout, qkv_format, attn_mask_type,
-            window_size, layer_number=layer_number, name=child_name(name, "core_attention"),
+            layer_number=layer_number, name=child_name(name, "core_attention"),
             attention_backend=attention_backend,
-            **(vars(replace(config, weight_mesh=None)) if set_parallel_mode else {}),
+            **(mesh if set_parallel_mode else {}),
         )  # fmt: skip
         self.proj = Linear(
             num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
@@ -408,10 +364,8 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         attention_mask: Tensor | None = None,
         *,
         attn_mask_type: str | None = None,
-        window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: RotaryEmbedding | None = None,
-        **others: Any,
     ) -> Tensor | tuple[Tensor | None, ...]:
         """Attend: [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
 
@@ -420,19 +374,17 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         Args:
             hidden_states: the input.
             attention_mask: bool, True where masked out; required by the mask types that use a mask.
-            attn_mask_type, window_size: override the module's values.
+            attn_mask_type: overrides the module's value.
             checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
             rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
-            **others: other arguments of TransformerEngine; see `unsupported`.
         """
-        unsupported.refuse("MultiheadAttention.forward", others)
         projected = (self.layernorm_qkv if self.input_layernorm else self.qkv)(hidden_states)
         normed = None
         if self.return_layernorm_output:
             projected, normed = projected
         q, k, v = self._split_and_rotate(projected, rotary_pos_emb)
         context = self.core_attention(
-            q, k, v, attention_mask, attn_mask_type=attn_mask_type, window_size=window_size,
+            q, k, v, attention_mask, attn_mask_type=attn_mask_type,
             checkpoint_core_attention=checkpoint_core_attention,
         )  # fmt: skip
         out = self.proj(context)
@@ -473,15 +425,7 @@ class MultiheadAttention(unsupported.NoContextParallelGroup, CompositeModule):
         return [part.flatten(-3, -2) for part in by_group]
 
 
-def _check_attention_type(owner: str, attention_type: str) -> None:
-    if attention_type != "self":
-        raise ConfigurationError(
-            f"{owner}(attention_type={attention_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}"
-        )
-
-
 def _head_size(owner: str, hidden_size: int, heads: int, given: int | None) -> int:
-    check_arguments(owner, WHOLE_NUMBER, hidden_size=hidden_size, num_attention_heads=heads, kv_channels=given or 0)
     if not given and hidden_size % heads:
         raise ConfigurationError(
             f"{owner}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}; give kv_channels"
@@ -491,7 +435,6 @@ def _head_size(owner: str, hidden_size: int, heads: int, given: int | None) -> i
 
 def _groups(owner: str, heads: int, groups: int | None) -> int:
     groups = heads if groups is None else groups
-    check_arguments(owner, WHOLE_NUMBER, num_attention_heads=heads, num_gqa_groups=groups)
     if groups < 1 or heads % groups:
         raise ConfigurationError(
             f"{owner}: num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}; choose a divisor"

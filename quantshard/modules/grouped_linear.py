@@ -8,20 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
-from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import backend
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import context, recompute, unsupported
+from quantshard.modules.base import checks, histories
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
+from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, grouped_plain
 from quantshard.modules.gemms.linear_state import LinearState
@@ -56,14 +57,12 @@ class GroupedLinear(QuantizedModule):
             tokens.
         ep_mesh: mesh axis over which the experts are distributed, such as `mesh["ep"]`.
         in_features, out_features, params_dtype, device, name: see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: an argument is invalid; raised on every rank if `ep_mesh` or `tp_mesh` does not fit.
     """
 
-    @shows_parallelism(before="ep_mesh")
     def __init__(
         self,
         num_gemms: int,
@@ -75,15 +74,16 @@ class GroupedLinear(QuantizedModule):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
         ep_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **others: Any,
     ) -> None:
-        super().__init__(device, params_dtype, parallelism("GroupedLinear", others))
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, tp_mesh=tp_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
-        check_arguments("GroupedLinear", WHOLE_NUMBER, num_gemms=num_gemms)
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
         self._layers = []
         self._reader = grouped.ExpertsReader()
@@ -100,7 +100,7 @@ class GroupedLinear(QuantizedModule):
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
         self._history_names = {
-            role: [layer.prefix + name for layer in self._layers] for role, name in HISTORIES.items()
+            role: [layer.prefix + name for layer in self._layers] for role, name in histories.HISTORIES.items()
         }
         self._note_spread()
 
@@ -122,9 +122,9 @@ class GroupedLinear(QuantizedModule):
         super().reset_parameters()
         self._note_spread()
 
-    def take_plan(self, plan: InitPlan, name: str) -> None:
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
         """Convert to an init plan; see `QuantizedModule.take_plan`."""
-        super().take_plan(plan, name)
+        super().take_plan(plan, name, has_own_recipe)
         self._note_spread()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
@@ -137,7 +137,7 @@ class GroupedLinear(QuantizedModule):
         self._note_spread()
 
     @by_own_recipe
-    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor, **others: Any) -> Any:
+    def forward(self, inp: Tensor, m_splits: Sequence[int] | Tensor) -> Any:
         """Apply the experts: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
         `torch.autocast`.
 
@@ -146,7 +146,6 @@ class GroupedLinear(QuantizedModule):
             m_splits: number of consecutive rows for each expert of this rank, as ints or an integer tensor [experts]. A
                 tensor on a GPU stays there if all experts run in one kernel; otherwise the host waits for its values
                 (`limits.FALLBACKS`, "counts read").
-            **others: other arguments of TransformerEngine; see `unsupported`.
 
         Returns:
             The output; with `return_bias` a tuple (output, list of biases or None).
@@ -156,7 +155,6 @@ class GroupedLinear(QuantizedModule):
                 `m_splits`, a wrong sum raises a RuntimeError at the next synchronization instead.
             FallbackError: `autocast` is strict and the host would have to wait for `m_splits`.
         """
-        unsupported.refuse("GroupedLinear.forward", others)
         inp = self._input(inp)
         tokens = inp.reshape(-1, inp.shape[-1])
         out = functional.shaped_as(self._of_experts(tokens, self._checked_splits(m_splits, tokens)), inp)
@@ -179,7 +177,7 @@ class GroupedLinear(QuantizedModule):
     def _read(self, splits: Tensor) -> list[int]:
         """Copy splits from the GPU to the host."""
         if context.is_strict():
-            self._refuse_fallbacks(self._weight_names[0], ("counts read",))
+            checks.refuse_fallbacks(self.label(self._weight_names[0]), ("counts read",))
         if kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
                 f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['counts read']}"
@@ -206,7 +204,9 @@ class GroupedLinear(QuantizedModule):
         block = backend.block_together(call.recipe)
         if block is None:
             if call.strict:
-                self._refuse_fallbacks(self._weight_names[0], self.joint_fallbacks(call.recipe, tokens.device))
+                checks.refuse_fallbacks(
+                    self.label(self._weight_names[0]), self.joint_fallbacks(call.recipe, tokens.device)
+                )
             return None
         biases = self._added_biases()
         if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
@@ -214,10 +214,12 @@ class GroupedLinear(QuantizedModule):
         if call.strict:
             for name in self._weight_names:
                 self.weight_operand(name, call, tokens.device)
-        histories = self._histories(call.recipe)
-        expert_axis = self._spread_axis if histories else None
+        amax_histories = self._histories(call.recipe)
+        expert_axis = self._spread_axis if amax_histories else None
         group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)
-        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, call.record, group, self._reader)
+        return grouped.ExpertsLayer(
+            weights, biases, splits, block, call, amax_histories, call.record, group, self._reader
+        )
 
     def _added_biases(self) -> list[Tensor]:
         """Return the biases that this module adds itself."""
@@ -260,11 +262,11 @@ class GroupedLinear(QuantizedModule):
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            histories = [history for history in private_torch.registered_buffers(self, names) if history is not None]
-            if len(histories) < len(names) or set(map(Tensor.numel, histories)) != {length}:
+            existing = [history for history in private_torch.registered_buffers(self, names) if history is not None]
+            if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)
-                histories = [self._history(name, length, weight, recipe) for name, weight in pairs]
-            histories_by_role[role] = histories
+                existing = [histories.activation_history(self, name, length, weight, recipe) for name, weight in pairs]
+            histories_by_role[role] = existing
         return histories_by_role
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:

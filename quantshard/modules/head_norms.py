@@ -10,13 +10,11 @@ over the features of a head, in float32, rounded once to the dtype of x.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.composite import CompositeModule
 from quantshard.modules.norm import LayerNorm, RMSNorm
@@ -41,7 +39,7 @@ class L2Normalization(CompositeModule):
         return f"eps={self.eps:g}"
 
 
-def head_norm(owner: str, kind: str | None, size: int, eps: float, asked: TensorParallelConfig, **options: Any) -> Any:
+def head_norm(owner: str, kind: str | None, size: int, eps: float, **options: Any) -> Any:
     """Create the normalization of heads with `size` features; None if `kind` is None.
 
     Raises:
@@ -51,11 +49,10 @@ def head_norm(owner: str, kind: str | None, size: int, eps: float, asked: Tensor
         return None
     if kind == _L2:
         return L2Normalization(eps)
-    # a tuple, because `kind` can be unhashable
-    if kind not in tuple(_WITH_WEIGHTS):
+    if kind not in _WITH_WEIGHTS:
         kinds = ", ".join([_L2, *_WITH_WEIGHTS])
         raise ConfigurationError(f"{owner}(qk_norm_type={kind!r}): choose one of: {kinds}, or None")
-    return _WITH_WEIGHTS[kind](size, eps, **vars(replace(asked, sequence_parallel=False)), **options)
+    return _WITH_WEIGHTS[kind](size, eps, **options)
 
 
 def sum_over_heads(norm: nn.Module | None, cut: bool) -> None:

@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import by_own_recipe
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import joined, split_sizes
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import unsupported
 from quantshard.modules.norm import Normalization
 
 
@@ -35,14 +36,12 @@ class LayerNormLinear(QuantizedModule):
         zero_centered_gamma: multiply by 1 + layer_norm_weight, with a weight initialized to 0.
         in_features, out_features, init_method, bias, params_dtype, parameters_split, separate_outputs, device, name:
             see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: `normalization` is unknown, `parallel_mode` is "row", or an argument of `Linear` is invalid.
     """
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
         in_features: int,
@@ -60,17 +59,19 @@ class LayerNormLinear(QuantizedModule):
         zero_centered_gamma: bool = False,
         return_layernorm_output_gathered: bool = False,
         parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **others: Any,
     ) -> None:
-        config = parallelism("LayerNormLinear", others)
         if parallel_mode == "row":
             raise ConfigurationError(
                 "LayerNormLinear(parallel_mode='row') would take a part of the features, but a normalization needs all "
                 "of them; use 'column', or a LayerNorm or RMSNorm and a Linear(parallel_mode='row')"
             )
-        super().__init__(device, params_dtype, config)
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output, self.separate_outputs = return_layernorm_output, separate_outputs
@@ -81,14 +82,13 @@ class LayerNormLinear(QuantizedModule):
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     @by_own_recipe
-    def forward(self, inp: Tensor, **others: Any) -> Any:
+    def forward(self, inp: Tensor) -> Any:
         """Apply the layer: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
         `torch.autocast`.
 
         With `return_bias` or `return_layernorm_output` the result is a tuple: output, bias, normalized input. Errors:
         see `Linear.forward`.
         """
-        unsupported.refuse("LayerNormLinear.forward", others)
         inp = self._input(inp)
         front, normed = fused.front(self, self.normalization, inp), None
         layer = self._ready(self._layer, inp.shape, inp.device, with_bias=not self.return_bias)

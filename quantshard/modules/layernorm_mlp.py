@@ -12,18 +12,20 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from quantshard import kernel_dispatch, kernels, limits, private_torch
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
-from quantshard.modules.base import inputs
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import by_own_recipe
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import context, unsupported
+from quantshard.modules.base import checks
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
+from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
 from quantshard.modules.norm import Normalization
@@ -234,15 +236,13 @@ class LayerNormMLP(QuantizedModule):
         eps, normalization, zero_centered_gamma, return_layernorm_output, return_layernorm_output_gathered: see
             `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: `activation`, `activation_storage` or `normalization` is unknown, or an argument of `Linear`
             is invalid.
     """
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -262,17 +262,19 @@ class LayerNormMLP(QuantizedModule):
         activation_storage: str = HIGH_PRECISION,
         return_layernorm_output_gathered: bool = False,
         set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **others: Any,
     ) -> None:
-        config = parallelism("LayerNormMLP", others)
         if activation not in ACTIVATIONS:
             raise ConfigurationError(
                 f"LayerNormMLP(activation={activation!r}) is not known; use one of: {', '.join(ACTIVATIONS)}"
             )
         check_storage("LayerNormMLP", activation_storage)
-        super().__init__(device, params_dtype, config)
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.hidden_size, self.ffn_hidden_size, self.name = hidden_size, ffn_hidden_size, name
         self.use_bias, self.return_bias, self.activation = bias, return_bias, activation
         self.recompute_activation, self.activation_storage = recompute_activation, activation_storage
@@ -301,9 +303,7 @@ class LayerNormMLP(QuantizedModule):
         super()._load_from_state_dict(state_keys.split_stacked(self, state_dict, prefix), prefix, *args)
 
     @by_own_recipe
-    def forward(
-        self, inp: Tensor, *, residual: Tensor | None = None, **others: Any
-    ) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(self, inp: Tensor, *, residual: Tensor | None = None) -> Tensor | tuple[Tensor | None, ...]:
         """Apply the MLP: [..., hidden_size] -> the same shape and dtype, or the dtype of `torch.autocast`.
 
         With `return_bias`, `return_layernorm_output` or `residual` the result is a tuple: output, fc2_bias, normalized
@@ -312,11 +312,9 @@ class LayerNormMLP(QuantizedModule):
         Args:
             inp: the input.
             residual: tensor of the input's shape, added to the input before the normalization, in the same kernel.
-            **others: other arguments of TransformerEngine; see `unsupported`.
         """
-        unsupported.refuse("LayerNormMLP.forward", others)
         inp = self._input(inp)
-        residual = None if residual is None else inputs.autocast_input(residual)
+        residual = None if residual is None else checks.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._ready(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])

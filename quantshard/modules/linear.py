@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import by_own_recipe
+from quantshard.distributed.module_meshes import TensorParallelConfig
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import joined, split_sizes
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import unsupported
 
 
 class Linear(QuantizedModule):
@@ -37,14 +38,12 @@ class Linear(QuantizedModule):
         device: device of the parameters; "meta" leaves the initialization to `reset_parameters`. Default: the current
             accelerator, or the CPU.
         name: name shown in printed tables and messages.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
         ConfigurationError: sizes, `parameters_split` or the arguments of tensor parallelism are invalid.
     """
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
         in_features: int,
@@ -57,11 +56,14 @@ class Linear(QuantizedModule):
         parameters_split: Sequence[str] | Mapping[str, int] | None = None,
         separate_outputs: bool = False,
         parallel_mode: str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **others: Any,
     ) -> None:
-        super().__init__(device, params_dtype, parallelism("Linear", others))
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias, self.name = bias, return_bias, name
         self.separate_outputs = separate_outputs
@@ -69,7 +71,7 @@ class Linear(QuantizedModule):
         self._layer = self._add_projection(sizes, in_features, init_method, bias, mode=parallel_mode)
 
     @by_own_recipe
-    def forward(self, inp: Tensor, **others: Any) -> Any:
+    def forward(self, inp: Tensor) -> Any:
         """Apply the layer: [..., in_features] -> [..., out_features], in the input's dtype or the dtype of
         `torch.autocast`.
 
@@ -80,7 +82,6 @@ class Linear(QuantizedModule):
             RecipeMismatchError: the weight is stored in another format than the recipe needs.
             FallbackError: `autocast` is strict and a GEMM would fall back.
         """
-        unsupported.refuse("Linear.forward", others)
         outputs = self._project(inp, self._layer, with_bias=not self.return_bias)
         out = outputs if self.separate_outputs else joined(outputs)
         return (out, self._joined_bias(self._layer, outputs[0].dtype)) if self.return_bias else out

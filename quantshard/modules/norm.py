@@ -13,20 +13,20 @@ always use the formulas in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.argument_kinds import NUMBER, SIZES, check_arguments
 from quantshard.collectives.process_groups import world
+from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
 
 if kernels.USABLE:
     from quantshard.kernels.fused import epilogue
@@ -206,7 +206,6 @@ class Normalization:
     def __post_init__(self) -> None:
         if self.kind not in tuple(KINDS):
             raise ConfigurationError(f"normalization={self.kind!r} is not known; use {' or '.join(map(repr, KINDS))}")
-        check_arguments(self.kind, NUMBER, eps=self.eps)
         rule = NormConfig(self.eps, self.kind == "LayerNorm", float(self.zero_centered_gamma))
         # not a cached property: Dynamo cannot trace one on Python 3.11
         object.__setattr__(self, "rule", rule)
@@ -248,28 +247,22 @@ class Normalization:
 class _NormModule(QuantizedModule):
     """Base of LayerNorm and RMSNorm."""
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
-        normalized_shape: int | Sequence[int] | None = None,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
+        sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
-        hidden_size: int | Sequence[int] | None = None,
         *,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **others: Any,
     ) -> None:
         kind = "LayerNorm" if isinstance(self, LayerNorm) else "RMSNorm"
-        if None not in (params_dtype, dtype) and params_dtype != dtype:
-            raise ConfigurationError(
-                f"{kind}(params_dtype={params_dtype}, dtype={dtype}): they mean the same; give one"
-            )
-        config = parallelism(kind, {**others, "sequence_parallel": bool(sequence_parallel)}, "_NormModule")
-        super().__init__(device, params_dtype or dtype, config)
-        self.normalization = Normalization(kind, _size(kind, normalized_shape, hidden_size), eps, zero_centered_gamma)
+        super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, sequence_parallel, tp_mesh))
+        self.normalization = Normalization(kind, _size(kind, normalized_shape), eps, zero_centered_gamma)
         self.normalization.add_parameters(self)
 
     def forward(self, inp: Tensor) -> Tensor:
@@ -296,20 +289,17 @@ class LayerNorm(_NormModule):
     """Layer normalization over the last dim: y = (x - mean) / sqrt(var + eps) * weight + bias, in float32.
 
     Args:
-        normalized_shape: size of the last dim.
+        normalized_shape: size of the last dim, or a sequence of that one size.
         eps: constant added to the variance.
-        params_dtype: dtype of the parameters; `dtype` is a synonym. Default: torch's default dtype.
+        params_dtype: dtype of the parameters. Default: torch's default dtype.
         zero_centered_gamma: multiply by 1 + weight, with a weight initialized to 0.
-        hidden_size: TransformerEngine's old name for `normalized_shape`.
         sequence_parallel: the input's rows (dim 0) are sharded over the tensor-parallel ranks, so the gradients of the
             parameters are summed over these ranks.
-        tp_group, tp_size, tp_mesh, weight_mesh: see `module_meshes.TensorParallelConfig`; the parameters are
-            replicated.
+        tp_group, tp_size, tp_mesh: see `module_meshes.TensorParallelConfig`; the parameters are replicated.
         device: device of the parameters; "meta" leaves the initialization to `reset_parameters`.
 
     Raises:
-        ConfigurationError: the size is missing, is given twice, or has more than one dim; or `params_dtype` and `dtype`
-            differ.
+        ConfigurationError: `normalized_shape` has more than one dim.
     """
 
 
@@ -318,13 +308,11 @@ class RMSNorm(_NormModule):
     see `LayerNorm`."""
 
 
-def _size(kind: str, shape: int | Sequence[int] | None, hidden_size: int | Sequence[int] | None) -> int:
-    if (shape is None) == (hidden_size is None):
-        raise ConfigurationError(f"{kind} needs the size of the last dim, once: normalized_shape or hidden_size")
-    dims = hidden_size if shape is None else shape
-    check_arguments(kind, SIZES, **{"hidden_size" if shape is None else "normalized_shape": dims})
-    sizes: list[Any] = list(dims) if isinstance(dims, Iterable) else [dims]
-    if len(sizes) != 1:
-        raise ConfigurationError(f"{kind}({dims}): only the last dim is normalized; flatten the last {len(sizes)} dims")
-    size: int = sizes[0]
-    return size
+def _size(kind: str, normalized_shape: int | Sequence[int]) -> int:
+    if not isinstance(normalized_shape, Sequence):
+        return normalized_shape
+    if len(normalized_shape) != 1:
+        raise ConfigurationError(
+            f"{kind}({normalized_shape}): only the last dim is normalized; flatten the others into it"
+        )
+    return normalized_shape[0]

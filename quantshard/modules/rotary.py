@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.argument_kinds import NUMBER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.modules.contexts import unsupported
 
 if kernels.USABLE:
     from quantshard.kernels.fused import rotary as rotary_kernel
@@ -48,7 +46,6 @@ class RotaryPositionEmbedding(nn.Module):
             interpolation arguments is set.
     """
 
-    @suggests_names
     def __init__(
         self,
         dim: int,
@@ -59,7 +56,6 @@ class RotaryPositionEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        check_arguments("RotaryPositionEmbedding", NUMBER, dim=dim, rotary_percent=rotary_percent)
         self.dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if self.dim <= 0 or self.dim % 2:
             raise ConfigurationError(
@@ -98,9 +94,7 @@ class RotaryPositionEmbedding(nn.Module):
         return f"dim={self.dim}, rotary_base={self.rotary_base:g}, interleaved={self.interleaved}"
 
 
-def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False, **others: Any
-) -> Tensor:
+def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", *, interleaved: bool = False) -> Tensor:
     """Rotate the first features of every head, in float32, and round once to the dtype of t. Other features are
     unchanged.
 
@@ -110,12 +104,10 @@ def apply_rotary_pos_emb(
             until the angles change; writes through `.data` or by a collective are not noticed.
         tensor_format: "sbhd" or "bshd".
         interleaved: layout of the planes; must match `freqs`.
-        **others: other arguments of TransformerEngine; see `unsupported`.
 
     Raises:
         ConfigurationError: `tensor_format` is unknown, or `freqs` has too few positions or too many features.
     """
-    unsupported.refuse("apply_rotary_pos_emb", others)
     if tensor_format not in ("sbhd", "bshd"):
         raise ConfigurationError(f"apply_rotary_pos_emb(tensor_format={tensor_format!r}): use 'sbhd' or 'bshd'")
     layout = HeadLayout(tensor_format, interleaved)

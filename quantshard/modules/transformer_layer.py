@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import private_torch
 from quantshard.distributed import tensor_parallel
 from quantshard.errors import ConfigurationError
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
-from quantshard.modules.attention import MultiheadAttention, RotaryEmbedding, Window
+from quantshard.modules.attention import MultiheadAttention
 from quantshard.modules.attention_backends import AUTO
-from quantshard.modules.base import inputs
+from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.shared_arguments import parallelism, shows_parallelism
-from quantshard.modules.contexts import unsupported
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.layernorm_mlp import LayerNormMLP
 from quantshard.modules.norm import LayerNorm, RMSNorm
+from quantshard.modules.rotary import RotaryEmbedding
 
 
-class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
+class TransformerLayer(CompositeModule):
     """A transformer block: x = x + attention(norm(x)), then x + mlp(norm(x)).
 
     Children: `self_attention` (`MultiheadAttention`), `layernorm_mlp` (`LayerNormMLP`) and, with `output_layernorm`,
@@ -42,23 +44,20 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self_attn_mask_type: `attn_mask_type` of `DotProductAttention`; `forward` can override it.
         output_layernorm: normalize the layer's output instead of the attention's input.
         parallel_attention_mlp: attention and MLP both read the layer's input (Falcon), and their outputs are added.
-        layer_type: only "encoder", which with a causal mask is also the layer of a decoder-only model.
         set_parallel_mode: let tensor parallelism shard the heads and the features of the MLP.
         attn_input_format: "sbhd" (input [s, b, hidden_size]) or "bshd" ([b, s, hidden_size]).
-        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, window_size, fuse_qkv_params,
+        num_attention_heads, num_gqa_groups, kv_channels, attention_dropout, layer_number, fuse_qkv_params,
             qkv_weight_interleaved, rotary_pos_interleaved, attention_backend, qk_norm_type, qk_norm_eps,
             qk_norm_before_rope: see `MultiheadAttention`.
         activation, recompute_activation, activation_storage: see `LayerNormMLP`.
         layernorm_epsilon (`eps` there), normalization, zero_centered_gamma: see `LayerNormLinear`.
         bias, params_dtype, device, name: see `Linear`.
-        **others: arguments of tensor parallelism (`module_meshes.TensorParallelConfig`) and of TransformerEngine
-            (`unsupported`).
+        tp_group, tp_size, sequence_parallel, tp_mesh: see `module_meshes.TensorParallelConfig`.
 
     Raises:
-        ConfigurationError: an argument is unsupported, or two arguments exclude each other.
+        ConfigurationError: an argument is unknown, or two arguments exclude each other.
     """
 
-    @shows_parallelism(before="device")
     def __init__(
         self,
         hidden_size: int,
@@ -73,12 +72,10 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
-        window_size: Window | None = None,
         *,
         params_dtype: torch.dtype | None = None,
         output_layernorm: bool = False,
         parallel_attention_mlp: bool = False,
-        layer_type: str = "encoder",
         fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
@@ -87,6 +84,10 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         activation: str = "gelu",
         normalization: str = "LayerNorm",
         set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
         attention_backend: str = AUTO,
@@ -96,14 +97,7 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
-        **others: Any,
     ) -> None:
-        config = parallelism("TransformerLayer", others)
-        if layer_type != "encoder":
-            raise ConfigurationError(
-                f"TransformerLayer(layer_type={layer_type!r}) is not supported: {unsupported.NO_CROSS_ATTENTION}; for "
-                "a decoder-only model use 'encoder', whose mask is causal by default"
-            )
         if parallel_attention_mlp and output_layernorm:
             raise ConfigurationError(
                 "TransformerLayer: parallel_attention_mlp and output_layernorm exclude each other; choose one"
@@ -113,14 +107,15 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         self.hidden_dropout, self.layer_number, self.name = hidden_dropout, layer_number, name
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         norm: dict[str, Any] = {
-            **vars(config), "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
+            "tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel, "tp_mesh": tp_mesh,
+            "zero_centered_gamma": zero_centered_gamma, "params_dtype": params_dtype, "device": device,
         }  # fmt: skip
         common = {
             **norm, "bias": bias, "normalization": normalization, "set_parallel_mode": set_parallel_mode,
         }  # fmt: skip
         self.self_attention = MultiheadAttention(
             hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon, init_method,
-            output_layer_init_method, layer_number, self_attn_mask_type, window_size, num_gqa_groups=num_gqa_groups,
+            output_layer_init_method, layer_number, self_attn_mask_type, num_gqa_groups=num_gqa_groups,
             input_layernorm=not output_layernorm, fuse_qkv_params=fuse_qkv_params,
             qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
             qkv_format=attn_input_format, attention_backend=attention_backend, qk_norm_type=qk_norm_type,
@@ -141,26 +136,22 @@ class TransformerLayer(unsupported.NoContextParallelGroup, CompositeModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         self_attn_mask_type: str | None = None,
-        window_size: Window | None = None,
         *,
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: RotaryEmbedding | None = None,
-        **others: Any,
     ) -> Tensor:
         """Apply the block: [s, b, hidden_size] ([b, s, hidden_size] for "bshd") -> the same shape and dtype.
 
         Args:
             hidden_states: the input.
             attention_mask: bool, True where masked out; required by the mask types that use a mask.
-            self_attn_mask_type, window_size: override the module's values.
+            self_attn_mask_type: overrides the module's value.
             checkpoint_core_attention: recompute the core attention in backward instead of saving its activations.
             rotary_pos_emb: angles from `RotaryPositionEmbedding`, or a pair of them for queries and keys.
-            **others: other arguments of TransformerEngine; see `unsupported`.
         """
-        unsupported.refuse("TransformerLayer.forward", others)
-        hidden_states = inputs.autocast_input(hidden_states)
+        hidden_states = checks.autocast_input(hidden_states)
         attention_out: Tensor = self.self_attention(
-            hidden_states, attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
+            hidden_states, attention_mask, attn_mask_type=self_attn_mask_type,
             checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
         )  # fmt: skip
         if self.parallel_attention_mlp:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
-from quantshard.errors import CheckpointError, warn_user
+from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX, has_master
-from quantshard.optimizers import guards, stored_moments
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
+from quantshard.optimizers import guards
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -64,8 +64,7 @@ def load_optimizer_state(
     ]
     if any(map(_is_matched_by_name, groups)):
         _check_frozen(entries, names)
-    loads = _of_this_version(entries, names)
-    _check_dtypes([(param, *load) for (param, *_), load in zip(entries, loads, strict=True)])
+    loads = [(names[param], live, loaded) for param, live, loaded in entries]
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
     changed = False
@@ -92,24 +91,6 @@ def _check_frozen(states: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]]
                 f"{names[param]} is frozen, and set_optimizer_state_dict does not load states of frozen parameters; "
                 "call requires_grad_(True) for the load, then freeze it again"
             )
-
-
-def _of_this_version(
-    found: list[tuple[Tensor, dict[str, Any], Mapping[str, Any]]], names: Mapping[Tensor, str]
-) -> list[tuple[str, dict[str, Any], Mapping[str, Any]]]:
-    """Return names, live states and loaded states, the latter converted to the storage of this version."""
-    loads: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = []
-    rounded: list[str] = []
-    for param, live, loaded in found:
-        states, of_other_scales = stored_moments.converted(param, live, loaded)
-        rounded += [f"{names[param]} {role}" for role in of_other_scales]
-        loads.append((names[param], live, states))
-    if rounded:
-        warn_user(
-            f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that "
-            "are no powers of two, and are rounded to codes of now, by a sixteenth at most; training goes on from there"
-        )
-    return loads
 
 
 def _copied(live: Tensor, value: Tensor, is_known: bool) -> bool:
@@ -158,46 +139,6 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
                 f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
                 "parameters in the same order"
             )
-
-
-def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Detect a model of another dtype, as opposed to an optimizer with other options.
-
-    In that case masters of quantized weights match, but plain parameters have a master in only one of the live and the
-    loaded state.
-
-    Args:
-        loads: parameters with their names, live states and loaded states.
-
-    Raises:
-        CheckpointError: names the first such parameter.
-    """
-    mismatches, is_same = [], False
-    for param, name, live, loaded in loads:
-        is_quantized, keys = components.quantized_local(param) is not None, live.keys() ^ loaded.keys()
-        if keys and (is_quantized or keys not in ({MASTER}, {MASTER + REMAINDER_SUFFIX})):
-            return
-        if keys:
-            mismatches.append((name, param.dtype, has_master(live)))
-        elif is_quantized and (masters := [key for key in live if str(key).startswith(MASTER)]):
-            if any(_described(live[key]) != _described(loaded[key]) for key in masters):
-                return  # master_weight_dtype differs, which explains all other differences
-            is_same = True
-    if not (is_same and mismatches):
-        return
-    name, dtype, has_one = mismatches[0]
-    more = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
-    dtype_name = str(dtype).removeprefix("torch.")
-    why = (
-        f"{dtype_name} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"
-        if has_one
-        else f"{dtype_name} here, which needs no master, and the optimizer state has one, so it had 16 bits when it "
-        "was saved"
-    )
-    raise CheckpointError(
-        f"{name}{more}: {why}; the masters of quantized weights are as they were, so give the model the dtype of then, "
-        "as the same precision= of a trainer does, before the optimizer is built"
-    )
 
 
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:

@@ -16,7 +16,6 @@ arithmetic of another weight. No other operation dequantizes, and none of these 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +27,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
 from quantshard import kernel_dispatch, limits, private_torch
 from quantshard.collectives import flat_max, process_groups
@@ -40,9 +38,13 @@ from quantshard.tensor import storage as storages
 from quantshard.tensor.aten_rules import plain_like, rule
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import DRAWS, KEY, QuantizedStorage
+from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
 
 aten = torch.ops.aten
+
+SHRINKAGE = 64.0
+"""Under delayed scaling, a result whose amax is smaller than the past ones by more than this factor forgets them. Steps
+of optimizers change amaxes far less."""
 
 Formula = Callable[..., Tensor]
 
@@ -194,9 +196,11 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     """
     if kernel_dispatch.is_capturing():
         raise UnsupportedOperationError(limits.refusal("captured arithmetic", f"{operation} on {_name(weights[0])}"))
-    optimizer = _stepping_optimizer()
-    if optimizer is not None:
-        _warn_without_masters(optimizer)
+    if "addcdiv" in operation:  # the last operation of Adam and its relatives
+        warn_user(
+            "torch.optim trains quantized weights without masters, so small updates become rounding noise; use "
+            "quantshard.optimizers.MasterWeights(torch.optim.AdamW, params, lr=...)"
+        )
     owners = [_owner_of(weight) for weight in weights]
     by_group: dict[Groups, list[int]] = {}
     for index, owner in enumerate(owners):
@@ -220,32 +224,17 @@ def _update(weights: Sequence[QuantizedTensor], results: Sequence[Tensor], opera
     changed = [i for group, members in by_group.items() for i in _changed(members, flags[group], operation)]
     _check_finite(weights, non_finite, operation)
     for i in changed:
-        if optimizer is None:  # the old values say nothing about the new ones
-            weights[i].quantized_storage.forget_amaxes()
+        _forget_larger_amaxes(requantizations[i])
         requantizations[i].commit(results[i], storages.rounding_words(weights[i].quantized_storage))
         torch.autograd.graph.increment_version(weights[i])
 
 
-def _stepping_optimizer() -> Optimizer | None:
-    """Return the optimizer whose `step` makes this call, found on the call stack."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(caller, Optimizer):
-            return caller
-        frame = frame.f_back
-    return None
-
-
-def _warn_without_masters(optimizer: Optimizer) -> None:
-    """Warn, once per line of the caller, that an optimizer trains quantized weights without masters."""
-    kind = type(optimizer)
-    module = "torch.optim" if kind.__module__.startswith("torch.optim.") else kind.__module__
-    name = f"{module}.{kind.__qualname__}"
-    warn_user(
-        f"{name} trains quantized weights without masters, so small updates become rounding noise; build "
-        f"quantshard.optimizers.MasterWeights({name}, params, lr=...) instead"
-    )
+def _forget_larger_amaxes(requantization: Requantization) -> None:
+    """Zero an amax history whose scale would round new values to zeros; see `SHRINKAGE`."""
+    history = requantization.storage.state.get(AMAX_HISTORY)
+    if history is not None:
+        (amax,) = requantization.amaxes.values()
+        history.mul_(amax.view(()) * SHRINKAGE >= history.max())
 
 
 def _flags(held: Sequence[QuantizedStorage], results: Sequence[Tensor], operation: str) -> Tensor:

@@ -8,7 +8,6 @@ quantshard, and reading them back needs no quantshard: see docs/format.md.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -265,12 +264,6 @@ _OWN_ATTRIBUTES = ("quantized_storage", "_is_param", "_fsdp_", "quantshard_", "_
 """Prefixes of parameter attributes that describe the object itself and must not be copied: quantshard's, PyTorch's,
 and the loading marks of transformers."""
 _UNMARKED = {"quantized_storage", "_is_param", "_fsdp_orig_uid"}
-
-
-def living_optimizers() -> list[Optimizer]:
-    """All optimizers of this process. The search visits all Python objects: 0.1 s for some 200,000."""
-    # not isinstance, which also reads __class__ of each object
-    return [instance for instance in gc.get_objects() if issubclass(type(instance), Optimizer)]
 
 
 def set_attributes(param: Tensor) -> dict[str, Any]:

@@ -25,27 +25,9 @@ def refusing(*_: Any, **__: Any) -> None:
 def test_a_link_is_not_written_through(tmp_path: Path, leads_to: str, slash: str) -> None:
     (tmp_path / "an empty folder").mkdir()
     (tmp_path / "c").symlink_to(tmp_path / leads_to)
-    with pytest.raises(CheckpointError, match=rf"c{slash} is a symbolic link to .*{leads_to}"):
+    with pytest.raises(CheckpointError, match=rf"c{slash} is a symbolic link"):
         save(f"{tmp_path}/c{slash}", *built("mxfp8"))
     assert sorted(os.listdir(tmp_path)) == ["an empty folder", "c"] and not os.listdir(tmp_path / "an empty folder")
-
-
-def test_a_link_that_comes_while_it_is_saved(tmp_path: Path) -> None:
-    put_in_place = commit.put_in_place
-
-    def late(*args: Any) -> None:
-        (tmp_path / "c").symlink_to(tmp_path / "nowhere")
-        put_in_place(*args)
-
-    with (
-        mock.patch.object(commit, "put_in_place", late),
-        pytest.raises(
-            CheckpointError,
-            match=r"^\S*c could not be written: \S*c is a symbolic link to \S*nowhere, .*remove the link",
-        ),
-    ):
-        save(tmp_path / "c", *built("mxfp8"))
-    assert os.listdir(tmp_path) == ["c"] and (tmp_path / "c").is_symlink()
 
 
 def test_what_a_removed_link_leads_to_stays(tmp_path: Path) -> None:
@@ -69,9 +51,7 @@ def test_a_link_that_cannot_be_removed(tmp_path: Path, call: str) -> None:
     (tmp_path / "c").symlink_to(tmp_path / "elsewhere")
     with (
         mock.patch.object(os, call, refusing),
-        pytest.raises(
-            CheckpointError, match=r"c could not be removed: Permission denied: there; see that this process"
-        ),
+        pytest.raises(CheckpointError, match=r"c could not be removed: Permission denied: there"),
     ):
         commit.remove(tmp_path / "c")
     with Manager(tmp_path / "run", keep_last=1) as manager:
@@ -87,7 +67,7 @@ def test_a_link_that_cannot_be_removed(tmp_path: Path, call: str) -> None:
 def test_a_folder_that_cannot_be_looked_at(tmp_path: Path) -> None:
     model, optimizer = built("mxfp8")
     with Manager(tmp_path / "run") as manager:
-        says = r"could not be written: Permission denied: there; .*see that this process may write there"
+        says = "could not be written: Permission denied: there; other checkpoints are unchanged"
         with mock.patch.object(os, "listdir", refusing), pytest.raises(CheckpointError, match=f"step-000001 {says}"):
             manager.save(1, model, optimizer)
         (tmp_path / "c").mkdir()

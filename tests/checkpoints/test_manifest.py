@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,18 @@ import xxhash
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
-from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
 from quantshard.read_limits import FILE_BYTES
 from tests.checkpoints.small import built
 
-CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "deep/er/__1_0.distcp": b""}
+CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b""}
 
 
 def written(folder: Path) -> Path:
     """A directory with the files of CONTENT and their manifest."""
     files = {}
     for name, content in CONTENT.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
         files[name] = FileEntry(*manifest.digest_of(folder / name))
     made = Manifest(files, 2, "2.13.0", "2026-01-02T03:04:05+00:00", 50, {"dp_shard": 2}, "mxfp8")
@@ -76,7 +74,7 @@ def damage(folder: Path, how: str) -> None:
         file.unlink()
         file.mkdir()
     elif how == "more":
-        (folder / "deep" / "more").write_bytes(b"x")
+        (folder / "more").write_bytes(b"x")
     elif how == "swapped":
         (folder / ".metadata").rename(folder / "other")
         file.rename(folder / ".metadata")
@@ -90,7 +88,7 @@ def damage(folder: Path, how: str) -> None:
         ("cut", ["__0_0.distcp has 10239 bytes, and manifest.json says 10240"]),
         ("gone", ["__0_0.distcp is missing"]),
         ("folder", ["__0_0.distcp cannot be read (Is a directory)"]),
-        ("more", ["deep/more is not named in manifest.json"]),
+        ("more", ["more is not named in manifest.json"]),
         ("swapped", [".metadata has 10240 bytes", "__0_0.distcp has 4 bytes"]),
     ],
 )
@@ -113,16 +111,14 @@ def test_fields_that_are_unknown_or_null_are_read():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is not JSON"),
+        ("", "is empty: the save has not ended"),
         ("{" * 100_000, "is not JSON"),
         ('{"a":' * 100_000, "is not JSON"),
         ("[]", "it is not a JSON object"),
-        (altered(quantshard=2), "is of version 2, and this quantshard reads versions up to 1"),
-        (altered(quantshard="1"), "its version is '1'"),
-        (altered(quantshard=0), "its version is 0"),
+        (altered(quantshard=2), "is of version 2, and this quantshard reads version 1"),
         (altered(world_size="leave out"), "world_size is None"),
         (altered(step=True), "step is True"),
-        (altered(mesh={"dp": -1}), "mesh is"),
+        (altered(mesh={"dp": "2"}), "mesh"),
         (altered(files=[]), "files is"),
         (altered(files={"a": 1}), "the entry of 'a' has no length"),
         (altered(files={"a": {"bytes": -1}}), "the entry of 'a' has no length"),
@@ -144,7 +140,7 @@ def test_a_manifest_that_is_no_text_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "../a", "a/../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "C:a", "a\0", MANIFEST]
+    "name", ["", ".", "..", "../a", "a/../b", "/etc/passwd", "a/b", "a\\b", "C:a", "a\0", MANIFEST]
 )
 def test_names_outside_the_checkpoint_are_refused(name: str):
     entry = {"bytes": 1, "xxh3_128": "0" * 32}
@@ -174,25 +170,18 @@ def test_a_load_reads_the_metadata_once(tmp_path: Path, monkeypatch: pytest.Monk
             checkpoints.load(tmp_path / "c", model, optimizer, verify=verify)
 
 
-def test_a_file_that_is_cut_or_gone_is_named_with_what_lies_in_it(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
     """And with both lengths: that of the manifest, or else the least that its pieces need."""
     path = tmp_path / "c"
     checkpoints.save(path, *built("mxfp8"))
     file = path / "__0_0.distcp"
     length, model = file.stat().st_size, built("mxfp8")[0]
-    held = r"of 'model\.0\.bias', 'model\.0\.weight', 'model\.0\.weight_draws' and [0-9]+ more; restore that file"
-    for has_manifest, expected in ((True, f"{length} bytes"), (False, "[0-9]+ bytes or more")):
-        if not has_manifest:
-            (path / MANIFEST).unlink()
-        content = file.read_bytes()
-        file.write_bytes(content[:1000])
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.load(path, model)
-        cut = rf"{path}: its file '__0_0\.distcp' is cut short: 1000 bytes of [0-9]+; it should have {expected}, {held}"
-        assert re.match(cut, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
-        file.unlink()
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.load(path, model)
-        gone = rf"{path}: its file '__0_0\.distcp' is missing; it should have {expected}, {held}"
-        assert re.match(gone, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
-        file.write_bytes(content)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=rf"__0_0\.distcp has 1000 bytes, and manifest.json says {length}"):
+        checkpoints.load(path, model)
+    (path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is cut short: 1000 bytes of [0-9]+"):
+        checkpoints.load(path, model)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is missing; restore it"):
+        checkpoints.load(path, model)

@@ -84,7 +84,6 @@ def test_a_killed_run_is_resumed_while_its_data_workers_live(tmp_path: Path, mon
         owner.join()
         monkeypatch.setattr(ownership, "LOCK_SECONDS", 60)
         Manager(tmp_path / "run").close()
-        assert not ownership.is_being_read(LocalStore(), str(tmp_path / "file"))
 
 
 def let_go_in_a_child(told: Connection, run: Path) -> None:

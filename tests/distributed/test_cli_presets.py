@@ -100,37 +100,3 @@ def test_a_run_by_a_preset(tmp_path: Path) -> None:
     assert RunDir(runs["without"]).read_config()[0].preset == "lean8"
     found = json.loads(quantshard("explain", last["without"], "--json").stdout)["parameter"]
     assert found["preset"] == "lean8" and found["master"] == 1
-
-
-def as_an_earlier_release_left_it(run: RunDir) -> None:
-    """Muon's momentum was as `exp_avg_dtype` said, by a preset of the name that now keeps it in BF16."""
-    text = run.config.read_text()
-    assert 'momentum_dtype = "fp8"' in text and 'preset = ""' in text
-    text = re.sub(r"^(momentum_dtype|master_remainders) = .*\n", "", text, flags=re.MULTILINE).replace(
-        'preset = ""', 'preset = "lean8"'
-    )
-    run.config.write_text(text)
-    [start] = map(json.loads, run.starts.read_text().splitlines())
-    popped = [start["settings"].pop(name) for name in ("momentum_dtype", "master_remainders")]
-    assert popped == ["fp8", "off"]
-    start["settings"]["preset"] = "lean8"
-    run.starts.write_text(json.dumps(start) + "\n")
-
-
-def test_a_run_by_muon_of_an_earlier_release_goes_on_with_its_momentum(tmp_path: Path) -> None:
-    """Bit for bit, as one that never stopped, and again after that."""
-    text, whole, stopped = tmp_path / "text.txt", tmp_path / "whole", tmp_path / "stopped"
-    text.write_text(Path(__file__).read_text())
-    fp8 = [word for state in ("exp-avg", "exp-avg-sq", "momentum") for word in (f"--{state}-dtype", "fp8")]
-    options = ("--optimizer", "muon", "--master-dtype", "float16", *fp8)
-    train(whole, text, *options, "--steps", 4)
-    train(stopped, text, *options, "--steps", 2)
-    as_an_earlier_release_left_it(RunDir(stopped))
-    for steps in (3, 4):
-        told = quantshard("resume", stopped, "--steps", steps)
-        assert told.returncode == 0 and not told.stderr and "was edited" not in told.stdout, told.stderr
-        kept = RunDir(stopped).read_config()[0]
-        assert (kept.preset, kept.momentum_dtype, kept.exp_avg_sq_dtype) == ("", "fp8", "fp8")
-    assert compare(*(run / "checkpoints" / "step-000004" for run in (whole, stopped))).equal
-    without, after = ([record["loss"] for record in losses(run)] for run in (whole, stopped))
-    assert without == after and len(after) == 4

@@ -1,4 +1,4 @@
-"""Recipes by the names of layers, given to `quantized_model_init`, `convert` and the train command: sharded, saved,
+"""Recipes by the names of layers, given to `quantize_`, `convert` and the train command: sharded, saved,
 explained, exported, and loaded where every layer has the recipe that it was saved with. 1 and 3 ranks."""
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def plain(cols: int, rows: int, bias: bool) -> nn.Module:
 
 
 def by_init(recipes: dict[str, str], device: str = "cpu") -> nn.Module:
-    with qs.quantized_model_init(recipe=recipes):
-        model = Blocks(partial(ours, device=device))
+    model = Blocks(partial(ours, device=device))
+    qs.quantize_(model, recipes)
     return sharded(model)
 
 
@@ -190,8 +190,8 @@ def cut() -> list[str]:
         lambda: qs.GroupedLinear(3, 32, 64, ep_mesh=mesh, params_dtype=BF16),
     ]
     torch.manual_seed(0)
-    with qs.quantized_model_init(recipe={"0": "block", "1": "nvfp4", "*": "mxfp8"}):
-        model = nn.Sequential(*(kind() for kind in kinds))
+    model = nn.Sequential(*(kind() for kind in kinds))
+    qs.quantize_(model, {"0": "block", "1": "nvfp4", "*": "mxfp8"})
     torch.manual_seed(0)
     twins = []
     for kind, recipe in zip(kinds, ("block", "nvfp4", "mxfp8"), strict=True):
@@ -212,15 +212,15 @@ def cut() -> list[str]:
                 linear.reset_parameters()
         found.append({name: value for name, value in bits(whole).items() if name.startswith("layers.")})
     assert found[0] == found[1] and "layers.0.down.input_amax_history" in found[0]
-    with pytest.raises(ConfigurationError) as caught, qs.quantized_model_init(recipe={"*": "mxfp8"}):
-        model = sharded(Blocks(ours))
+    with pytest.raises(ConfigurationError) as caught:
+        qs.quantize_(sharded(Blocks(ours)), {"*": "mxfp8"})
     return [str(caught.value)]
 
 
 def test_layers_of_several_axes() -> None:
     for ranks in (1, 3):
         for (said,) in run_ranks(ranks, cut):
-            assert "layers.0.up.weight is sharded already" in said and "when the context is left" in said
+            assert "layers.0.up.weight is sharded already; call quantize_ first" in said
 
 
 def refused(path: str, model: nn.Module) -> str:

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, manager, rank_state, saving
+from quantshard.checkpoints.background import Stager
 from quantshard.checkpoints.disk import commit, manifest, store
-from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.forked import forked_savers
 from tests.distributed.models import Case, build, optimizer_of
@@ -86,7 +86,7 @@ POINTS: dict[str, tuple[Any, str, str]] = {
     "staging: before the copy": (Stager, "stage", "before"),
     "staging: after the copy": (Stager, "stage", "after"),
     "writing: the folder is made": (store.LocalStore, "mkdir", "after"),
-    "writing: in a file": (commit._DigestStream, "write", "half"),
+    "writing: in a file": (commit._DigestingFile, "write", "half"),
     "writing: the data are there": (commit.CommitWriter, "write_data", "after"),
     "writing: the metadata are there": (commit.CommitWriter, "_check", "before"),
     "writing: in the manifest": (store.LocalStore, "write", "half"),

@@ -1,4 +1,4 @@
-"""Compile cases of the registry for a Hopper GPU on a machine without one, and print what their kernels
+"""Compile cases of the case table for a Hopper GPU on a machine without one, and print what their kernels
 became: one JSON object for each.
 
     python tests/kernels/hopper.py [--once] [--shape 256 4096] [CASE ...]
@@ -45,12 +45,12 @@ torch.version.cuda = "13.0"  # the kernels may be imported
 torch.cuda.get_device_capability = lambda device=None: (9, 0)
 
 from quantshard import kernel_dispatch, private_torch  # noqa: E402
-from quantshard.tools.doctor import registry  # noqa: E402
-from quantshard.tools.doctor.cases import KernelCase  # noqa: E402
+from tests.kernels import cases as table  # noqa: E402
+from tests.kernels.cases.base import KernelCase  # noqa: E402
 
 private_torch.assert_on_device = lambda condition, message: None  # garbage need not be true
 
-CASES = {name: (row, options) for row in registry.ROWS for name, options in row.cases.items()}
+CASES = {name: (row, options) for row in table.ROWS for name, options in row.cases.items()}
 
 
 def widest(ptx: str, access: str) -> int:
@@ -126,11 +126,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--shape", type=int, nargs=2, default=SHAPE, help="of the matrix; a size of 1 is a constant")
-    parser.add_argument("case", nargs="*", help="names of the registry; default: all that are timed")
+    parser.add_argument("case", nargs="*", help="names of cases; default: all that are timed")
     given = parser.parse_args()
     compiled = JITFunction.run
     with kernel_dispatch.kernels_only_on("cpu"):
-        for name in given.case or [name for row in registry.ROWS for name in row.timed]:
+        for name in given.case or [name for row in table.ROWS for name in row.timed]:
             for kernel, code in launched(case_of(name, given.shape).launch, compiled, given.once):
                 print(json.dumps({"case": name, "kernel": kernel, **became(code)}), flush=True)
 

@@ -12,9 +12,9 @@ from quantshard.kernels.fused import epilogue
 from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import targets as kt
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate
-from quantshard.tools.doctor.cases import U, agrees
-from quantshard.tools.doctor.fused import ActivationReference
 from tests.kernels.asked import request_of
+from tests.kernels.cases.base import U, agrees
+from tests.kernels.cases.fused import ActivationReference
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

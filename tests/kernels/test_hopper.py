@@ -14,13 +14,13 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from quantshard.tools.doctor import registry  # noqa: E402
+from tests.kernels import cases as table  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BOTH = "both directions"
 ROUNDED = f"{BOTH} + stochastic_rounding + random_hadamard"
 CHOSEN = [
-    *(row.timed[0] for row in registry.ROWS),
+    *(row.timed[0] for row in table.ROWS),
     "quantize fp8_e4m3 + transpose + next amax", "quantize fp8_128x128 + transpose", f"quantize fp8_1x128, {BOTH}",
     f"quantize mxfp8_1x32, {BOTH}", "quantize nvfp4_1x16", f"quantize nvfp4_1x16, {ROUNDED}",
     "dequantize mxfp8_32x32", "dequantize nvfp4_16x16", "activation + quantize mxfp8_1x32",
@@ -109,7 +109,7 @@ def test_no_spills_no_fusion_and_wide_accesses(tmp_path: Path, show: Callable[[s
         widths = BYTES.get(case) or BYTES.get(kernel, (16, 16))
         assert (line["bytes of a load"], line["bytes of a store"]) == widths, (case, kernel)
     assert next(line["casts"] for line in found if line["case"].endswith("next amax")) > 0
-    missing = {name for row in registry.ROWS for name in row.kernels} - {line["kernel"] for line in found}
+    missing = {name for row in table.ROWS for name in row.kernels} - {line["kernel"] for line in found}
     assert missing == {
         "backward_pieces_kernel", "corrections_kernel", "expert_amax_kernel", "quantize_blocks_kernel",
         "weights_by_blocks_kernel",

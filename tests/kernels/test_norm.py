@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from quantshard.kernels.fused import norm as kn
 from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.modules.norm import layer_norm, rms_norm
-from quantshard.tools.doctor.cases import Bound, U, agrees
-from quantshard.tools.doctor.fused import EPS, NormReference
+from tests.kernels.cases.base import Bound, U, agrees
+from tests.kernels.cases.fused import EPS, NormReference
 
 # numpy, under the interpreter, warns of what IEEE 754 defines
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")

@@ -241,11 +241,6 @@ def test_a_recipe_in_the_place_of_enabled_is_refused(context, given):
         context(given)
 
 
-def test_calibrating_is_refused():
-    with pytest.raises(ConfigurationError, match=r"calibrating=True"):
-        autocast(calibrating=True)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outside_the_dequantized_weight_is_used(name, dtype):
@@ -276,7 +271,9 @@ def test_another_recipes_weight_is_refused_by_name(stored, asked):
     assert "Linear.weight" in str(caught.value)
     assert repr(asked) in str(caught.value)
     model = torch.nn.Sequential(torch.nn.Identity(), layer)
-    with pytest.raises(RecipeMismatchError, match=r"^1\.weight is stored as .* give it the one by which the weights"):
+    with pytest.raises(
+        RecipeMismatchError, match=r"^Linear\.weight is stored as .* give it the one by which the weights"
+    ):
         with autocast(recipe=asked):
             model(data())
     for cell in (recipes.resolve(stored).weight, recipes.resolve(asked).weight):
@@ -505,11 +502,6 @@ def test_planned_histories_survive_meta(how):
     assert [h[-1].item() for h in histories(layer)] == [amax(data()), 0.0, amax(layer.weight)]
 
 
-def test_histories_that_would_differ_between_ranks_are_refused():
-    with pytest.raises(ConfigurationError, match="reduce_amax=False"):
-        recipes.DelayedScaling(reduce_amax=False)
-
-
 # Threads
 
 
@@ -542,14 +534,6 @@ def test_quantized_model_init_holds_for_the_thread_that_entered_it():
         weight = in_another_thread(lambda: Linear(SIZE, SIZE, device="cpu").weight)
         assert isinstance(Linear(SIZE, SIZE, device="cpu").weight, QuantizedTensor)
     assert not isinstance(weight, QuantizedTensor)
-
-
-def test_recipes_by_name_pass_over_layers_of_other_threads():
-    with quantized_model_init(recipe={"*": "current"}):
-        model = torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"))
-        elsewhere = in_another_thread(lambda: torch.nn.Sequential(Linear(SIZE, SIZE, device="cpu"), model))
-    assert isinstance(model[0].weight, QuantizedTensor)
-    assert not isinstance(elsewhere[0].weight, QuantizedTensor)
 
 
 def test_leaving_an_autocast_records_no_amaxes_of_another_thread():

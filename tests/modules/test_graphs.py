@@ -20,7 +20,6 @@ import quantshard as qs
 import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.interop.conversion import optimizer_watch
 from quantshard.modules import capture
 from quantshard.modules.contexts import context
 from quantshard.modules.graphs import callables
@@ -222,22 +221,6 @@ def test_capturing_leaves_no_trace(rerun: None, recipe: str) -> None:
         assert bits(training.model, training.optimizer) == before
     for param, kept, grad in zip(training.model.parameters(), held, grads, strict=True):
         assert param.grad is kept and torch.equal(kept, grad) and not callables._is_in_graph(param)
-
-
-def test_a_converted_model_may_be_captured_before_its_optimizer_is_made(
-    rerun: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Passes of the capture are no steps, which are counted to find what no optimizer trains."""
-    seen: list[nn.Module] = []
-    monkeypatch.setattr(optimizer_watch, "note_forward", seen.append)
-    model = qs.make_graphed_callables(built("converted", "current"), (X,), recipe="current")
-    assert seen == []
-    with torch.no_grad():
-        model(X)
-    assert seen == []
-    model.forward.reset()
-    model(X)
-    assert seen == [model]
 
 
 def test_dropout_draws_what_eager_draws(rerun: None) -> None:

@@ -4,8 +4,6 @@ u = 2**-24 is the relative error of one float32 operation. A mean of n terms is 
 their magnitudes, in any order of summation; the bounds below add this up along the formula.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -156,17 +154,8 @@ def test_eps_is_used():
 
 def test_size_arguments():
     assert LayerNorm((96,)).weight.shape == (96,)
-    assert RMSNorm(hidden_size=96).weight.shape == (96,)
-    assert LayerNorm(96, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({}, "once"),
-        ({"normalized_shape": 3, "hidden_size": 3}, "once"),
-        ({"normalized_shape": (2, 3)}, "flatten the last 2"),
-        ({"normalized_shape": 3, "params_dtype": torch.float32, "dtype": torch.bfloat16}, "give one"),
-    ]
-    for bad, message in refused:
-        with pytest.raises(ConfigurationError, match=message):
-            LayerNorm(**bad)
+    with pytest.raises(ConfigurationError, match="only the last dim is normalized"):
+        LayerNorm((2, 3))
 
 
 @pytest.mark.parametrize("last", [1, 95])

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import nullcontext
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantshard.errors import NonFiniteGradientError
-from quantshard.modules.base import weight_watch
 from quantshard.numerics.adam import power
 from quantshard.optimizers import FusedAdam, Lion, Muon
 from quantshard.tensor.storage import AMAX_HISTORY, KEY
@@ -32,12 +30,6 @@ READS_BACK = {
     torch.ops.aten._unique2.default,
 }
 """What a device must be waited for; and indexing by booleans, below."""
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Modules of other tests, whose gradients no optimizer steps, would be looked at behind a step, and read back."""
-    monkeypatch.setattr(weight_watch, "_modules", WeakSet())
 
 
 class NothingReadBack(TorchDispatchMode):

@@ -76,7 +76,6 @@ def stepped(p, m, grad):
     return p * (1 - 0.02 * 0.1) - 0.02 * factor * direction.float(), m
 
 
-@pytest.mark.filterwarnings("ignore:.*in no optimizer")  # as a matrix of the other model is
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["fp32", "fp8"])
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 def test_masters_follow_it_exactly_and_adamw_is_fused_adam(recipe, dtype):

@@ -24,11 +24,11 @@ from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
-from quantshard.tools.doctor import steps
 from tests.covering import exhaustive, in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
 from tests.interpreter import kernels_on, prepared_once
+from tests.kernels.cases import steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of overflows, in the interpreter
 

@@ -2,7 +2,7 @@
 
 If directories can be renamed, all ranks write into a hidden directory next to the target. The coordinator adds
 `.metadata` and `manifest.json`, makes everything durable, and renames the directory. Otherwise the files are written in
-place, and writing the manifest last is the commit.
+place: first an empty manifest, which marks the checkpoint as incomplete, and last the manifest itself, which commits.
 
 Each rank computes the checksums of its files while it writes them. So a save reads nothing, and the checksums also
 reveal damage on the way to the disk.
@@ -16,34 +16,32 @@ import multiprocessing
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
-from quantshard.checkpoints.disk import agreement, manifest, retries, transfer
+from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
-from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, describe_error, locate, why
+from quantshard.checkpoints.disk.store import LocalStore, Path_, Store, locate, why
 from quantshard.errors import CheckpointError, warn_user
-
-T = TypeVar("T")
 
 _DIGESTS = "quantshard: digests"
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.(tmp|old)")
 _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|" + re.escape(MANIFEST))
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,96 +74,82 @@ class SaveTarget:
         return self.hidden("tmp") if self.store.renames else self.path
 
 
-@suggests_names
 def is_complete(path: Path_) -> bool:
-    """Whether a checkpoint was written completely: DCP writes its metadata after all data, and the manifest follows.
+    """Whether a checkpoint was written completely, by quantshard or by plain DCP.
+
+    DCP writes `.metadata` last. Of a checkpoint that is written in place by quantshard, the manifest is empty until the
+    end.
 
     Raises:
         CheckpointError: the path cannot be accessed.
     """
-    check_arguments("is_complete", PATH, path=path)
     store, store_path = locate(path)
     try:
-        return store.is_file(store.join(store_path, METADATA_FILE))
+        if not store.is_file(store.join(store_path, METADATA_FILE)):
+            return False
+        manifest_file = store.join(store_path, MANIFEST)
+        return store.renames or not store.is_file(manifest_file) or store.size(manifest_file) > 0
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be looked at ({why(error)}); see that it can") from error
+        raise CheckpointError(f"{path} cannot be read ({why(error)})") from error
 
 
-def begin(path: Path_, replace: bool = False) -> SaveTarget:
+def begin(path: Path_) -> SaveTarget:
     """Check that a checkpoint can be written to `path`, and remove the files of killed saves. A collective call.
 
     Raises:
         CheckpointError: the directory holds a complete checkpoint or other files; the same on every rank.
     """
-    return agreement.from_rank0(lambda: prepare_target(path, replace))
+    return agreement.from_rank0(lambda: prepare_target(path))
 
 
-def prepare_target(path: Path_, replace: bool = False) -> SaveTarget:
+def prepare_target(path: Path_, replace: bool = False, owner: OwnershipToken | None = None) -> SaveTarget:
     """`begin` on a single rank; not a collective call."""
     try:
-        return _prepared(path, replace)
+        store, store_path = locate(path)
+        _check_place(path, replace)
+        if store.renames:
+            store.make(store.parent(store_path))
+            clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
+        else:
+            if store.exists(store_path):
+                store.remove(store_path)
+            store.make(store_path)
+            store.write(store.join(store_path, MANIFEST), b"")
+        return SaveTarget(store_path, secrets.token_hex(8), replace, owner)
     except OSError as error:
-        raise CheckpointError(said_of(path, error)) from error
+        raise CheckpointError(save_failure(path, error)) from error
 
 
-def _prepared(path: Path_, replace: bool) -> SaveTarget:
+def _check_place(path: Path_, replace: bool) -> None:
+    """Check that a save to `path` would replace nothing but an incomplete checkpoint, or with `replace` any."""
     store, store_path = locate(path)
-    if is_complete(path) and not replace:
+    if not replace and is_complete(path):
         raise CheckpointError(f"{path} holds a complete checkpoint and is not overwritten; save to another directory")
-    _check_link(path, replace)
-    if store.exists(store_path):
-        try:
-            names = store.names(store_path)
-        except NotADirectoryError as error:
-            raise CheckpointError(f"{path} could not be written: {why(error)}: it is no directory") from None
-        if foreign_names := [name for name in names if not _OURS.fullmatch(name)]:
-            raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a directory of its own")
-        if names and not store.renames:
-            store.remove(store_path)
-    if isinstance(store, LocalStore):
-        store.make(store.parent(store_path))
-    clean(store.parent(store_path), os.path.basename(store_path.rstrip("/")))
-    return SaveTarget(store_path, secrets.token_hex(8), replace)
+    # with a trailing slash, the link would be followed
+    if not replace and isinstance(store, LocalStore) and os.path.islink(store_path.rstrip("/")):
+        raise CheckpointError(f"{path} is a symbolic link; remove it, or save to the place that it leads to")
+    foreign_names = [name for name in store.names(store_path) if not _OURS.fullmatch(name)]
+    if foreign_names:
+        raise CheckpointError(f"{path} holds other files ({foreign_names[0]}); save to a directory of its own")
 
 
-def _check_link(path: Path_, replace: bool) -> None:
-    """Refuse a symbolic link as a target, since a save would replace the link and not the checkpoint it leads to.
-
-    With `replace`, a link to a complete checkpoint is accepted.
-    """
-    store, store_path = locate(path)
-    link = store_path.rstrip("/")  # with a trailing slash, the link would be followed
-    if isinstance(store, LocalStore) and os.path.islink(link) and not (replace and is_complete(path)):
-        raise CheckpointError(
-            f"{path} is a symbolic link to {os.readlink(link)}, and a checkpoint takes the place of what has its name; "
-            "remove the link, or save to where it leads"
-        )
-
-
-def clean(folder: Path_, only: str = "") -> list[str]:
-    """Remove what killed saves left in a folder. Returns the removed names.
-
-    `only`: the name of a checkpoint, to remove only the remains of its saves.
-    """
+def clean(folder: Path_, only: str = "") -> None:
+    """Remove what killed saves left in a folder. `only`: the name of the checkpoint whose saves count."""
     store, store_path = locate(folder)
-    removed = []
     for name in store.names(store_path):
         match = _HIDDEN.fullmatch(name)
         if match and only in ("", match["name"]):
             with suppress(OSError):  # harmless if it stays
                 store.remove(store.join(store_path, name))
-                removed.append(name)
-    return removed
 
 
-def clean_remnants(paths: Iterable[str]) -> None:
-    """Remove the remains of killed saves and removals at `paths`, in stores without renames."""
+def clean_in_place(paths: Iterable[str]) -> None:
+    """Remove incomplete checkpoints at `paths`, in stores without renames."""
     for path in paths:
         store, store_path = locate(path)
         if store.renames:
             return
-        names = store.names(store_path)
-        if not {MANIFEST, METADATA_FILE} & set(names) and all(_OURS.fullmatch(name) for name in names):
+        if not is_complete(path) and all(_OURS.fullmatch(name) for name in store.names(store_path)):
             with suppress(OSError):  # harmless if it stays
                 store.remove(store_path)
 
@@ -185,15 +169,11 @@ def remove(path: Path_) -> None:
             os.rename(store_path.rstrip("/"), moved_path)
             store.remove(moved_path)
             return
-        for name in (MANIFEST, METADATA_FILE):
-            with suppress(FileNotFoundError):
-                store.rm_file(store.join(store_path, name))
+        with suppress(FileNotFoundError):
+            store.rm_file(store.join(store_path, METADATA_FILE))
         store.remove(store_path)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be removed: {agreement.words(error)}; see that this process may write in the folder "
-            "that it is in, or remove it yourself"
-        ) from error
+        raise CheckpointError(f"{path} could not be removed: {agreement.words(error)}") from error
 
 
 @contextmanager
@@ -221,45 +201,21 @@ def abandon(target: SaveTarget) -> None:
         if not store.renames:
             if target.owner is not None:
                 target.owner.check()
-            if _is_committed(folder):
+            if is_complete(folder):
                 return
         if store.exists(folder):
             store.remove(folder)
     except (OSError, CheckpointError) as error:
-        warn_user(
-            f"what the failed save of {target.path} wrote could not be removed ({why(error)}); remove {folder}, or "
-            "leave it to the next save there",
-        )
+        warn_user(f"{folder}, from a failed save, could not be removed ({why(error)})")
 
 
-def _is_committed(path: str) -> bool:
-    try:
-        return manifest.read_manifest(path) is not None
-    except CheckpointError:
-        return False
-
-
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or save to another place"),
-    errno.EFBIG: "save to a place that takes larger files, or raise the limit (ulimit -f)",
-    **dict.fromkeys(
-        (errno.EROFS, errno.EACCES, errno.EPERM), "see that this process may write there, or save elsewhere"
-    ),
-    **dict.fromkeys(
-        (errno.EIO, errno.ESTALE), "see that the disk and its file system are well, or save to another one"
-    ),
-}
-
-
-def said_of(path: Path_, error: BaseException) -> str:
-    """The error message of a failed save: cause, rank, file, what is intact, and a remedy."""
+def save_failure(path: Path_, error: BaseException) -> str:
+    """The error message of a failed save: cause, rank, file, and what is intact."""
     if isinstance(error, CheckpointError):
         return str(error)
     number, first = agreement.first_failed(error)
     where = "" if number == 0 else f"on rank {number}: "
-    remedy = _REMEDIES.get(first.errno or 0) if isinstance(first, OSError) else None
-    intact = "nothing of it is kept, and other checkpoints are as they were"
-    return f"{path} could not be written: {where}{'; '.join(filter(None, (agreement.words(first), intact, remedy)))}"
+    return f"{path} could not be written: {where}{agreement.words(first)}; other checkpoints are unchanged"
 
 
 class CommitWriter(FileSystemWriter):
@@ -272,15 +228,14 @@ class CommitWriter(FileSystemWriter):
         store = target.store
         super().__init__(target.written_in, sync_files=store.renames)
         self.target, self.facts = target, dict(facts)
-        self.recorder = _DigestingFileSystem(store)
+        self.recorder = _DigestingStore(store)
         self.fs = cast(FileSystem, self.recorder)
         self.path = cast(Path, store.init_path(target.written_in))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files. Their checksums are sent to the coordinator with the results."""
-        transfer.expect(sum(_tensor_bytes(item) for item in plan.items))
-        write = super().write_data
-        results = self._tried(lambda: write(plan, planner).wait())
+        transfer.expect(sum(map(_tensor_bytes, plan.items)))
+        results = super().write_data(plan, planner).wait()
         future: Future[list[WriteResult]] = Future()
         future.set_result([*results, WriteResult(MetadataIndex(_DIGESTS), 0, self.recorder.digests)])
         return future
@@ -290,34 +245,23 @@ class CommitWriter(FileSystemWriter):
         files: dict[str, FileEntry] = {}
         for rank_results in results:
             files.update(rank_results[-1].storage_data)
-        finish = super().finish
-        self._tried(lambda: finish(metadata, [rank_results[:-1] for rank_results in results]))
+        super().finish(metadata, [rank_results[:-1] for rank_results in results])
         files[METADATA_FILE] = self.recorder.digests[METADATA_FILE]
         self._check(files)
-        new_manifest = Manifest(
+        manifest = Manifest(
             files=files,
             world_size=len(results),
             torch=torch.__version__,
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **self.facts,
         )
-        commit(self.target, new_manifest)
-
-    def _tried(self, action: Callable[[], T]) -> T:
-        """Write whole files, with retries in a remote store.
-
-        Nothing is visible before the commit, so a repeated write is safe.
-        """
-        store = self.target.store
-        if isinstance(store, LocalStore):
-            return action()
-        return retries.retry(action, lambda error: describe_error(error, self.target.path), store.retry)
+        commit(self.target, manifest)
 
     def _check(self, files: Mapping[str, FileEntry]) -> None:
         """Check that this process sees all files that the ranks wrote."""
-        store = self.target.store
+        store, folder = self.recorder.store, self.target.written_in
         for name, entry in files.items():
-            path = store.join(self.target.written_in, name)
+            path = store.join(folder, name)
             size = store.size(path) if store.is_file(path) else None
             if size != entry.bytes:
                 raise CheckpointError(
@@ -332,7 +276,7 @@ def _tensor_bytes(item: WriteItem) -> int:
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def commit(target: SaveTarget, described: Manifest) -> None:
+def commit(target: SaveTarget, manifest: Manifest) -> None:
     """Write the manifest, and make the checkpoint visible."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
@@ -342,7 +286,7 @@ def commit(target: SaveTarget, described: Manifest) -> None:
     if target.owner is not None:
         target.owner.check()
     store, folder = target.store, target.written_in
-    store.write(store.join(folder, MANIFEST), described.to_json().encode())
+    store.write(store.join(folder, MANIFEST), manifest.to_json().encode())
     if isinstance(store, LocalStore):
         store.sync(folder)
         put_in_place(store, target)
@@ -350,7 +294,6 @@ def commit(target: SaveTarget, described: Manifest) -> None:
 
 def put_in_place(store: LocalStore, target: SaveTarget) -> None:
     """Rename the hidden directory to its final name. An existing directory is moved aside first, then removed."""
-    _check_link(target.path, target.replace)
     old, parent = target.hidden("old"), store.parent(target.path)
     is_replaced = os.path.isdir(target.path) and (target.replace or not is_complete(target.path))
     if is_replaced:
@@ -367,74 +310,71 @@ def put_in_place(store: LocalStore, target: SaveTarget) -> None:
             store.remove(old)
 
 
-class _DigestingFileSystem(FileSystemBase):
+class _DigestingStore:
     """A store that records the checksum of each file written through it, by name."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.digests: dict[str, FileEntry] = {}
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "store":  # while it is unpickled in the process that saves
+            raise AttributeError(name)
+        return getattr(self.store, name)
+
     @contextmanager
     def create_stream(self, path: Path_, mode: str) -> Iterator[io.IOBase]:
         """Open a file for the duration of the context."""
-        digest_stream: _DigestStream | None = None
+        file: _DigestingFile | None = None
         try:
             with self.store.create_stream(path, mode) as stream:
-                digest_stream = _DigestStream(stream) if mode == "wb" else None
-                yield digest_stream or stream
-        except Exception as error:  # torch.save replaces the errors of a stream
-            cause = error if digest_stream is None or digest_stream.failure is None else digest_stream.failure
-            if not isinstance(error, OSError) and cause is error:
+                if mode != "wb":
+                    yield stream
+                    return
+                file = _DigestingFile(stream)
+                writer = _Writer(file, _BUFFER_BYTES)
+                try:
+                    yield writer
+                    writer.close()
+                finally:
+                    file.abandon()
+        except Exception as error:
+            # torch.save replaces the errors of a file
+            cause = error if file is None or file.failure is None else file.failure
+            if not isinstance(cause, OSError):
                 raise
-            number = getattr(cause, "errno", None) or getattr(error, "errno", None) or errno.EIO
-            raise OSError(number, why(cause), os.fspath(path)) from cause
-        if digest_stream is not None:
-            self.digests[os.path.basename(path)] = digest_stream.entry()
+            raise OSError(cause.errno or errno.EIO, why(cause), os.fspath(path)) from cause
+        self.digests[os.path.basename(path)] = FileEntry(file.length, file.digest.hexdigest())
 
     def rename(self, path: Path_, new_path: Path_) -> None:
         """Rename a file and its checksum entry."""
         self.store.rename(path, new_path)
         self.digests[os.path.basename(new_path)] = self.digests.pop(os.path.basename(path))
 
-    def concat_path(self, path: Path_, suffix: str) -> Path_:
-        """The path of entry `suffix` of a folder."""
-        return self.store.concat_path(path, suffix)
 
-    def init_path(self, path: Path_) -> Path_:
-        """The path in the store's form."""
-        return self.store.init_path(path)
+class _Writer(io.BufferedWriter):
+    """A buffer whose descriptor can be synced: DCP does so before it closes the file."""
 
-    def mkdir(self, path: Path_) -> None:
-        """Create a folder."""
-        self.store.mkdir(path)
-
-    def exists(self, path: Path_) -> bool:
-        """Whether a file or folder exists."""
-        return self.store.exists(path)
-
-    def rm_file(self, path: Path_) -> None:
-        """Remove a file."""
-        self.store.rm_file(path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path_) -> bool:
-        """True: any path is accepted."""
-        return True
+    def fileno(self) -> int:
+        self.flush()
+        return super().fileno()
 
 
-class _DigestStream(io.IOBase):
-    """A stream that computes the checksum of the bytes written to it."""
+class _DigestingFile(io.RawIOBase):
+    """A file that computes the checksum of the bytes written to it."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.digest, self.length = xxhash.xxh3_128(), 0
-        self.failure: Exception | None = None
+        self.stream, self.length, self.digest = stream, 0, xxhash.xxh3_128()
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         """Write all bytes."""
         try:
             self.stream.write(data)
-        except Exception as error:  # clients raise their own classes
+        except OSError as error:
             self.failure = error
             raise
         self.digest.update(data)
@@ -443,25 +383,18 @@ class _DigestStream(io.IOBase):
         transfer.moved(size)
         return size
 
-    def entry(self) -> FileEntry:
-        """Length and checksum of the bytes written so far."""
-        return FileEntry(self.length, self.digest.hexdigest())
-
     def tell(self) -> int:
-        """The number of bytes written so far."""
         return self.length
 
     def fileno(self) -> int:
-        """The file descriptor, for fsync. Buffered bytes are flushed to it first."""
         self.stream.flush()
         return int(self.stream.fileno())
 
-    def flush(self) -> None:
-        """Flush buffered bytes."""
-        if not self.stream.closed:
-            self.stream.flush()
-
     def close(self) -> None:
-        """Close the underlying file too."""
-        self.stream.close()
+        if not self.closed:
+            super().close()
+            self.stream.close()
+
+    def abandon(self) -> None:
+        """Close without writing what is still buffered."""
         super().close()

@@ -1,6 +1,7 @@
 """TransformerEngine's packages: import `quantshard.compat.transformer_engine.X` instead of `transformer_engine.X`.
 
-The classes are quantshard's own. docs/transformer-engine.md lists differences and unsupported features.
+Modules and recipes are quantshard's, with an adapter for TransformerEngine's arguments. Differences are listed in
+docs/transformer-engine.md.
 """
 
 from quantshard.compat.transformer_engine import common, pytorch

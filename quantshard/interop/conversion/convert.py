@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from quantshard import sharding
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.interop.conversion import checks, fusion, gated_mlp, optimizer_watch
+from quantshard.interop.conversion import checks, fusion, gated_mlp
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
 from quantshard.interop.conversion.linear import (
     ConvertedLinear,
@@ -23,7 +22,6 @@ from quantshard.interop.conversion.places import Places, places_of
 from quantshard.interop.conversion.report import ConversionReport, ConvertedLayer, ExpertParameter, LeftLayer
 from quantshard.interop.conversion.selection import Filter, LayerChoice, choices, stacked_experts, transposed_linears
 from quantshard.modules.activation_storage import HIGH_PRECISION, check_storage
-from quantshard.modules.base import weight_watch
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.layer_recipes import Recipes, by_name
 from quantshard.recipe import AUTO, HighPrecision, Recipe
@@ -35,7 +33,6 @@ WHERE = ("linear", "fused")
 """Values of `modules=`."""
 
 
-@suggests_names
 def convert(
     model: nn.Module,
     recipe: Recipes = AUTO,
@@ -116,17 +113,11 @@ def convert(
         raise ConfigurationError(_no_storage(activation_storage, modules, mlps))
     enter_recipe(model, common, autocast)
     leave_fast_path({id(choice.module) for choice, _, _ in built}, model)
-    if autocast:
-        optimizer_watch.begin(model, {choice.name: choice.module.weight for choice, _, _ in built})
     del layer_choices
     converted = []
     # free each layer once it is replaced, so that both models are never in memory at once
     while built:
         converted.append(_exchange(places, *built.pop(0), keep))
-    # parameters left in high precision can also be missing from the optimizer
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            weight_watch.watch(module)
     if modules == "linear":
         return ConversionReport(tuple(converted), unconverted, experts)
     return ConversionReport(tuple(converted), unconverted, experts, *fusion.fuse(model, mlps, activation_storage))
@@ -157,11 +148,10 @@ def check_modules(function: str, modules: object) -> None:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
 
-@suggests_names
 def revert(model: nn.Module) -> int:
     """Undo `convert`: replace quantized layers by plain `nn.Linear` layers with the dequantized weights.
 
-    An existing optimizer still holds the quantized weights, and its step warns. Build a new one to continue training.
+    An existing optimizer still holds the quantized weights. Build a new one to continue training.
 
     Returns:
         The number of layers that were replaced.
@@ -169,7 +159,6 @@ def revert(model: nn.Module) -> int:
     Raises:
         ConfigurationError: the model is sharded, or contains no layer made by `convert`.
     """
-    check_arguments("revert", MODULE, model=model)
     checks.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:
@@ -181,18 +170,13 @@ def revert(model: nn.Module) -> int:
         )
     gated_mlp.unfuse(model)
     places = places_of(model)
-    converted = [(name, module) for name, module in model.named_modules() if isinstance(module, ConvertedLinear)]
-    names = {id(module.weight): name for name, module in reversed(converted)}
     plain_weights: dict[int, Tensor] = {}
     for module in layers:
         plain = plain_linear(module, plain_weights.get(id(module.weight)))
         plain_weights[id(module.weight)] = plain.weight  # keep weights tied that were tied after convert
         for put in places[id(module)]:
             put(plain)
-        weight_watch.watch(plain)
     leave_recipe(model)
-    optimizer_watch.end(model)
-    optimizer_watch.note_reverted((names[id(module.weight)], module.weight) for module in layers)
     return len(layers)
 
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError, warn_user
-from quantshard.interop.conversion import optimizer_watch
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import autocast
 from quantshard.modules.contexts import context
@@ -122,13 +120,6 @@ def _entering(plain: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not torch.compiler.is_compiling()
-            and self.training
-            and torch.is_grad_enabled()
-            and not context.is_rehearsed()
-        ):
-            optimizer_watch.note_forward(self)
         # the caller's autocast takes precedence: its recipe, strictness and reduction group
         if context.in_autocast() or not getattr(self, ENTERS, False):
             return plain.forward(self, *args, **kwargs)

@@ -19,7 +19,7 @@ from quantshard.errors import warn_once
 from quantshard.interop.conversion.linear import ConvertedLinear
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import HIGH_PRECISION, STORAGES
-from quantshard.modules.contexts import context, context_warnings
+from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.fused_norm import NormInput
 from quantshard.modules.gemms import compiled, functional, operator_arguments
@@ -144,12 +144,10 @@ class FusedGatedMLP(nn.Module):
         return True
 
     def _tell(self, name: str, child: nn.Module) -> None:
-        kind, mlp_name = type(child).__name__, type(self).__name__
+        kind = type(child).__name__
         is_other = name != "act_fn" and type(child) is not ConvertedLinear
-        if not torch.compiler.is_compiling():
-            mlp_name = context_warnings.name_of(self)
         why = f"is a {kind}" if is_other else "has hooks or was exchanged"
-        _tell_of_calls(mlp_name, name, why, context.current_setting(), self._activation_storage)
+        _tell_of_calls(type(self).__name__, name, why, context.current_setting(), self._activation_storage)
 
     def _computed(self, x: Tensor) -> Tensor:
         layers = cast(_GatedLayers, self)

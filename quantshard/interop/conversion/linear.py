@@ -134,7 +134,12 @@ def empty_linear(
     with torch.random.fork_rng(devices=[]), quantized_model_init(True, recipe, keep_values):
         torch.default_generator.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1)
         new = ConvertedLinear(
-            old.in_features, old.out_features, bias=old.bias is not None, params_dtype=old.weight.dtype, device="meta"
+            old.in_features,
+            old.out_features,
+            bias=old.bias is not None,
+            params_dtype=old.weight.dtype,
+            device="meta",
+            name=name,
         )
     # graphs of torch 2.11 accept only a name
     name_or_recipe = stock_name(recipe) or recipe

@@ -4,7 +4,7 @@
     self.stages = [self.first, ...]  # what forward runs
 
 A layer replaced in only one place would still compute in the other, and train in vain. References from elsewhere (an
-object, a closure) cannot be found before the layer runs; `optimizer_watch` warns then.
+object, a closure) are not found; the replaced layer then keeps computing there.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, checkpointing
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, constants, fsdp_utils, modeling
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -32,13 +31,11 @@ from torch.optim import Optimizer
 
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.from_rank0 import load_from_rank0
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import read_whole
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
 from quantshard.foreign import read_json
-from quantshard.optimizers import optimizer_members
 from quantshard.read_limits import FILE_BYTES
 from quantshard.tensor import components
 
@@ -110,8 +107,6 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> Any:
     if remaining:
         results = accelerator.prepare(*[others[index] for index in remaining])
         prepared.update(zip(remaining, results if len(remaining) > 1 else [results], strict=True))
-    wrapped = [arg for arg in prepared.values() if isinstance(arg, AcceleratedOptimizer)]
-    optimizer_members.warn_of_unheld(model, [arg.optimizer for arg in wrapped])
     return (model, *(prepared[index] for index in range(len(others)))) if others else model
 
 
@@ -198,7 +193,6 @@ def _replicated(accelerator: Accelerator, model: nn.Module, others: tuple[Any, .
             if hasattr(arg, "reseed_masters"):
                 arg.reseed_masters()  # from rank 0's bits
     objects = [arg(model.named_parameters()) if _is_factory(arg) else arg for arg in others]
-    optimizer_members.warn_of_unheld(model, [arg for arg in objects if isinstance(arg, Optimizer)])
     return accelerator.prepare(model, *objects)
 
 
@@ -388,9 +382,8 @@ def _check_sharded_state(given: Mapping[str, Any]) -> None:
     if "SHARDED" not in str(given["fsdp_plugin"].state_dict_type) or not (folder / ".metadata").is_file():
         return
     try:
-        metadata = read_metadata(folder)
-        keys = [key for key in metadata.state_dict_metadata if key.endswith(components.FORMAT_SUFFIX)]
-        tags = read_whole(folder, metadata, keys) if keys else {}
+        reader = SafeReader(folder)
+        tags = reader.read(key for key in reader.entries if key.endswith(components.FORMAT_SUFFIX))
     except CheckpointError:
         # written by another program, or damaged; PyTorch raises
         return

@@ -21,7 +21,6 @@ from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.conversion.convert import convert
 from quantshard.interop.conversion.selection import Filter
 from quantshard.modules.contexts.layer_recipes import Recipes
-from quantshard.optimizers import optimizer_members
 from quantshard.recipe import AUTO
 from quantshard.tensor import components
 
@@ -118,8 +117,10 @@ class FabricStrategy(fabric_strategies.ModelParallelStrategy):
                 "converted and sharded, so it would train nothing: call model = fabric.setup(model) first, make the "
                 "optimizer of model.named_parameters(), then call fabric.setup_optimizers(optimizer)"
             )
-        names = {param: name.removeprefix(_IN_FABRIC) for param, name in optimizer_members.held([optimizer]).items()}
-        refuse_whole(type(self).__name__, {name: param for param, name in names.items()}, self.world_size)
+        names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        names = names or [f"parameter {number}" for number in range(len(params))]
+        named = {name.removeprefix(_IN_FABRIC): param for name, param in zip(names, params, strict=True)}
+        refuse_whole(type(self).__name__, named, self.world_size)
         return super().setup_optimizer(optimizer)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Contexts in which modules are built and run: autocast, activation recomputation, unsupported arguments."""
+"""Contexts in which modules are built and run: autocast, activation recomputation."""

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,36 +19,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
-from quantshard.errors import ConfigurationError, is_told
-from quantshard.modules.contexts import context_warnings
-from quantshard.modules.contexts.context_warnings import InitWatch
-from quantshard.modules.contexts.layer_recipes import RecipeByName, Recipes, by_name, check_recipes
-from quantshard.modules.contexts.unnamed_layers import UnnamedLayers
+from quantshard.errors import ConfigurationError
+from quantshard.modules.contexts.layer_recipes import by_name
 from quantshard.recipe import HighPrecision, Recipe, TensorRole, resolve
 
 
 @dataclass(frozen=True)
 class InitPlan:
-    """How a module that is being built stores its weights.
-
-    `unnamed`: collection of layers that get their recipes by name at the exit of the context. Until then they are in
-    high precision.
-    """
+    """How a module stores its weights. `is_open`: no context chose this, so `quantize_` may choose again."""
 
     recipe: Recipe
     quantize: bool
     preserve_high_precision: bool
-    unnamed: UnnamedLayers | None = None
+    is_open: bool = False
 
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_INIT = "quantized_model_init"
-_HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False)
+_HIGH_PRECISION_INIT = InitPlan(HighPrecision(), quantize=False, preserve_high_precision=False, is_open=True)
 _queued_flush: weakref.ReferenceType[_BackwardFlush] | None = None
 _rehearses = False
 
@@ -115,8 +106,8 @@ def _setting_name(enabled: bool, recipe: str | Recipe | None, group: dist.Proces
     """
     if by_name(recipe):
         raise ConfigurationError(
-            "autocast(recipe=...) takes one recipe; give any that quantizes, in which layers whose recipes go by their "
-            "names (quantized_model_init, convert) run by these"
+            "autocast(recipe=...) takes one recipe: any that quantizes; layers with a recipe of their own (quantize_, "
+            "convert) use that one"
         )
     resolved = resolve(recipe) if enabled else _HIGH_PRECISION
     recipe_name = recipe if enabled else ""
@@ -195,14 +186,13 @@ def current_setting() -> str:
 
 
 def init_plan() -> InitPlan:
-    """The plan for a module that is being built. Each call counts as one module."""
-    context_warnings.counts.built += 1
+    """The plan for a module that is being built."""
     return _thread.init_plans[-1] if _thread.init_plans else _HIGH_PRECISION_INIT
 
 
 def quantizes_weights() -> bool:
-    """True inside a `quantized_model_init` that quantizes, or that assigns recipes by name at its exit."""
-    return bool(_thread.init_plans) and (_thread.init_plans[-1].quantize or _thread.init_plans[-1].unnamed is not None)
+    """True inside a `quantized_model_init` that quantizes."""
+    return init_plan().quantize
 
 
 def in_autocast() -> bool:
@@ -331,43 +321,31 @@ class quantized_model_init:
         enabled: False builds high-precision weights, e.g. for one module inside another context.
         recipe: a `Recipe` or its name, for its weight format. Default: "auto", as for `autocast`. With
             `enabled=False` the recipe only prepares for an autocast: under delayed scaling the amax histories exist
-            from the start, and are in the state dict before the first step.
-            For recipes per layer, pass a mapping from name patterns to recipes, of which the first match applies, or a
-            function of module and name, as for `convert`: `{"layers.0.*": "bf16", "*": "mxfp8"}`.
-            Layers are named at the exit of the context, relative to the outermost module that was built or extended
-            inside. Until then their weights are in high precision (build on the meta device to save the memory); the
-            exit replaces the parameters, so register hooks afterwards (hooks on gradient accumulators are not
-            detected). Modules built in a nested context follow the nested one. In any autocast that quantizes, each
-            layer runs with its own recipe; outside of autocast, quantized weights are dequantized.
+            from the start, and are in the state dict before the first step. For recipes that differ by layer, see
+            `quantize_`.
         preserve_high_precision_init_val: keep each weight's initial high-precision values on the CPU to initialize the
             optimizer's masters. Read them with `get_high_precision_init_val` of the weight, or of its `to_local()` for
             a DTensor.
 
     Raises:
-        ConfigurationError: `enabled` is not a bool, or the recipe is unknown. At the exit, for recipes per layer: a
-            pattern matches no layer; a layer has no name; a weight is already sharded, has hooks, is shared with
-            another module, or is in an optimizer.
+        ConfigurationError: `enabled` is not a bool, or the recipe is unknown.
     """
 
-    @suggests_names
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipes | None = None,
+        recipe: str | Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         check_flags("quantized_model_init", enabled=enabled)
-        self._by_name: RecipeByName | None = None
         if by_name(recipe):
-            self._by_name = recipe  # type: ignore[assignment]
-            check_recipes(_INIT, recipe)  # type: ignore[arg-type]
-        self._enabled, self._preserve = enabled, preserve_high_precision_init_val
-        self.plan = self._plan_of(HighPrecision() if self._by_name else resolve(recipe))  # type: ignore[arg-type]
-        self._entered: list[tuple[InitPlan, InitWatch | None]] = []
+            raise ConfigurationError(
+                "quantized_model_init(recipe=...) takes one recipe; for recipes by layer name, build the model without "
+                "it and call quantshard.quantize_(model, recipes)"
+            )
+        resolved = resolve(recipe)
+        self.plan = InitPlan(resolved, enabled and resolved.weight is not None, preserve_high_precision_init_val)
         self._arguments = (enabled, recipe, preserve_high_precision_init_val)
-
-    def _plan_of(self, recipe: Recipe) -> InitPlan:
-        return InitPlan(recipe, self._enabled and recipe.weight is not None, self._preserve)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("quantized_model_init", function)
@@ -380,21 +358,10 @@ class quantized_model_init:
         return inside
 
     def __enter__(self) -> None:
-        plan, silent = self.plan, not self.plan.quantize or is_told(context_warnings.INIT)
-        if self._by_name is not None:
-            plan = replace(plan, unnamed=UnnamedLayers(_INIT, self._by_name))
-        self._entered.append((plan, None if silent else InitWatch(f"{_INIT}(recipe={plan.recipe.name!r})")))
-        _thread.init_plans.append(plan)
+        _thread.init_plans.append(self.plan)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        plan, watch = self._entered.pop()
-        _leave(_thread.init_plans, plan)
-        if watch is not None:
-            watch.end(failed=kind is not None)
-        if plan.unnamed is not None:
-            plan.unnamed.leave()
-            if kind is None:
-                plan.unnamed.give(self._plan_of)
+        _leave(_thread.init_plans, self.plan)
 
 
 class autocast:
@@ -421,26 +388,20 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
-        calibrating: bool = False,
         recipe: str | Recipe | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
-        check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
-        if calibrating:
-            raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
+        check_flags("autocast", enabled=enabled, strict=strict)
         if amax_reduction_group is not None and torch.compiler.is_compiling():
             raise ConfigurationError(
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
-        if amax_reduction_group is not None:  # not traced in a compiled function
-            check_arguments("autocast", PROCESS_GROUP, amax_reduction_group=amax_reduction_group)
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = is_delayed(self.setting)
-        self._runs_before = 0
-        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+        self._arguments = (enabled, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("autocast", function)
@@ -457,7 +418,6 @@ class autocast:
             raise ConfigurationError("this autocast is already entered; make a new one each time")
         if not _thread.autocasts and not torch.compiler.is_compiling():
             drop_failed_backward()
-            self._runs_before = context_warnings.counts.run
         _thread.autocasts.append(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -470,8 +430,6 @@ class autocast:
                 torch.ops.quantshard.record_forward_amaxes()
         elif kind is None:
             _thread.forward_amaxes.flush()
-            if context_warnings.counts.run == self._runs_before and quantizes(self.setting):
-                context_warnings.warn_of_idle_autocast(f"autocast(recipe={setting(self.setting).recipe.name!r})")
         else:
             _thread.forward_amaxes.drop()  # no collective, because other ranks need not have failed
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from quantshard.argument_kinds import shown_argument
 from quantshard.errors import ConfigurationError
 from quantshard.recipe import Recipe, concrete_name, resolve
 
@@ -22,8 +21,6 @@ RecipeByName = Mapping[str, str | Recipe] | Callable[[nn.Module, str], str | Rec
 A layer that no pattern matches stays in high precision, as with "bf16"."""
 
 Recipes = str | Recipe | RecipeByName
-
-_KIND = "linear layers of this model"
 
 
 def by_name(recipes: object) -> bool:
@@ -62,9 +59,7 @@ def concrete_recipes(recipes: Recipes) -> Recipes:
     return concrete_name(recipes) if isinstance(recipes, str) else recipes
 
 
-def recipes_of(
-    owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]], kind: str = _KIND
-) -> list[Recipe | None]:
+def recipes_of(owner: str, recipes: Recipes, layers: Sequence[tuple[str, Any]]) -> list[Recipe | None]:
     """Return the recipe of each layer, None where no pattern matches. `layers`: (name, module) pairs.
 
     Raises:
@@ -73,7 +68,7 @@ def recipes_of(
     check_recipes(owner, recipes)
     if isinstance(recipes, Mapping):
         names = [name for name, _ in layers]
-        check_patterns(f"{owner}(recipe=", recipes, names, kind)
+        check_patterns(f"{owner}(recipe=", recipes, names)
         check_reached(f"{owner}(recipe)", recipes, names)
         resolved = {pattern: resolve(recipe) for pattern, recipe in recipes.items()}
         return [
@@ -84,15 +79,13 @@ def recipes_of(
     return [resolve(recipes)] * len(layers)
 
 
-def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str], kind: str = _KIND) -> None:
+def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Check that each pattern matches at least one layer name.
 
     Raises:
         ConfigurationError: a pattern matches no name; the message suggests similar names.
     """
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConfigurationError(f"{argument}{shown_argument(pattern)}) is no pattern of names, which is text")
         if not any(matches(pattern, name) for name in names):
             ends = sorted({name.rsplit(".", 1)[-1] for name in names})
             near = get_close_matches(pattern.rsplit(".", 1)[-1], ends, 1)
@@ -101,7 +94,9 @@ def check_patterns(argument: str, patterns: Iterable[str], names: Sequence[str],
             within = f"{pattern}.*"
             if any(matches(within, name) for name in names):  # the pattern names a module that contains layers
                 hint, first = f"did you mean {within!r}?", ""
-            raise ConfigurationError(f"{argument}{pattern!r}) matches none of the {len(names)} {kind}; {hint}{first}")
+            raise ConfigurationError(
+                f"{argument}{pattern!r}) matches none of the {len(names)} linear layers of this model; {hint}{first}"
+            )
 
 
 def check_reached(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:

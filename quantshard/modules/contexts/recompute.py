@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
 from quantshard import limits, private_torch
-from quantshard.argument_kinds import CALLABLE, check_arguments
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.contexts import context, context_warnings, unsupported
+from quantshard.modules.contexts import context
 from quantshard.private_torch import CheckpointedRegions
 from quantshard.recipe import Recipe, TensorRole
 
@@ -129,7 +128,6 @@ def linear_context(layer: Layer, quantized: bool, training: bool, setting: str |
         UnsupportedOperationError: the first forward is unknown, or differs from the recomputation.
         TorchVersionError: this version of PyTorch does not expose which region is recomputed.
     """
-    context_warnings.counts.run += 1
     regions = _regions()
     if regions.replayed is None:
         autocast_setting = context.setting(setting or context.current_setting())
@@ -195,11 +193,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         use_reentrant: which implementation of `torch.utils.checkpoint`.
         **kwargs: other arguments of `torch.utils.checkpoint.checkpoint` (`preserve_rng_state`, `context_fn`,
             `determinism_check`, `debug`), and keyword arguments of the function, which PyTorch does not accept with
-            `use_reentrant`. `unsupported` lists TransformerEngine's arguments.
+            `use_reentrant`.
     """
-    check_arguments("checkpoint", CALLABLE, function=function)
-    refused = unsupported.ARGUMENTS["checkpoint"]
-    unsupported.refuse("checkpoint", {name: kwargs.pop(name) for name in refused if name in kwargs})
     if use_reentrant:
         function, args, kwargs = _by_position(function, args, kwargs)
     if not torch.compiler.is_compiling():  # a compiled graph handles recomputation itself

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantshard import private_torch
+from quantshard import limits, private_torch
 from quantshard.errors import UnsupportedOperationError
 from quantshard.kernels import workspace
 from quantshard.modules.activation_storage import STORAGES
-from quantshard.modules.contexts import context, context_warnings, recompute
+from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
 from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
@@ -89,7 +89,8 @@ def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
     module, states = layers.states()
     biases, ready, weights = iter(asked.biases), [], layers.weights_of(module)
     if structure.setting == context.NO_AUTOCAST and not layers.plain and structure.is_trained:
-        context_warnings.warn_of_training_outside(module, structure.layers[0].weights[0])
+        weight = f"{type(module).__name__}.{structure.layers[0].weights[0]}"
+        limits.warn("dequantized", weight, "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
         names = id(module), ",".join(layer.weights)
         call = recompute.linear_context(names, not layers.plain, structure.record, structure.setting)

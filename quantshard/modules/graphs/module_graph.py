@@ -24,7 +24,7 @@ from quantshard import limits, private_torch
 from quantshard.collectives.delayed_scaling import PendingAmaxes, PendingHistory, merged_slots
 from quantshard.collectives.process_groups import Groups
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.modules.contexts import context, context_warnings
+from quantshard.modules.contexts import context
 from quantshard.modules.graphs.addresses import GraphAddresses, surroundings
 from quantshard.modules.graphs.arguments import CONSTANTS, GraphArguments, leaves, mapped
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -352,7 +352,6 @@ class ModuleGraph:
         self._forward_graph.replay()
         # so that autograd notices that older results were overwritten
         increment_version(self._written)
-        context_warnings.counts.run += 1
         self._outputs.note(context.forward_amaxes())
         if not context.in_autocast():
             # an autocast that the callable enters ended within the graph, which cannot flush

@@ -23,14 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import recipe as recipes
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
-from quantshard.errors import FallbackError
+from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
 from quantshard.gemm import backend
-from quantshard.optimizers import optimizer_members
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
-from quantshard.state_cells import scaled_state
+from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
@@ -41,8 +39,10 @@ from quantshard.tools.observe.table import Report, Row
 _REMAINDER_SUFFIX = "_low"
 """Suffix of the state with the low bits of a master; the parameter has the high bits."""
 
+_FEW = 4
+"""Number of parameters that a warning names."""
 
-@suggests_names
+
 def explain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -52,8 +52,7 @@ def explain(
 ) -> Report:
     """Report what each parameter of a model costs on this rank, and how its GEMMs run.
 
-    Warns of parameters that train and are in no optimizer, and of parameters in the optimizer that are not in the
-    model.
+    Warns about trained parameters that the optimizer lacks, and about parameters of the optimizer that the model lacks.
 
     Args:
         model: any module on any device, wrapped by `fully_shard` or not. If wrapped: the outermost module.
@@ -65,12 +64,10 @@ def explain(
     Raises:
         FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
     """
-    check_arguments("explain", MODULE, model=model)
-    check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)
-    rows, reported, optimized, attention = [], set(), 0, []
+    rows, names, optimized, attention = [], dict[Tensor, str](), 0, []
     first_param = next(model.parameters(), None)
     for prefix, module in model.named_modules():
         if first_param is not None and hasattr(module, "describe_backend"):
@@ -81,19 +78,37 @@ def explain(
             gathered = gathers.get((id(module), param_name))
             # FSDP2 may have registered the unsharded parameter.
             param = registered if gathered is None else gathered.param
-            if param not in reported:
-                reported.add(param)
-                name = f"{prefix}.{param_name}" if prefix else param_name
+            if param not in names:
+                name = names[param] = f"{prefix}.{param_name}" if prefix else param_name
                 rows.append(_row(name, param_name, module, param, gathered, states, base_recipe))
                 optimized += private_torch.local_tensor(param).numel() if param in states.params else 0
     if optimizer is not None:
-        optimizer_members.warn_of_strangers(model, optimizer)
-        # Another optimizer can have the missing parameters.
-        optimizer_members.warn_of_unheld(model, [optimizer, *components.living_optimizers()])
+        _warn_of_differences(names, optimizer)
     report = Report.of(rows, optimized * BF16_OPTIMIZER_BYTES, attention)
     if strict and report.fallbacks:
         raise FallbackError("strict: " + "\n".join(report.fallbacks))
     return report
+
+
+def _warn_of_differences(names: Mapping[Tensor, str], optimizer: torch.optim.Optimizer) -> None:
+    """Warn about trained parameters that the optimizer lacks, and about its parameters that are not in the model.
+
+    `names`: the parameters of the model with their names.
+    """
+    kind = type(optimizer).__name__
+    optimized = {param for group in optimizer.param_groups for param in group["params"]}
+    if strange := len(optimized - names.keys()):
+        warn_user(
+            f"{strange} of the {len(optimized)} parameters of {kind} are not in this model, so it does not train them; "
+            "build it after convert and fully_shard"
+        )
+    missing = [name for param, name in names.items() if param.requires_grad and param not in optimized]
+    if missing and strange < len(optimized):
+        more = f" and {len(missing) - _FEW} more" if len(missing) > _FEW else ""
+        warn_user(
+            f"{', '.join(missing[:_FEW])}{more}: trained, but not in this {kind}; unless another optimizer has them, "
+            "pass model.named_parameters() to it, or freeze them"
+        )
 
 
 def _row(

@@ -17,7 +17,7 @@
     tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
 
 Only rank 0 writes here, except for checkpoints and logs. Rank 0 holds a lock, so that two runs never share a folder.
-Files are replaced atomically. Links, and folders of another user, are refused (`terminal.outputs`). A checkpoint is
+Files are replaced atomically. Links are refused (`terminal.outputs`). A checkpoint is
 removed only if the retention settings drop it, or if it is incomplete or damaged and its step is saved again.
 """
 
@@ -34,8 +34,7 @@ from typing import Any
 
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
-from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.disk.store import LocalStore, is_local, local, locate, why
+from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
@@ -86,6 +85,7 @@ class RunDir:
         self.wandb = path / "wandb.json"
         self.checkpoints: Path | str = path / _CHECKPOINTS  # until settings are read
         self._is_locked = False
+        self._lock: object = None  # held as long as this object lives
 
     # Configuration ---------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,10 @@ class RunDir:
     def _is_free(self) -> bool:
         checkpoints = self.path / _CHECKPOINTS
         allowed = {self.tokens, self.logs, self.model, self.path / ownership.LOCK_FILE}
-        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= {ownership.LOCK_FILE}:
+        if checkpoints.is_dir() and {entry.name for entry in checkpoints.iterdir()} <= {
+            ownership.LOCK_FILE,
+            ownership.OWNER_FILE,
+        }:
             allowed.add(checkpoints)
         return set(self.path.iterdir()) <= allowed
 
@@ -197,10 +200,10 @@ class RunDir:
         return Path(path).is_relative_to(self.tokens.absolute())
 
     def check_ours(self) -> None:
-        """Check that no path of the run leads to another place or belongs to another user.
+        """Check that no path of the run leads to another place.
 
         Raises:
-            ConfigurationError: a folder or file is a link, has several hard links, or belongs to another user.
+            ConfigurationError: a folder or file is a link.
         """
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
@@ -214,7 +217,7 @@ class RunDir:
                 model,
                 *locks,
             )
-            outputs.check_folder(self.path, names)
+            outputs.check_no_links(self.path, names)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -238,7 +241,7 @@ class RunDir:
             names = store.names(path)
             steps = (name.removeprefix("step-") for name in names if name.startswith("step-"))
             numbers = sorted(int(digits) for digits in steps if digits.isascii() and digits.isdecimal())
-            complete = [step for step in numbers if self._is_complete(step)]
+            complete = [step for step in numbers if checkpoints.is_complete(self.checkpoint(step))]
         except NotADirectoryError:
             raise CheckpointError(
                 f"{self.checkpoints} is no folder, in which checkpoints are kept; name another"
@@ -246,11 +249,6 @@ class RunDir:
         except OSError as error:
             raise CheckpointError(f"{self.checkpoints} cannot be looked at ({why(error)}); see that it can") from error
         return complete, [step for step in numbers if step not in complete]
-
-    def _is_complete(self, step: int) -> bool:
-        """Check completeness as the Manager does. Where the store cannot rename, the manifest is written last."""
-        store, path = locate(self.checkpoint(step))
-        return checkpoints.is_complete(path) if store.renames else store.is_file(store.join(path, MANIFEST))
 
     def check_place(self, named: bool) -> None:
         """Check that checkpoints outside of the run's folder belong to the run. `named`: the user just named their
@@ -310,8 +308,7 @@ class RunDir:
             return
         store, path = locate(self.checkpoints)
         try:
-            if isinstance(store, LocalStore):
-                store.make(path)
+            store.make(path)
             store.write(store.join(path, _OF_RUN), json.dumps({"run": run}).encode())
         except OSError as error:
             raise CheckpointError(
@@ -409,9 +406,9 @@ class RunDir:
             ConfigurationError: another process holds the lock and did not exit within a few seconds.
         """
         try:
-            ownership.lock(self.path)
+            self._lock = ownership.lock(self.path)
             self._is_locked = True
-        except BlockingIOError:
+        except TimeoutError:
             message = f"{self.path} is in use by another training process; stop that one first"
             raise ConfigurationError(message) from None
         except OSError as error:

@@ -12,7 +12,6 @@ import quantshard.compat.transformer_engine.pytorch as te
 from quantshard import recipe
 from quantshard.compat.transformer_engine.common import recipe as te_recipe
 from quantshard.errors import ConfigurationError
-from quantshard.recipe_arguments import fixed_fields
 
 TE = "transformer_engine"
 OURS = "quantshard.compat.transformer_engine"
@@ -130,14 +129,16 @@ def test_fp8_autocast_is_autocast() -> None:
         assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
     with pytest.raises(ConfigurationError, match="_graph"):
         te.fp8_autocast(_graph=True)
+    with pytest.raises(ConfigurationError, match="calibrating=True"):
+        te.autocast(calibrating=True)
 
 
 def test_paths_hold_what_they_name() -> None:
     for path in ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{n}" for n in te.__all__ if _is_module(n))):
         module = importlib.import_module(OURS + path)
         assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
-    assert te.Linear is qs.Linear and te.optimizers.FusedAdam is qs.optimizers.FusedAdam
-    assert te_recipe.MXFP8BlockScaling is recipe.MXFP8BlockScaling
+    assert issubclass(te.Linear, qs.Linear) and te.optimizers.FusedAdam is qs.optimizers.FusedAdam
+    assert type(te_recipe.MXFP8BlockScaling()) is recipe.MXFP8BlockScaling
 
 
 def _is_module(name: str) -> bool:
@@ -168,20 +169,17 @@ def test_availability_is_that_of_native_products(name: str) -> None:
     assert te.is_bf16_available() and te.is_bf16_available(return_reason=True) == (True, "")
 
 
-FIXED = [(kind, each.name) for kind in dict.fromkeys(recipe.NAMES.values()) for each in fixed_fields(kind)]
-
-
-@pytest.mark.parametrize(("kind", "name"), FIXED, ids=[f"{kind.__name__}-{name}" for kind, name in FIXED])
-def test_arguments_of_one_value(kind: type[recipe.Recipe], name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in te_recipe.FIXED.items() for name in table])
+def test_arguments_of_one_value(kind: str, name: str) -> None:
     """That value, and None, give the recipe without the argument; others are refused by name."""
-    plain = kind()
-    for value in (getattr(plain, name), None):
-        same = kind(**{name: value})
-        assert same == plain and hash(same) == hash(plain) and repr(same) == repr(plain)
-        assert getattr(same, name) == getattr(plain, name)
+    make = getattr(te_recipe, kind)
+    plain = getattr(recipe, kind)()
+    for value in (te_recipe.FIXED[kind][name][0], None):
+        same = make(**{name: value})
+        assert same == plain and hash(same) == hash(plain) and isinstance(same, make)
     for other in (7, "other", te_recipe.MMParams(use_split_accumulator=False)):
-        with pytest.raises(ConfigurationError, match=rf"{kind.__name__}\({name}="):
-            kind(**{name: other})
+        with pytest.raises(ConfigurationError, match=rf"{kind}\({name}="):
+            make(**{name: other})
 
 
 def test_formats_are_refused_where_they_are_not_those_of_the_recipe() -> None:

@@ -269,104 +269,21 @@ def test_one_with_values_is(case: str) -> None:
 # Optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def forwards(model: nn.Module) -> None:
-    for _ in range(3):
-        model(X)
-
-
-def test_an_optimizer_made_before_convert_is_told() -> None:
+def test_explain_warns_of_parameters_that_the_optimizer_lacks() -> None:
     model = born()
-    other = born()
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, model, other)]
-    for each in (model, other):
-        qs.convert(each, "mxfp8")
-    texts = said(lambda: [forwards(each) for each in (model, other, model)])
-    assert texts == [
-        "AdamW was made before convert and holds 0.weight and 3 more as they were, so it does not train them; make it "
-        "after convert and fully_shard"
-    ] * len(optimizers)
-
-
-def test_it_is_told_of_each_at_one_line_under_pythons_own_filter() -> None:
-    """As in a second run of the same process, whose text and line Python has shown."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            model = born()
-            optimizer = torch.optim.AdamW(model.parameters())
-            qs.convert(model, "mxfp8")
-            forwards(model)
-            del optimizer
-            errors.warn_user("what nobody counts")
-    texts = [str(each.message) for each in caught]
-    assert sum("AdamW was made before convert" in text for text in texts) == 2
-    assert texts.count("what nobody counts") == 1
-
-
-def test_it_is_told_where_the_forward_is_none_of_ours() -> None:
-    """As of a model that accelerate's prepare has given one: behind a step, and once."""
-    model = born()
-    optimizer = FusedAdam(model.named_parameters())
-    wrapper = torch.optim.SGD([torch.zeros(1)])  # as Lightning and accelerate have one around each
-    wrapper.param_groups, wrapper.inner = optimizer.param_groups, optimizer
-    model.forward = model.forward
     qs.convert(model, "mxfp8")
-
-    def train() -> None:
-        for _ in range(4):
-            model(X).sum().backward()
-            optimizer.step()
-
-    (text,) = said(train)
-    assert text.startswith("FusedAdam was made before convert and holds 0.weight and 3 more as they were")
+    optimizer = FusedAdam([(n, p) for n, p in model.named_parameters() if n not in ("1.weight", "2.bias")])
+    (text,) = said(lambda: qs.explain(model, optimizer))
+    assert text.startswith("1.weight, 2.bias: trained, but not in this FusedAdam")
+    for name in ("1.weight", "2.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    assert said(lambda: qs.explain(model, optimizer)) == said(lambda: qs.explain(model)) == []
 
 
-def test_a_replaced_weight_that_another_model_trains_is_not_told() -> None:
-    """Where it has a gradient, a layer computes with it."""
+def test_explain_warns_of_an_optimizer_of_another_model() -> None:
     model, other = born(), born()
-    other[0].weight = model[0].weight
-    optimizer = torch.optim.AdamW(other.parameters())
-    qs.convert(model, "mxfp8", filter=["0"])
-
-    def train() -> None:
-        for _ in range(4):
-            other(X).sum().backward()
-            optimizer.step()
-
-    assert said(train) == []
-
-
-def test_parameters_in_no_optimizer_are_told() -> None:
-    """Of each optimizer: a loop may train one model after another."""
-    for _ in range(2):
-        model = born()
-        qs.convert(model, "mxfp8")
-        named = [(name, each) for name, each in model.named_parameters() if name not in ("1.weight", "2.bias")]
-        optimizer = FusedAdam(named)
-        (text,) = said(lambda model=model: forwards(model))  # type: ignore[misc]
-        assert text.startswith("1.weight, 2.bias of a Sequential: trained, but in no optimizer (FusedAdam)")
-        assert said(lambda model=model: qs.explain(model)) == []  # type: ignore[misc]
-        del optimizer
-
-
-def test_what_is_held_frozen_or_unknown_is_not_told() -> None:
-    held, split, frozen, unknown = (born() for _ in range(4))
-    for model in (held, split, frozen, unknown):
-        qs.convert(model, "mxfp8")
-    frozen[1].requires_grad_(False)
-    trained = [each for each in frozen.parameters() if each.requires_grad]
-    optimizers = [
-        MasterWeights(torch.optim.AdamW, held.named_parameters()),
-        FusedAdam(split[0].named_parameters()), FusedAdam(split[1:].named_parameters()), FusedAdam(trained),
-    ]  # fmt: skip
-    assert said(lambda: [forwards(model) for model in (held, split, frozen, unknown)]) == []
-    assert said(lambda: qs.explain(held, optimizers[0])) == []
-
-
-def test_explain_tells_of_an_optimizer_of_another_model() -> None:
-    model, other = born(), born()
-    text, *_ = said(lambda: qs.explain(model, FusedAdam(other.named_parameters())))
-    assert text.startswith("FusedAdam holds 0.weight and 7 more, not in this Sequential")
+    (text,) = said(lambda: qs.explain(model, FusedAdam(other.named_parameters())))
+    assert text.startswith("8 of the 8 parameters of FusedAdam are not in this model")
 
 
 class Adapted(nn.Module):

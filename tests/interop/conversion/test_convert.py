@@ -335,24 +335,6 @@ def test_weights_tied_after_convert_stay_so_in_revert() -> None:
     assert model[2].weight is model[0].weight is not model[1].weight and len(list(model.parameters())) == 5
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
-def test_a_step_of_an_optimizer_from_before_revert_is_told(
-    kind: type[torch.optim.Optimizer], recwarn: pytest.WarningsRecorder
-) -> None:
-    model, unrelated = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), nn.Parameter(torch.ones(3))
-    unrelated.grad = torch.ones(3)
-    qs.convert(model, "mxfp8")
-    optimizer, other = kind(model.parameters(), lr=1e-3), kind([unrelated], lr=1e-3)
-    qs.revert(model)  # to save it, perhaps
-    other.step()
-    assert not recwarn
-    model(torch.ones(2, 32)).sum().backward()
-    for _ in range(2):
-        optimizer.step()
-    [said] = [str(warning.message) for warning in recwarn]
-    assert said.startswith(f"{kind.__name__} was made before revert and holds 0.weight and 1 more as they were")
-
-
 def test_a_layer_that_another_model_computes_with_is_trained_after_revert(recwarn: pytest.WarningsRecorder) -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
     qs.convert(model, "mxfp8")

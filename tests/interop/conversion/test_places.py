@@ -3,7 +3,6 @@ linear."""
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
@@ -70,21 +69,6 @@ def test_layers_that_forward_reads_elsewhere_are_exchanged_and_train(kind: str) 
     qs.revert(model)
     assert [*model.layers(), model.__dict__["alias"]] == [model.first, model.second, model.last]
     assert all(type(layer) is nn.Linear for layer in model.children())
-
-
-def test_a_layer_that_computes_on_from_elsewhere_is_told_by_name() -> None:
-    """An object is not looked into; its layer gets gradients, which the one in its place does not."""
-    model = Stages("object")
-    qs.convert(model, "mxfp8")
-    optimizer = FusedAdam(model.named_parameters(), lr=1e-2)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    [said] = [str(each.message) for each in found]
-    assert said.startswith("first: convert has put other layers in their places, and the old ones still compute")
 
 
 def test_hooks_of_layers_go_over_with_their_handles() -> None:

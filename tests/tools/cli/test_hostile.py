@@ -128,7 +128,7 @@ def test_a_pipe_is_not_waited_for(run: Path, sound: dict[str, Any], place: str) 
     os.mkfifo(file)
     try:
         answer = told("resume", run) if place == "config.toml" else resumed(run, sound | {"data": [str(file)]})
-        refused(answer, r"is a pipe, where the run has a file|is no regular file but a pipe")
+        refused(answer, r"is no regular file")
     finally:
         file.unlink()
     refused(told("train", "--run", run.parent / "other", "--data", "/dev/zero"), r"/dev/zero is no regular file")

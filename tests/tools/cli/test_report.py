@@ -50,9 +50,9 @@ def test_a_report_is_written_and_replaced(run: Path) -> None:
             1,
             "mine.html exists and is no report; name another place with --out",
         ),
-        (["report", "run", "--out", "link.html"], 1, "link.html is a link, and only a file is replaced"),
-        (["report", "run", "--out", "none/x.html"], 1, "cannot write none/x.html: No such file or directory"),
-        (["report", "run", "--out", "run", "--force"], 1, "run is a folder, and only a file is replaced"),
+        (["report", "run", "--out", "link.html"], 1, "link.html is a link"),
+        (["report", "run", "--out", "none/x.html"], 1, "cannot write none/x.html: none is no folder"),
+        (["report", "run", "--out", "run", "--force"], 1, "run is no regular file"),
         (["report", "run", "rnu"], 1, "there is no run in rnu: it has no config.toml (did you mean run?)"),
         (["report", "run", "run"], 1, "run is named twice; name each run once"),
         (["report", *map(str, range(25))], 1, "25 runs are too many for one page, which has room for 24"),
@@ -122,7 +122,7 @@ def test_a_run_that_starts_is_not_called_stopped(run: Path, monkeypatch: pytest.
             locks.append(ownership.lock(run))
             write(run / "metrics.jsonl", [entry(36)], "a")
         else:
-            locks[0].close()
+            locks[0].release()
 
     monkeypatch.setattr("quantshard.tools.cli.report.time.sleep", sleep)
     code, out, err = told("watch", "run")

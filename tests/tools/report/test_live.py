@@ -116,7 +116,7 @@ def test_when_a_run_has_ended(tmp_path: Path) -> None:
     followed.poll(99)
     handle = ownership.lock(run)
     assert handle is not None and ownership.is_locked(run) and not followed.has_ended()
-    handle.close()
+    handle.release()
     assert ownership.is_locked(run) is False and followed.has_ended() and followed.figures.state == "stopped"
     write(run / "metrics.jsonl", [entry(step) for step in range(11, 21)], "a")
     followed.poll(99)

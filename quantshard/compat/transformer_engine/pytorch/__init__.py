@@ -31,6 +31,7 @@ from quantshard.compat.transformer_engine.pytorch.module import (
     LayerNormMLP,
     Linear,
     RMSNorm,
+    TransformerLayer,
 )
 from quantshard.compat.transformer_engine.pytorch.quantization import (
     autocast,
@@ -46,7 +47,6 @@ from quantshard.compat.transformer_engine.pytorch.quantization import (
     quantized_model_init,
 )
 from quantshard.compat.transformer_engine.pytorch.tensor import QuantizedTensor
-from quantshard.modules import TransformerLayer
 
 __all__ = [
     "DotProductAttention",

@@ -41,10 +41,13 @@ from quantshard.modules import (
     RotaryPositionEmbedding,
     TransformerLayer,
     autocast,
+    quantize_,
     quantized_model_init,
 )
-from quantshard.modules.base.module import QuantizedModule, WeightSpec
-from quantshard.modules.contexts.layer_recipes import HIGH_PRECISION, RecipeByName
+from quantshard.modules.base.initialization import WeightSpec
+from quantshard.modules.base.module import QuantizedModule
+from quantshard.modules.contexts.layer_recipes import RecipeByName
+from quantshard.modules.quantize import open_layers
 from quantshard.numerics import distributions
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data import END_OF_DOCUMENT, VOCABULARY
@@ -131,8 +134,12 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList()
         self.recipes = []
         for number, layer_recipe in enumerate(recipes):
-            with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
+            if isinstance(layer_recipe, Recipe):
+                with quantized_model_init(recipe=layer_recipe, preserve_high_precision_init_val=True):
+                    layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+            else:
                 layer = _layer(settings, number + 1, device, parallel_options, ep_mesh)
+                quantize_(layer, layer_recipe, preserve_high_precision_init_val=True)
             self.layers.append(layer)
             self.recipes.append(layer_recipe if isinstance(layer_recipe, Recipe) else _around(layer))
         kind = RMSNorm if llama else LayerNorm
@@ -201,16 +208,8 @@ def _by_recipe(layer: nn.Module, recipe: Recipe) -> Callable[..., Any]:
 
 def linear_names(settings: TrainSettings) -> list[str]:
     """Return the names of all linear layers that have a recipe, in order of the layers."""
-    parts: list[str] = []
-
-    def record_name(module: nn.Module, name: str) -> str:
-        parts.append(name)
-        return HIGH_PRECISION
-
-    with torch.random.fork_rng(devices=[]), quantized_model_init(recipe=record_name):
-        # alive until its parts have reported their names
-        layer = _layer(settings, 1, "meta", {})
-    del layer
+    with torch.random.fork_rng(devices=[]):
+        parts = [name for name, _ in open_layers(_layer(settings, 1, "meta", {}))]
     return [f"layers.{number}.{part}" for number in range(settings.layers) for part in parts]
 
 

@@ -15,8 +15,8 @@ import torch
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
-from quantshard.presets import ADAMW, ALGORITHMS, StateOptions
-from quantshard.state_cells import ACTIVATION_CELLS
+from quantshard.modules.activation_storage import ACTIVATION_CELLS
+from quantshard.state_storage import ADAMW, ALGORITHMS, StateOptions
 from quantshard.tools.trainer.settings import checks, optimizer_states
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.optimizer_states import AUTO, MASTER_DTYPES, MOMENT_DTYPES

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
-from quantshard.presets import MUON, PRESETS, StateOptions
+from quantshard.errors import ConfigurationError, meant
+from quantshard.state_storage import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"
@@ -113,20 +112,6 @@ def _contradicting(options: StateOptions, given: Mapping[str, Any]) -> list[str]
 def as_settings(options: StateOptions) -> dict[str, Any]:
     """Convert options to settings."""
     return {name: word_of(name, getattr(options, option)) for name, option in STATE_SETTINGS.items()}
-
-
-def with_states(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Upgrade the recorded settings of a run of an earlier release to their current meaning. The record contains every
-    setting that its preset decided.
-
-    Earlier releases kept whole masters under any preset, and Muon's momentum in the dtype `exp_avg_dtype`.
-    """
-    settings = dict(recorded)
-    if recorded.get("preset") and "master_remainders" not in recorded:
-        settings |= {"master_remainders": "off", "preset": ""}
-    if recorded.get("optimizer") == "muon" and "momentum_dtype" not in recorded:
-        settings |= {"momentum_dtype": recorded.get("exp_avg_dtype", AUTO), "preset": ""}
-    return settings
 
 
 def of_preset(preset: str) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""Registry rows for `kernels/experts/`: kernels that process many experts in one launch.
+
+For each expert, codes and scales have the oracle's bits. GEMMs are compared with float64: products of codes are exact,
+and tensor cores lose at most 2**-13 of each summand, before one final rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quantshard import kernel_dispatch, kernels
+from quantshard import recipe as recipes
+from quantshard.gemm import backend, operands
+from quantshard.modules.contexts.recompute import LinearContext
+from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
+from quantshard.modules.gemms.linear_operands import cells
+from quantshard.recipe import TensorRole
+from quantshard.tensor.quantized_tensor import quantize_weight
+from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tools.doctor import recipe_names
+from tests.kernels.cases.base import (
+    OTHER_BITS,
+    TOO_FAR,
+    Bound,
+    Expected,
+    KernelCase,
+    KernelRow,
+    Shape,
+    U,
+    bytes_of,
+    random_like,
+)
+
+if kernels.USABLE:
+    from quantshard.kernels.experts import grouped, grouped_matmul
+    from quantshard.kernels.experts.grouped_matmul import EncodedRows
+    from quantshard.kernels.experts.segments import ExpertSegments
+
+SUMS = 2.0**-13
+PAST = 3.0
+"""Amax in the histories of delayed scaling."""
+
+
+def experts_case(x: Tensor, recipe: str) -> KernelCase:
+    """Three experts, one of them without rows. The shape of x gives the number of rows and in_features."""
+    rows, features = x.shape
+    counts, outputs = (rows // 3, 0, rows - rows // 3), features // 2 + features % 16
+    x, dy = random_like(x, 0), random_like(x, 1, (rows, outputs))
+    layer = _layer(recipes.resolve(recipe), counts, (outputs, features), x.device)
+    segments, dtype = layer.segments(x), x.dtype
+    numbers = torch.tensor(counts, dtype=torch.int64, device=x.device)
+    spans = segments.spans.tolist()
+
+    def launch() -> list[Tensor]:
+        a, a_transposed = layer.quantized(x, TensorRole.INPUT, segments, True)
+        b, b_transposed = layer.quantized(dy, TensorRole.GRAD_OUTPUT, segments, True)
+        weight_operands = layer.operands()
+        return [
+            *_by_expert(a, spans), *_by_expert(b, spans),
+            grouped_matmul.rows_times_weights(a, weight_operands, segments, dtype, transposed=True),
+            grouped_matmul.rows_times_weights(b, weight_operands, segments, dtype, transposed=False),
+            grouped_matmul.weight_gradients(b_transposed, a_transposed, segments, dtype),
+            grouped.expert_sums(dy, segments), *_tables(layer._replace(counts=numbers).segments(x), segments),
+        ]  # fmt: skip
+
+    def oracle() -> list[Expected]:
+        inputs, gradients = (_oracle(layer, *of) for of in ((x, TensorRole.INPUT), (dy, TensorRole.GRAD_OUTPUT)))
+        parts = (part for of in (inputs, gradients) for rowwise, _ in of for part in rowwise.components.values())
+        products = _products(layer, _values(inputs), _values(gradients))
+        return [*parts, *products, _sums(dy, counts), *_tables(segments, segments)]
+
+    moved = bytes_of(x, x, dy, dy, *(p for w in layer.weights for p in w.quantized_storage.components.values()))
+    return KernelCase(launch, oracle, 2 * moved)
+
+
+def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
+    """A layer with random weights, and with histories that contain one amax."""
+    cell, block = recipe.weight, backend.block_together(recipe)
+    assert cell is not None and block is not None
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu").to(device) for _ in counts]
+    weights = [quantize_weight(value, cell, dtype=torch.bfloat16) for value in values]
+    past = [torch.full((2,), PAST, dtype=torch.float32, device=device) for _ in counts]
+    return ExpertsLayer(
+        weights, (), counts, block, LinearContext(recipe, None, False), dict.fromkeys(TensorRole, past), False, None,
+        ExpertsReader(),
+    )  # fmt: skip
+
+
+Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
+
+
+def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
+    """Quantize each expert's rows and their transpose by the oracle."""
+    first, second = cells(layer.call.recipe, role)
+    assert first is not None and second is not None
+    past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
+    with kernel_dispatch.kernels_only_on():
+        return [
+            (operands.quantize_operand(part, first, amax=past), operands.quantize_operand(part.t(), second, amax=past))
+            for part in values.split(_known(layer))
+        ]
+
+
+def _known(layer: ExpertsLayer) -> list[int]:
+    assert not isinstance(layer.counts, Tensor)
+    return list(layer.counts)
+
+
+def _by_expert(found: EncodedRows, spans: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Iterate over the codes and scales of each expert's rows."""
+    for expert, first, end, _ in spans:
+        yield found.codes[first:end]
+        yield found.scales[first:end] if found.block else found.scales[expert].view(1, 1)
+
+
+def _tables(segments: ExpertSegments, known: ExpertSegments) -> tuple[Tensor, Tensor]:
+    """Spans, and the first `len(known.tiles)` tiles."""
+    return segments.spans, segments.tiles[: len(known.tiles)]
+
+
+Values = Sequence[tuple[Tensor, Tensor]]
+"""For each expert: rows as quantized for the first GEMM and for wgrad, dequantized to float64."""
+
+
+def _values(expected: Oracles) -> Values:
+    return [(for_first.dequantize().double(), for_wgrad.dequantize().double()) for for_first, for_wgrad in expected]
+
+
+def _products(layer: ExpertsLayer, inputs: Values, gradients: Values) -> list[Bound]:
+    """Bounds of fprop, dgrad and wgrad."""
+    weights = [weight.dequantize(dtype=torch.float64) for weight in layer.weights]
+    y = [(p, w.t()) for (p, _), w in zip(inputs, weights, strict=True)]
+    dx = [(p, w) for (p, _), w in zip(gradients, weights, strict=True)]
+    dw = [(dy, x.t()) for (_, dy), (_, x) in zip(gradients, inputs, strict=True)]
+    return [product_bound(y, torch.cat), product_bound(dx, torch.cat), product_bound(dw, torch.stack)]
+
+
+def product_bound(pairs: Sequence[tuple[Tensor, Tensor]], join: Callable[[list[Tensor]], Tensor]) -> Bound:
+    """Bound of the GEMMs of float64 pairs, joined by `join`."""
+    return Bound(join([a @ b for a, b in pairs]), SUMS * join([a.abs() @ b.abs() for a, b in pairs]))
+
+
+def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
+    """Bound of the sums over each expert's rows."""
+    parts = [part.double() for part in dy.split(list(counts))]
+    error = max(counts) * U * torch.stack([part.abs().sum(0) for part in parts])
+    return Bound(torch.stack([part.sum(0) for part in parts]), error)
+
+
+EXPERTS = {
+    f"experts at once, {name}": {"recipe": name}
+    for name in recipe_names()
+    if backend.block_together(recipes.resolve(name)) is not None
+}
+
+ROWS = (
+    KernelRow(
+        {
+            "expert_amax_kernel", "expert_quantize_kernel", "quantize_blocks_kernel", "rows_kernel", "weights_kernel",
+            "weights_by_blocks_kernel", "sums_kernel", "segments_kernel",
+        },
+        experts_case, EXPERTS, list(EXPERTS), (35, 290), f"{OTHER_BITS}, or {TOO_FAR}",
+    ),
+)  # fmt: skip
