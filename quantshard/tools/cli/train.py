@@ -20,7 +20,7 @@ from quantshard.errors import ConfigurationError, nearest
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, restarts, worker
-from quantshard.tools.trainer.models import model_choice
+from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.tools.trainer.settings.optimizer_states import (
@@ -104,8 +104,8 @@ def train(
     flag_values = above_file(flag_values, file, file_values)
     values = {**file_values, **flag_values}
     if not exists:
-        model_values = model_choice.chosen(flag_values, file_values)
-        defaults = model_choice.fine_tuning_defaults(model_values)
+        model_values = initialization.chosen(flag_values, file_values)
+        defaults = initialization.fine_tuning_defaults(model_values)
         if defaults and not launch.is_worker():
             say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
     settings = TrainSettings(**(values if exists else defaults | model_values))

@@ -85,11 +85,7 @@ def is_other_worker() -> bool:
 
 
 def process_numbers() -> tuple[int, int, int]:
-    """Return the rank, the world size and the local rank of this process, as its launcher set them.
-
-    Raises:
-        ConfigurationError: a variable is missing or out of range.
-    """
+    """Return the rank, the world size and the local rank of this process, as its launcher set them."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigurationError(
@@ -119,11 +115,7 @@ def default_processes() -> int:
 
 
 def check_processes(processes: int) -> None:
-    """Refuse more ranks than this machine can reasonably run.
-
-    Raises:
-        ConfigurationError: too many ranks for the number of cores.
-    """
+    """Refuse more ranks than this machine can reasonably run."""
     cores = os.cpu_count() or 1
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
     if processes > most:
@@ -139,14 +131,7 @@ def command_script() -> str:
 
 
 def launch(processes: int, arguments: list[str]) -> None:
-    """Run Python with `arguments` as `processes` ranks and wait for them.
-
-    Raises:
-        LaunchError: a rank failed; the others have been ended.
-        RunStoppedError: a signal arrived before the ranks could handle it, or a second signal arrived.
-        SystemExit: with code `INTERRUPTED` after Ctrl-C, once the ranks have saved and exited, so that a script does
-            not continue after the command. SIGTERM (the machine is being reclaimed) is not a failure.
-    """
+    """Run Python with `arguments` as `processes` ranks and wait for them."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's own handlers would cut the save short

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from quantshard.foreign import tomllib
 from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.trainer import launch
-from quantshard.tools.trainer.environment import differences
+from quantshard.tools.trainer.restarts import differences
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings import settings_file
 from quantshard.tools.trainer.settings.config import KINDS, TrainSettings

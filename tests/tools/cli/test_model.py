@@ -19,8 +19,7 @@ from quantshard.tools.trainer.data import VOCABULARY
 from quantshard.tools.trainer.models import losses
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.model import LanguageModel, generate
-from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.schedule import learning_rate, shortfalls
+from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer, shortfalls
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
@@ -214,13 +213,6 @@ def test_routers_are_for_adamw():
     algorithms = {name: group["algorithm"] for group in optimizer.param_groups for name in group["param_names"]}
     routers = [algorithm for name, algorithm in algorithms.items() if "router" in name]
     assert routers == ["adamw"] * settings.layers and "muon" in algorithms.values()
-
-
-def test_a_head_of_an_odd_size_is_told():
-    [line] = models.ModelSpec(replace(SMALL, vocabulary=50257)).check()
-    assert "vocabulary = 50257 is no multiple of 8" in line and "--vocabulary 50304" in line
-    for quiet in ({"vocabulary": 50304}, {"vocabulary": 0}, {"vocabulary": 50257, "init_from": "/a"}):
-        assert not models.ModelSpec(replace(SMALL, **quiet)).check()
 
 
 class _Float32(TorchDispatchMode):

@@ -80,10 +80,6 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
 
     A folder contributes every file below it, sorted, except hidden and empty files. With `data_format` "text", each
     file is a text.
-
-    Raises:
-        ConfigurationError: a path is missing, unreadable, empty or not a regular file, a folder mixes kinds, or a text
-            file is not text.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -104,11 +100,7 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:
-    """Merge several sources of one kind.
-
-    Raises:
-        ConfigurationError: the sources are of several kinds, or are several datasets.
-    """
+    """Merge several sources of one kind."""
     first = sources[0]
     for other in sources[1:]:
         if other.kind != first.kind or other.kind == DATASET:
@@ -224,11 +216,7 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
 
 
 def library(name: str, what: str) -> Any:
-    """Import an optional library.
-
-    Raises:
-        ConfigurationError: it is not installed; the message says what to install.
-    """
+    """Import an optional library."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -246,9 +234,6 @@ def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[str, bool]
     """Yield the texts of a source, and whether a document ends after each; empty documents are skipped.
 
     A text file is one document, in pieces that end with a line if possible. Other documents are one text.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or a document has no text; the message names it.
     """
     for path, _ in source.files if source.kind in (TEXT, JSONL) else [(source.path, 0)]:
         try:

@@ -48,11 +48,7 @@ class Tracker(Protocol):
 
 
 def check_trackers(settings: TrainSettings) -> None:
-    """Check that the packages of the enabled trackers are installed, before anything is written.
-
-    Raises:
-        ConfigurationError: a package is missing, or WANDB_MODE is invalid.
-    """
+    """Check that the packages of the enabled trackers are installed, before anything is written."""
     for name, is_enabled in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
         if is_enabled and not _is_installed(name):
             raise ConfigurationError(
@@ -66,9 +62,6 @@ def check_trackers(settings: TrainSettings) -> None:
 def check_account(settings: TrainSettings) -> None:
     """Check that Weights & Biases has an API key, before anything is written. The server validates the key only when
     the run starts.
-
-    Raises:
-        ConfigurationError: there is no key, or the key is malformed.
     """
     if not settings.wandb or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
         return
@@ -121,11 +114,7 @@ def _is_installed(name: str) -> bool:
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
-    """Open the trackers that the settings enable, for a run that continues after step `done`.
-
-    Raises:
-        ConfigurationError: a package is missing, or Weights & Biases refuses.
-    """
+    """Open the trackers that the settings enable, for a run that continues after step `done`."""
     check_trackers(settings)
     trackers: list[Tracker] = []
     if settings.tensorboard:
@@ -179,11 +168,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run, online or offline according to WANDB_MODE, with files in the run's folder `wandb`.
-
-    Raises:
-        ConfigurationError: the run cannot be started, or the id in `wandb.json` is invalid.
-    """
+    """A Weights & Biases run, online or offline according to WANDB_MODE, with files in the run's folder `wandb`."""
 
     def __init__(self, settings: TrainSettings, run: RunDir) -> None:
         # optional dependency

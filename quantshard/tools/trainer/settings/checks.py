@@ -10,7 +10,6 @@ from quantshard.gemm import backend
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 from quantshard.tools.trainer.settings.schema import shown_value
-from quantshard.tools.trainer.settings.sizes import SIZES
 
 _OF_OUR_MODEL: Final = ("dropout", "recompute = 'activation'", "activation_storage = 'fp8'", "tp in the mesh")
 """Features of the built-in decoder that transformers models lack."""
@@ -22,11 +21,7 @@ _NOT_CAPTURED: Final = ("dropout", "master_weights = false", "statistics_every =
 
 
 def check(settings: Any) -> None:
-    """Refuse incompatible settings of a `TrainSettings`.
-
-    Raises:
-        ConfigurationError: names the settings and a way out.
-    """
+    """Refuse incompatible settings of a `TrainSettings`."""
     if settings.head_size % 2 or (not settings.head_dim and settings.hidden % settings.heads):
         raise ConfigurationError(
             f"hidden = {settings.hidden} over heads = {settings.heads}: each head must get the same even number of "
@@ -72,16 +67,12 @@ def _enabled(settings: Any, names: tuple[str, ...]) -> list[str]:
 
 
 def check_features(settings: Any) -> None:
-    """Refuse features that the model, the compiler or a CUDA graph lacks.
-
-    Raises:
-        ConfigurationError: names both settings.
-    """
+    """Refuse features that the model, the compiler or a CUDA graph lacks."""
     if not settings.is_by_sizes:
         for name in _enabled(settings, _OF_OUR_MODEL):
             raise ConfigurationError(
                 f"model = {shown_value(settings.model)} is one of transformers, for which there is no {name} here; "
-                f"leave it out, or build the model by sizes ({', '.join(SIZES)}, or --hidden, --layers, ...)"
+                "leave it out, or build the model by sizes, such as gpt2-small, or --hidden, --layers, ..."
             )
     elif settings.experts:
         _check_experts(settings)
@@ -142,11 +133,7 @@ def _check_mesh(settings: Any, axes: MeshSpec) -> None:
 
 
 def check_ranks(settings: Any, ranks: int) -> None:
-    """Refuse a number of ranks that the settings cannot be divided over.
-
-    Raises:
-        ConfigurationError: with the numbers, and a number that would fit.
-    """
+    """Refuse a number of ranks that the settings cannot be divided over."""
     if not settings.mesh and ranks % settings.dp_replicate:
         raise ConfigurationError(f"dp_replicate = {settings.dp_replicate} must divide the {ranks} processes")
     axes = settings.axes(ranks)

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -22,7 +24,44 @@ from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.optimizer_states import AUTO, MASTER_DTYPES, MOMENT_DTYPES
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 from quantshard.tools.trainer.settings.schema import SettingType, check_value, shown_value
-from quantshard.tools.trainer.settings.sizes import SIZES
+
+_LLAMA_3: Final = {"architecture": "llama", "rope_theta": 500000.0, "norm_eps": 1e-5}
+
+SIZES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "llama3-8b": {**_LLAMA_3, "hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
+        "llama3.2-1b": {
+            **_LLAMA_3, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tied": True,
+        },
+        "qwen3-8b": {
+            "architecture": "llama", "hidden": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128,
+            "ffn": 12288, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True,
+        },
+        "qwen3-0.6b": {
+            "architecture": "llama", "hidden": 1024, "layers": 28, "heads": 16, "kv_heads": 8, "head_dim": 128,
+            "ffn": 3072, "rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": True, "tied": True,
+        },
+        "smollm2-135m": {
+            "architecture": "llama", "hidden": 576, "layers": 30, "heads": 9, "kv_heads": 3, "ffn": 1536,
+            "rope_theta": 100000.0, "norm_eps": 1e-5, "tied": True,
+        },
+        "moe-small": {
+            "architecture": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 768, "experts": 16,
+            "experts_per_token": 2, "seq_length": 512, "tied": True,
+        },
+        "gpt2-small": {
+            "architecture": "gpt", "hidden": 768, "layers": 12, "heads": 12, "ffn": 3072, "tied": True,
+            "seq_length": 1024, "norm_eps": 1e-5,
+        },
+    }
+)  # fmt: skip
+"""Sizes of known models, by the name in `--model NAME`, for the built-in decoder. Flags take precedence.
+
+Sources: config.json of meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.2-1B (without its rotary scaling, which is for
+more than 8192 tokens), Qwen/Qwen3-8B, Qwen/Qwen3-0.6B, HuggingFaceTB/SmolLM2-135M and openai-community/gpt2. moe-small
+is not a published model: a mixture of experts for one GPU, with 157 million parameters outside of the embedding and 25
+million of them active per token.
+"""
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _FLOATS: Final = tuple(_DTYPES)
@@ -220,11 +259,7 @@ class TrainSettings:
 
     @property
     def state_options(self) -> StateOptions:
-        """Storage options of the optimizer's masters and moments.
-
-        Raises:
-            ConfigurationError: the preset is unknown, or another setting contradicts it.
-        """
+        """Storage options of the optimizer's masters and moments."""
         settings = {name: getattr(self, name) for name in optimizer_states.STATE_SETTINGS}
         return optimizer_states.state_options(self.preset, settings)
 
@@ -254,12 +289,7 @@ class TrainSettings:
         )
 
     def check(self, where: str = "") -> None:
-        """Refuse settings that cannot be trained on any number of ranks.
-
-        Raises:
-            ConfigurationError: invalid setting; the message names the setting, its value, the valid values, and the
-                file `where`.
-        """
+        """Refuse settings that cannot be trained on any number of ranks."""
         try:
             for name, kind in KINDS.items():
                 check_value(name, getattr(self, name), kind)
@@ -269,11 +299,7 @@ class TrainSettings:
             raise ConfigurationError(f"{where}: {error}" if where else str(error)) from None
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of ranks that these settings cannot be divided over.
-
-        Raises:
-            ConfigurationError: with the numbers, and a number that would fit.
-        """
+        """Refuse a number of ranks that these settings cannot be divided over."""
         checks.check_ranks(self, ranks)
 
     @property

@@ -37,11 +37,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Parse a text such as "dp_shard=2,tp=2", in any order.
-
-        Raises:
-            ConfigurationError: the text is malformed, or an axis is unknown, repeated or empty.
-        """
+        """Parse a text such as "dp_shard=2,tp=2", in any order."""
         axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))

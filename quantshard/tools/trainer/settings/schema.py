@@ -50,11 +50,7 @@ class SettingType:
         return f"{low}, and {f'less than {self.most:,}' if self.less else f'at most {self.most:,}'}"
 
     def read(self, value: Any) -> Any:
-        """Convert a value from a file or another process: an int can stand for a float, a list for a tuple.
-
-        Raises:
-            TypeError: wrong type.
-        """
+        """Convert a value from a file or another process: an int can stand for a float, a list for a tuple."""
         if self.type is float and type(value) is int:
             return float(value)
         if self.type in (tuple, list) and type(value) in (tuple, list) and all(type(entry) is str for entry in value):
@@ -81,22 +77,14 @@ def shown_value(value: object) -> str:
 
 
 def check_value(name: str, value: object, kind: SettingType, where: str = "") -> None:
-    """Refuse a value out of range. `where`: the file of the value.
-
-    Raises:
-        ConfigurationError: names the setting, its value and the range.
-    """
+    """Refuse a value out of range. `where`: the file of the value."""
     if not kind.holds(value):
         requirement = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
         raise ConfigurationError(f"{where}{name} = {shown_value(value)}: {requirement}")
 
 
 def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], where: str, way_out: str) -> dict[str, Any]:
-    """Check and convert the values of a table of a file. `way_out`: the hint for unknown keys.
-
-    Raises:
-        ConfigurationError: names the file, the first invalid key, and its valid values.
-    """
+    """Check and convert the values of a table of a file. `way_out`: the hint for unknown keys."""
     result = {}
     for name, value in values.items():
         if name not in kinds:

@@ -44,11 +44,7 @@ _NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out.
-
-    Raises:
-        ConfigurationError: invalid setting; the message names the key.
-    """
+    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
     settings = {name: value for name, value in values.items() if name not in TABLES}
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
@@ -56,20 +52,12 @@ def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the table [launch] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: the table or a key is missing or invalid.
-    """
+    """Read the table [launch] of a run's `config.toml`."""
     return _table("launch", _LAUNCH, content, where)
 
 
 def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the table [corpus] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: the table or a key is missing or invalid.
-    """
+    """Read the table [corpus] of a run's `config.toml`."""
     return _table("corpus", _CORPUS, content, where)
 
 
@@ -84,11 +72,7 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
 
 
 def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Read a TOML file. `follow`: accept a link, if the user named the file.
-
-    Raises:
-        ConfigurationError: the file is missing, not a regular file, too long, or not TOML.
-    """
+    """Read a TOML file. `follow`: accept a link, if the user named the file."""
     return foreign.read_toml(path, FILE_BYTES["run"], follow=follow)
 
 
