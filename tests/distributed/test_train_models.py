@@ -346,7 +346,6 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--model", "FOLDER", "--recompute", "activation"], "there is no recompute = 'activation' here"),
         (["--model", "FOLDER", "--seq-length", "9", "--recipe", "*.up_prj=bf16,*=mxfp8"], "did you mean 'up_proj'?"),
         (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
-        (["--random-weights"], "random_weights is of a --model DIR that has weights"),
         (["--recompute", "all"], "choose one of: none, activation, layer"),
         (["--micro-batch", "2", "--micro-batches", "2"], "both say how a process takes its share"),
         (
@@ -358,15 +357,6 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--experts", "4", "--experts-per-token", "5"], "experts_per_token = 5, but there are experts = 4"),
         (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
         (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
-        (
-            ["--no-master-weights", "--master-dtype", "float16"],
-            "would do nothing, since it needs master_weights = true",
-        ),
-        (["--keep-every", "7"], "keep_every = 7 would do nothing, since it needs keep_last"),
-        (["--sequence-parallel", "on"], "sequence_parallel = 'on' would do nothing, since it needs a mesh with tp"),
-        (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),
-        (["--recompute-every", "2"], "recompute_every = 2 would do nothing, since it needs recompute = 'layer'"),
-        (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_tokens"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):
@@ -429,7 +419,6 @@ def test_weights_begin_a_fine_tuning(folder, tmp_path):
 
 
 def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
-    """Of its own model: no flag for sizes would help, which --model DIR does not take."""
     shutil.copytree(folder / "llama", tmp_path / "llama")
     file = tmp_path / "llama" / "model.safetensors"
     weights = load_file(file)
@@ -438,8 +427,7 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
     says = f"{tmp_path / 'llama'} lacks model.layers.1.mlp.up_proj.weight, which this model has; "
     result = quantshard(*line, "--model", tmp_path / "llama")
-    assert result.returncode == 1 and f"{says}the safetensors of --model are not all that its config" in result.stderr
-    assert "is the download complete?" in result.stderr and "--init-from" not in result.stderr
+    assert result.returncode == 1 and says in result.stderr
     other = tmp_path / "other"
     shutil.copytree(folder / "llama", other)
     result = quantshard(*line, "--model", other, "--init-from", tmp_path / "llama")

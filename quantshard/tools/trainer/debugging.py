@@ -65,8 +65,6 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
     is_run = "://" not in source and (location / "config.toml").is_file()
     if is_run:
         run = RunDir(location)
-    elif checkpoints is not None:
-        raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
     elif "://" in source or (location.is_dir() and is_complete(source)):
         owner = run_of_checkpoint(source)
         if owner is None:

@@ -162,11 +162,6 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     ranks go to dp_shard.
     """
     updates = from_mapping(overrides, "resume")
-    if settings.mesh and "dp_replicate" in updates and "mesh" not in updates:
-        raise ConfigurationError(
-            f"dp_replicate = {updates['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
-            "the whole mesh with --mesh"
-        )
     if "mesh" in updates:
         settings = replace(settings, dp_replicate=1)  # the new mesh replaces both
     elif processes and of_mesh(settings) not in (0, processes):
@@ -231,8 +226,6 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
     """Check that a run that generates samples has the tokenizer of its data."""
-    if settings.sample_prompt and not settings.sample_tokens:
-        raise ConfigurationError("sample_prompt is given, but no text is generated; say how long with sample_tokens")
     if not settings.sample_tokens:
         return
     if not settings.tokenizer and not corpus.is_bytes:

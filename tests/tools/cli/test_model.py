@@ -16,7 +16,7 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import cross_entropy
 from quantshard.tools.trainer.data import VOCABULARY
-from quantshard.tools.trainer.models import losses
+from quantshard.tools.trainer.models import layers
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.model import LanguageModel, generate
 from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer, shortfalls
@@ -238,7 +238,7 @@ def test_losses_and_their_gradient_are_those_of_float64(
     logits = (4 * torch.randn(3, 50, 301, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 301, (3, 50), generator=generator)
     with _Float32() as seen:
-        found = losses.token_losses(logits, targets)
+        found = layers.token_losses(logits, targets)
         (found.cross_entropy / 2 + found.z_loss / 10).backward()
     assert dtype == torch.float32 or seen.most <= max(at_once, 301)
     exact = logits.detach().double().requires_grad_()
@@ -251,14 +251,14 @@ def test_losses_and_their_gradient_are_those_of_float64(
     step = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
-        assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy
+        assert layers.token_losses(logits, targets).cross_entropy == found.cross_entropy
 
 
 def test_a_loss_keeps_its_digits_where_all_logits_are_large() -> None:
     """log(Z) less a logit would be off by a rounding of both, 0.008 at 1e5."""
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).round(decimals=2) + 1e5
     targets = torch.arange(64)
-    found = losses.token_losses(logits, targets).cross_entropy.item()
+    found = layers.token_losses(logits, targets).cross_entropy.item()
     assert found == pytest.approx(nn.functional.cross_entropy(logits.double(), targets).item(), rel=1e-6)
 
 
@@ -277,7 +277,7 @@ def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, ro
     monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", at_once)
     targets = torch.tensor([2, 0])[: len(rows)]
     ours, other = (torch.tensor(rows, requires_grad=True) for _ in range(2))
-    loss, expected = losses.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
+    loss, expected = layers.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -295,7 +295,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         leaf = values.clone().requires_grad_()
         logits = leaf * 2
         logits.register_hook(lambda grad: places.append(grad.data_ptr()))
-        found = losses.token_losses(logits, targets, overwrites)
+        found = layers.token_losses(logits, targets, overwrites)
         loss = found.cross_entropy + found.z_loss / 10
         loss.backward(retain_graph=True)
         gradients.append(leaf.grad)
@@ -305,7 +305,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         loss.backward()
     bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        losses.token_losses(bounded, targets, True).cross_entropy.backward()
+        layers.token_losses(bounded, targets, True).cross_entropy.backward()
 
 
 PARTS = {

@@ -165,12 +165,9 @@ def _kind(path: Path, data_format: str) -> str:
 def _length(path: Path) -> int:
     """Return the length of a regular file; follows links."""
     try:
-        str(path).encode("utf-8")
         status = path.stat()
     except FileNotFoundError:
         raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"the name of the data file {path} is not UTF-8; rename it") from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):

@@ -6,7 +6,6 @@ weights or, if the safetensors are in high precision, from the values of the fil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -65,34 +64,11 @@ def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
     if model and model not in SIZES:
         return _of_transformers(model, source, flags, merged) | merged
-    if merged.get("random_weights"):
-        raise ConfigurationError(
-            "random_weights is of a --model DIR that has weights; a model that is built by sizes has random ones "
-            "unless --init-from names others"
-        )
     named = dict(SIZES[model]) if model else {}
     weights = sizes(source) if source else {}
-    for name, size in named.items():
-        if name in weights and weights[name] != size and name not in flags:
-            raise ConfigurationError(
-                f"model = {shown_value(model)} has {name} = {shown_value(size)}, but the model of init_from = "
-                f"{shown_value(source)} has {shown_value(weights[name])}; leave --model out, or name its own weights"
-            )
-    explicit = flags if "model" in flags else weights | merged
-    if "kv_heads" not in explicit and "kv_heads" in named:
-        _check_heads(model, named["kv_heads"], explicit.get("heads"))
     if "model" in flags:
         return {**weights, **file, **named, **flags}
     return named | weights | merged
-
-
-def _check_heads(model: str, kv_heads: int, heads: object) -> None:
-    """Refuse explicit `heads` that the model's default `kv_heads` does not divide."""
-    if isinstance(heads, int) and heads % kv_heads:
-        raise ConfigurationError(
-            f"heads = {heads}, but model = {shown_value(model)} has kv_heads = {kv_heads}, which must divide them; "
-            f"give kv_heads too, such as {math.gcd(heads, kv_heads)}, or 0 for as many as heads"
-        )
 
 
 def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,17 +149,7 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
         try:
             check_safetensors(source, model)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_of_its_own(settings) or _ways_out(settings)}") from None
-
-
-def _of_its_own(settings: TrainSettings) -> str:
-    """Return advice about incomplete weights from `--model DIR`; "" for other sources."""
-    if settings.is_by_sizes or huggingface.weights_beside(settings.model) != settings.init_from:
-        return ""
-    return (
-        f"the safetensors of --model are not all that its {CONFIGURATION} describes: is the download complete? "
-        "(--random-weights begins without them)"
-    )
+            raise CheckpointError(f"{error}; {_ways_out(settings)}") from None
 
 
 def _ways_out(settings: TrainSettings) -> str:

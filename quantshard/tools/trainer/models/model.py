@@ -52,8 +52,7 @@ from quantshard.numerics import distributions
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data import END_OF_DOCUMENT, VOCABULARY
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models.losses import TokenLosses, token_losses
-from quantshard.tools.trainer.models.mixture import MixtureLayer
+from quantshard.tools.trainer.models.layers import MixtureLayer, TokenLosses, token_losses
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec, split
 from quantshard.tools.trainer.settings.recipes import LayerRecipes

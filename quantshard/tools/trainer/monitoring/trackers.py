@@ -7,7 +7,6 @@ TensorBoard folder, where the records of repeated steps are purged.
 from __future__ import annotations
 
 import configparser
-import inspect
 import io
 import json
 import os
@@ -29,7 +28,6 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.schema import shown_value
 
-_WANDB_MODES = ("online", "offline", "disabled", "shared")
 _WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096
 
@@ -54,9 +52,6 @@ def check_trackers(settings: TrainSettings) -> None:
             raise ConfigurationError(
                 f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
             )
-    mode = os.environ.get("WANDB_MODE", "online")
-    if settings.wandb and mode not in _WANDB_MODES:
-        raise ConfigurationError(f"WANDB_MODE = {shown_value(mode)}: choose one of: {', '.join(_WANDB_MODES)}")
 
 
 def check_account(settings: TrainSettings) -> None:
@@ -71,9 +66,6 @@ def check_account(settings: TrainSettings) -> None:
     # optional dependency
     import wandb
 
-    if "prompt" not in inspect.signature(wandb.login).parameters:
-        # older releases can only ask interactively; a missing key then fails at the start of the run
-        return
     try:
         with _no_questions(), redirect_stderr(io.StringIO()):
             has_key = wandb.login(prompt=False, verify=False)
