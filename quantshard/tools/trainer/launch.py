@@ -48,8 +48,6 @@ _SHUTDOWN_SECONDS = 20
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
 """The most ranks to start here: the first number, or the second times the number of cores if that is more."""
 _PARENT_CHECK_SECONDS = 0.2
-_MOST_RANKS = 1 << 20
-_LAUNCHER_ADVICE = "start with torchrun, or unset RANK to have the processes started here"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ON_PURPOSE, _CRASHED, _FOLLOWS = 0, 1, 2
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeout|timed out|nccl|gloo", re.IGNORECASE)
@@ -89,19 +87,11 @@ def process_numbers() -> tuple[int, int, int]:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigurationError(
-            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {_LAUNCHER_ADVICE}"
+            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; start with torchrun, "
+            "or unset RANK to have the processes started here"
         )
-    ranks = _process_number("WORLD_SIZE", 1, _MOST_RANKS)
-    _process_number("MASTER_PORT", 0, 65535)
-    rank = _process_number("RANK", 0, ranks - 1)
-    return rank, ranks, _process_number("LOCAL_RANK", 0, ranks - 1) if "LOCAL_RANK" in os.environ else rank
-
-
-def _process_number(name: str, least: int, most: int) -> int:
-    text = os.environ[name]
-    if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
-        raise ConfigurationError(f"{name} = {text[:80]!r} is not a number from {least} to {most}; {_LAUNCHER_ADVICE}")
-    return int(text)
+    rank = int(os.environ["RANK"])
+    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 
 
 def is_of_torchrun() -> bool:

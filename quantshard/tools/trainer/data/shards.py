@@ -27,6 +27,7 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantshard import foreign
+from quantshard.checkpoints.disk import ownership
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular, regular_size
 from quantshard.read_limits import FILE_BYTES
@@ -225,6 +226,10 @@ class ShardedSource:
         if first is None and not index.documents:
             raise ConfigurationError(f"there is no text in {self.source.path}")
         outputs.make_folder(folder)
+        try:
+            lock = ownership.lock(folder)
+        except TimeoutError:
+            raise ConfigurationError(f"another process writes tokens to {folder}; wait for it") from None
         console = screen.Screen()
         columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -239,6 +244,8 @@ class ShardedSource:
         index = replace(index, complete=True)
         index.write(folder)
         outputs.remove_unfinished(folder)
+        if lock is not None:
+            lock.release()
         return index
 
     def _begun(self, folder: Path) -> ShardIndex:
