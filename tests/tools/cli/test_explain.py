@@ -18,7 +18,7 @@ from quantshard.readable import by_pattern, united_groups
 from quantshard.tools.cli import explain
 from quantshard.tools.cli import models as sources
 from quantshard.tools.observe.table import folded
-from quantshard.tools.trainer.models.losses import token_losses
+from quantshard.tools.trainer.models.layers import token_losses
 from quantshard.tools.trainer.models.model import LanguageModel
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.interop.layouts import models
