@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 from quantshard.tools.trainer.settings.schema import shown_value
@@ -92,7 +92,7 @@ def _check_experts(settings: Any) -> None:
             "token goes to different ones"
         )
     for recipe in LayerRecipes.parse(settings.recipe).recipes.values() if settings.cuda_graphs else ():
-        if recipe.table and backend.block_together(recipe) is None:
+        if recipe.table and hardware.block_together(recipe) is None:
             raise ConfigurationError(
                 f"cuda_graphs = true needs experts that run in one kernel; {recipe.name!r} runs them one at a time"
             )
