@@ -73,6 +73,7 @@ class MasterOptimizer(ParameterOptimizer):
         if store_param_remainders:
             check_remainders(self._name, master_weights, master_weight_dtype)
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
+        check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
         averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
         if capturable:
