@@ -88,10 +88,6 @@ CALLS = {
         {"params": lambda: [("a", nn.Parameter(torch.ones(2, 2)))]},
         "momentum adjust_lr_fn momentum_buffer_dtype preset",
     ),
-    "MasterWeights": (
-        optimizers.MasterWeights, {"optimizer_class": lambda: torch.optim.SGD, "params": named},
-        "optimizer_class",
-    ),
     "muon_groups": (optimizers.muon_groups, {"model": layers, "head": tuple}, "model head adamw"),
     "averaged_weights": (
         lambda **given: optimizers.averaged_weights(**given).__enter__(),
@@ -119,7 +115,7 @@ NONE_MEANS_SOMETHING = set(
 )
 """The default, or nothing."""
 
-CALLED_OTHERWISE = {"in_features", "hidden_size", "optimizer_class", "params", "modules"}
+CALLED_OTHERWISE = {"in_features", "hidden_size", "modules"}
 """By the name of a weight or a group; or there is no other argument."""
 
 
@@ -167,7 +163,7 @@ def test_a_misspelled_name_is_corrected(call, name, meant):
     assert str(caught.value) == f"{call.__name__}() got an unexpected keyword argument {name!r}{hint}"
 
 
-NOT_CORRECTED = {"autocast", "dispatch_tokens", "checkpoint", "MasterWeights", "FusedAdam", "Lion", "Muon"}
+NOT_CORRECTED = {"autocast", "dispatch_tokens", "checkpoint", "FusedAdam", "Lion", "Muon"}
 """Called in compiled functions, which are traced through what is around them; and those that hand arguments on."""
 
 ALSO_CORRECTED = {
