@@ -42,11 +42,10 @@ from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor import components
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.loop import learning_rate
-from quantshard.tools.trainer.models.losses import token_losses
+from quantshard.tools.trainer.models.layers import token_losses
 from quantshard.tools.trainer.models.model import LanguageModel, recipes_of, trained_loss
 from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES
+from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
 
 SMALL = TrainSettings(
     architecture="gpt",

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.muon import MOMENTUM_BUFFER

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.state_storage import ADAMW, MUON
 
@@ -62,7 +61,6 @@ def _check_matrices(number: int, params: Iterable[Any]) -> None:
         )
 
 
-@suggests_names
 def muon_groups(
     model: nn.Module,
     *,
@@ -87,9 +85,6 @@ def muon_groups(
     Raises:
         ConfigurationError: the head cannot be detected, or a name matches nothing.
     """
-    check_arguments("muon_groups", MODULE, model=model)
-    check_arguments("muon_groups", NAMES.or_none, head=head)
-    check_arguments("muon_groups", MAPPING.or_none, adamw=adamw)
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
         raise ConfigurationError(
             f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
@@ -137,7 +132,6 @@ def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        check_arguments("muon_groups", TEXT, head=pattern)
         ids = [id(param) for name, param in named if any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))]
         if not ids:
             raise ConfigurationError(

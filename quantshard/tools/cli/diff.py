@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
 from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
-from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, pattern_groups

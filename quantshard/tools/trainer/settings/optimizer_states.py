@@ -8,8 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.state_storage import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
