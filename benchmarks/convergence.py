@@ -37,8 +37,8 @@ from benchmarks.convergence_peers import PLAIN, TENSORWISE, PlainModel
 from quantshard import recipe as recipes
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.optimizers import FusedAdam
-from quantshard.presets import PRESETS, StateOptions
 from quantshard.recipe import Recipe
+from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor import components
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.loop import learning_rate

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_rate, corpus_hash, name_by_sizes
-from quantshard.presets import PRESETS, StateOptions
+from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.optimizer_states import as_settings

@@ -25,8 +25,7 @@ from functools import cache, cached_property
 import torch
 
 from quantshard import formats
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
 from quantshard.recipe_table import OPERANDS as OPERANDS
 from quantshard.recipe_table import Gemm as Gemm

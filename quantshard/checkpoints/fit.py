@@ -199,8 +199,6 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
     """
     own_names = components.own_settings(optimizer)
     for key, value in theirs.items():
-        if key.startswith(_STATES):
-            _check_count(path, key, value, wanted[key])
         if not key.startswith(_GROUPS):
             continue
         number, name = _group_entry(key)
@@ -210,15 +208,6 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
                 f"{path} is of another optimizer, or damaged: its group {number} says {name} = {shown(value)}, where "
                 f"this optimizer has {shown(live)}; choose another checkpoint, or load the model alone"
             )
-
-
-def _check_count(path: Path_, key: str, saved: Any, own: Any) -> None:
-    """Check that a state that is a number (such as a stock optimizer's step count) is a number in the checkpoint."""
-    if isinstance(own, Tensor) and own.ndim == 0 and not components.can_take(True, saved, own):
-        raise CheckpointError(
-            f"{path} is damaged: {key} is {shown(saved)}, where this optimizer has a number; choose another "
-            "checkpoint, or load the model alone"
-        )
 
 
 def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
@@ -308,7 +297,7 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates:
         if stored_kind != live_kind:
             yield f"{key} is {stored_kind} there and {live_kind} here"
             return
-    yield from islice(_objects_for_tensors(stored, wanted, _STATES, 0 if allocates else 1), 1)
+    yield from islice(_objects_for_tensors(stored, wanted, _STATES), 1)
 
 
 def _described(dtype: torch.dtype, size: torch.Size) -> str:
@@ -336,13 +325,9 @@ def _tensors(
             yield key, entry, wanted[key]
 
 
-def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str, least: int = 0) -> Iterator[str]:
-    """Describe live tensors with at least `least` dims that are not tensors in the checkpoint.
-
-    Earlier versions of PyTorch stored a stock optimizer's step count as a number, which `least=1` accepts.
-    """
+def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Describe live tensors that are not tensors in the checkpoint."""
     for key in sorted(stored.keys() & wanted.keys()):
         value = wanted[key]
         if key.startswith(prefix) and isinstance(value, Tensor) and isinstance(stored[key], BytesStorageMetadata):
-            if value.ndim >= least:
-                yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"
+            yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"

@@ -12,24 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import PATH, check_arguments
-from quantshard.checkpoints import fit, optimizer_states, rank_state, state_conversion
+from quantshard.checkpoints import checksums, fit, optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
-from quantshard.checkpoints.disk import agreement, manifest
-from quantshard.checkpoints.disk.manifest import Manifest
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers
 from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.checkpoints.state_conversion import StateConversion
 from quantshard.checkpoints.tied_weights import check_ties
-from quantshard.checkpoints.untrusted import checksums
-from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.untrusted.metadata import NoMetadataError, read_metadata
-from quantshard.checkpoints.untrusted.reader import DamagedError, MissingError, placeholder, read_into, read_whole
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 
@@ -65,13 +61,12 @@ class LoadRequest:
 class CheckpointContents:
     """The parts of a checkpoint that a rank reads to plan its load.
 
-    `manifest`: None if the checkpoint has no manifest. `tags`: the format tag of each quantized weight. `other_scales`:
+    `tags`: the format tag of each quantized weight. `other_scales`:
     weights with scales that are not powers of two although this model requires such scales; only those that this rank
     read.
     """
 
-    metadata: Metadata
-    manifest: Manifest | None
+    reader: SafeReader
     tags: Mapping[str, str]
     other_scales: Collection[str]
 
@@ -96,8 +91,7 @@ class LoadPlan:
     """
 
     request: LoadRequest
-    metadata: Metadata
-    manifest: Manifest | None
+    reader: SafeReader
     state: dict[str, Any]
     places: Mapping[str, Sequence[str | int]]
     reading: Mapping[str, Any]
@@ -119,31 +113,23 @@ def read_contents(request: LoadRequest) -> CheckpointContents:
     Raises:
         CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
     """
-    check_arguments("load", PATH, path=request.path)  # here, where errors reach all ranks
-    saved_manifest = manifest.read_manifest(request.path)
-    try:
-        metadata = read_metadata(request.path)
-    except CheckpointError as error:
-        kind = MissingError if isinstance(error, NoMetadataError) else DamagedError
-        raise kind(str(error)) from error
-    tags = _tags(request, metadata)
-    return CheckpointContents(metadata, saved_manifest, tags, _other_scales(request, metadata, tags))
+    reader = SafeReader(request.path)
+    tags = _tags(request, reader)
+    return CheckpointContents(reader, tags, _other_scales(request, reader, tags))
 
 
-def _tags(request: LoadRequest, metadata: Metadata) -> dict[str, str]:
+def _tags(request: LoadRequest, reader: SafeReader) -> dict[str, str]:
     """The format of each weight of the model that is quantized in the checkpoint, by name."""
-    entries, tags = metadata.state_dict_metadata, dict[str, Any]()
-    for name in request.model.state_dict():
-        key = f"model.{name}{components.FORMAT_SUFFIX}"
-        if f"model.{name}" in entries and getattr(entries.get(key), "size", None) == _TAG_SIZE:
-            tags[key] = torch.zeros(_TAG_SIZE, dtype=torch.uint8, device="cpu")
-    if tags:
-        read_into(request.path, metadata, tags, no_dist=True)
-    names = {key: key.removeprefix("model.").removesuffix(components.FORMAT_SUFFIX) for key in tags}
-    return {names[key]: components.read_format_tag(tag) for key, tag in tags.items()}
+    names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in request.model.state_dict()}
+    keys = [
+        key
+        for key, name in names.items()
+        if f"model.{name}" in reader.entries and getattr(reader.entries.get(key), "size", None) == _TAG_SIZE
+    ]
+    return {names[key]: components.read_format_tag(tag) for key, tag in reader.read(keys).items()}
 
 
-def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, str]) -> list[str]:
+def _other_scales(request: LoadRequest, reader: SafeReader, tags: Mapping[str, str]) -> list[str]:
     """The weights of the same format whose stored scales are not powers of two, although this model requires that.
 
     Only the values show the difference, so scales must be read. Each rank reads some of them.
@@ -151,7 +137,7 @@ def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, s
     Raises:
         DamagedError: a scale cannot be read.
     """
-    entries = metadata.state_dict_metadata
+    entries = reader.entries
     weight_names = {
         f"model.{name}{suffix}": name
         for name, param in components.named_parameters(request.model).items()
@@ -160,8 +146,9 @@ def _other_scales(request: LoadRequest, metadata: Metadata, tags: Mapping[str, s
     }
     float32 = sorted(key for key in weight_names if key in entries and _dtype(entries[key]) == torch.float32)
     local_keys = float32[agreement.rank() :: agreement.rank_count()]
-    scales = read_whole(request.path, metadata, local_keys)
-    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+    return [
+        weight_names[key] for key, scale in reader.read(local_keys).items() if not numerics.are_powers_of_two(scale)
+    ]
 
 
 def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
@@ -181,10 +168,10 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
             entry cannot be read.
     """
     plan = _planned_entries(request, contents)
-    if request.verify and contents.manifest is not None:
-        checksums.check_share(request.path, contents.manifest, _files(request, contents.metadata))
+    if request.verify and contents.reader.manifest is not None:
+        checksums.check_share(request.path, contents.reader.manifest, _files(request, contents.reader))
     groups = [] if request.optimizer is None else request.optimizer.param_groups
-    check_ties(request.path, contents.metadata, request.model, (param for group in groups for param in group["params"]))
+    check_ties(contents.reader, request.model, (param for group in groups for param in group["params"]))
     if request.optimizer is not None:
         plan = _with_settings(plan, request.optimizer)
     return _with_rank_states(plan) if request.objects else plan
@@ -193,14 +180,14 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
 def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     """Plan the entries to read and to convert. The checks here need only metadata, not the entries' data."""
     path, model, optimizer = request.path, request.model, request.optimizer
-    all_entries = contents.metadata.state_dict_metadata
+    all_entries = contents.reader.entries
     state, numbers = {"model": model.state_dict()}, request.numbers
     if optimizer is not None:
         fit.check_members("load", model, optimizer)
         state["optimizer"] = optimizer_states.to_load(optimizer, all_entries, numbers)
     conversions = _conversions(request, contents, state["model"])
-    convertible = state_conversion.state_conversions(contents.metadata, model, optimizer)
-    states = [change for change in convertible if request.requantize or change.is_earlier]
+    convertible = state_conversion.state_conversions(contents.reader, model, optimizer)
+    states = convertible if request.requantize else []
     targets, places = private_torch.flatten_state_dict(state)
     other_ranks_keys = fit.elsewhere(all_entries, model, numbers)
     stored_entries = {
@@ -222,14 +209,19 @@ def _planned_entries(request: LoadRequest, contents: CheckpointContents) -> Load
     if optimizer is not None:
         fit.check_optimizer(path, stored_entries, targets, optimizer, can_convert=len(convertible) > len(states))
     extra = {
-        key.removeprefix(f"{EXTRA}."): placeholder(entry)
+        key.removeprefix(f"{EXTRA}."): _placeholder(entry)
         for key, entry in all_entries.items()
         if key.startswith(f"{EXTRA}.")
     }
     ignored |= stored_entries.keys() - targets.keys()
-    return LoadPlan(
-        request, contents.metadata, contents.manifest, state, places, targets, extra, conversions, states, ignored
-    )
+    return LoadPlan(request, contents.reader, state, places, targets, extra, conversions, states, ignored)
+
+
+def _placeholder(entry: STORAGE_TYPES) -> Tensor | None:
+    """The target to read a whole entry into: an empty CPU tensor, or None for an object."""
+    if isinstance(entry, TensorStorageMetadata):
+        return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+    return None
 
 
 def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
@@ -240,7 +232,7 @@ def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, T
     }
     for name in sorted({*contents.tags, *live_formats}, key=lambda name: name + suffix):
         # a weight on one side only belongs to another model, which `fit.check_model` reports
-        if f"model.{name}" in contents.metadata.state_dict_metadata and name in own:
+        if f"model.{name}" in contents.reader.entries and name in own:
             formats[name] = contents.tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
     params = components.named_parameters(model)
     for name in contents.other_scales:
@@ -268,17 +260,17 @@ def _conversions(
                 )
         return []
     try:
-        return requantization.changes(contents.metadata, request.model, request.optimizer, formats, request.lossy)
+        return requantization.changes(contents.reader, request.model, request.optimizer, formats, request.lossy)
     except CheckpointError as error:
         raise CheckpointError(f"{request.path}: {error}") from None
 
 
-def _files(request: LoadRequest, metadata: Metadata) -> set[str]:
+def _files(request: LoadRequest, reader: SafeReader) -> set[str]:
     """The files that any rank will read, the same on all ranks; all files if weights can be requantized."""
     roots = ("model.", f"{EXTRA}.") if request.optimizer is None else ("model.", f"{EXTRA}.", "optimizer.")
     return {
         info.relative_path
-        for index, info in metadata.storage_data.items()
+        for index, info in reader.metadata.storage_data.items()
         if request.requantize or index.fqn.startswith(roots)
     }
 
@@ -289,8 +281,8 @@ def _with_settings(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> LoadPlan
     Raises:
         CheckpointError: an entry does not fit, or belongs to other parameters; a DamagedError if it cannot be read.
     """
-    path, entries = plan.request.path, plan.metadata.state_dict_metadata
-    objects = read_whole(path, plan.metadata, [key for key in plan.reading if fit.is_object(key, entries)])
+    path, entries = plan.request.path, plan.reader.entries
+    objects = plan.reader.read(key for key in plan.reading if fit.is_object(key, entries))
     parameter_keys = fit.parameter_entries(objects)
     numbers = plan.request.numbers
     fit.check_groups(path, objects, optimizer.param_groups if numbers is None else numbers.groups)
@@ -306,10 +298,10 @@ def _with_settings(plan: LoadPlan, optimizer: torch.optim.Optimizer) -> LoadPlan
 
 def _with_rank_states(plan: LoadPlan) -> LoadPlan:
     """Add the states of this rank's objects to a plan."""
-    path, objects, entries = plan.request.path, plan.request.objects, plan.metadata.state_dict_metadata
+    path, objects, entries = plan.request.path, plan.request.objects, plan.reader.entries
     keys = rank_state.wanted_keys(entries)
     for key in keys:
         if not isinstance(entries[key], TensorStorageMetadata):
             raise CheckpointError(f"{path} is damaged: {key} is no tensor there; choose another checkpoint")
-    states, unloaded = rank_state.to_load(objects, read_whole(path, plan.metadata, keys), rank_state.writers(entries))
+    states, unloaded = rank_state.to_load(objects, plan.reader.read(keys), rank_state.writers(entries))
     return replace(plan, rank_states=states, left=unloaded)

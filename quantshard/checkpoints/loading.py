@@ -13,24 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_kinds, suggests_names
-from quantshard.checkpoints import optimizer_states, rank_state, state_conversion
+from quantshard.checkpoints import checksums, optimizer_states, rank_state, state_conversion
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
 from quantshard.checkpoints.parameter_numbers import check_alike
-from quantshard.checkpoints.partial_load import loading
 from quantshard.checkpoints.requantize import ParameterConversion, RequantizedWarning
-from quantshard.checkpoints.untrusted import checksums
-from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.untrusted.reader import read_into
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
 
 
-@suggests_names
 def load(
     path: Path_,
     model: nn.Module,
@@ -53,18 +48,16 @@ def load(
             A checkpoint without a manifest is loaded with a NoManifestWarning.
 
     Returns:
-        The saved `extra` entries. An entry that needs code to be read (saved by an earlier version or another library)
-        is left out, with a warning that names it.
+        The saved `extra` entries.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, damaged, or of another model, recipe or optimizer; the same on
-            every rank. After a failure of a write (no manifest, a failing disk), the model and the optimizer refuse to
-            run, step and be saved until a load succeeds. After any other failure they are unchanged.
+            every rank. The model and the optimizer are unchanged, unless the message says that the model is partly
+            loaded (no manifest, a failing disk).
         ConfigurationError: a shard of a parameter is not at the offset where PyTorch would load it, or the optimizer's
             parameters are not the model's.
         UnsupportedOperationError: see `save`.
     """
-    check_kinds("load", model=(MODULE, model), optimizer=(OPTIMIZER.or_none, optimizer))
     return load_checkpoint(LoadRequest(path, model, optimizer, requantize, lossy, verify)).extra
 
 
@@ -88,17 +81,12 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         CheckpointError, ConfigurationError, UnsupportedOperationError: see `load`.
     """
     path = request.path
-    with loading(f"the load of {path}", request.model, request.optimizer) as guard:
-        components.check_offsets(request.model.named_parameters())
-        plan = _agreed_plan(request)
-        if plan.manifest is None:
-            checksums.warn_of_none(path, plan.metadata)
-        guard.writes = True
-        extra, left_out, rounded = _apply(plan)
-    if left_out and agreement.rank() == 0:
-        warn_user(f"{path} is loaded without entries of `extra`: {'; '.join(left_out.values())}")
-    if rounded:
-        warn_user(f"{path}: {state_conversion.rounding_notice(rounded)}", RequantizedWarning)
+    components.check_offsets(request.model.named_parameters())
+    plan = _agreed_plan(request)
+    if plan.reader.manifest is None:
+        checksums.warn_of_none(plan.reader)
+    with agreement.writing_into("the model"):
+        extra = _apply(plan)
     notices = [*requantization.conversion_notices(plan.conversions), *state_conversion.conversion_notices(plan.states)]
     requantized = f"{path}: {'; '.join(notices)}" if notices else ""
     if requantized:
@@ -118,7 +106,9 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
         numbers = request.numbers
         return plan_load(request, contents or read_contents(request)), None if numbers is None else numbers.digest
 
-    (plan, _), summaries = agreement.exchange_results(own, lambda result: (result[0].manifest is not None, result[1]))
+    (plan, _), summaries = agreement.exchange_results(
+        own, lambda result: (result[0].reader.manifest is not None, result[1])
+    )
     check_alike([digest for _, digest in summaries], request.optimizer)
     have_manifest = [has for has, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
@@ -148,27 +138,21 @@ def _shared_contents(request: LoadRequest) -> CheckpointContents:
     return replace(contents, other_scales=[name for names in names_by_rank for name in names])
 
 
-def _apply(plan: LoadPlan) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Carry out a plan. A collective call.
-
-    Returns:
-        The caller's entries; a message for each entry that was left out, by key; and the keys that `write_states`
-        rounded.
-    """
-    path = plan.request.path
-    reading = {**plan.reading, EXTRA: dict(plan.extra)}
+def _apply(plan: LoadPlan) -> dict[str, Any]:
+    """Carry out a plan, and return the caller's entries. A collective call."""
+    reading = {**plan.reading, **{f"{EXTRA}.{key}": value for key, value in plan.extra.items()}}
     # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
     # requantized weights does the same, and checks its values on all ranks before it writes weights.
-    left_out = read_into(path, plan.metadata, reading)
-    extra = {key: value for key, value in reading.pop(EXTRA).items() if f"{EXTRA}.{key}" not in left_out}
+    plan.reader.read_into(reading)
+    extra = {key: reading.pop(f"{EXTRA}.{key}") for key in plan.extra}
     objects = {key: value for key, value in reading.items() if value is not plan.reading[key]}  # tensors: in place
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state, plan.places[key], value)
-    masters = list(requantization.write_weights(path, plan.metadata, plan.conversions))
-    rounded = state_conversion.write_states(path, plan.metadata, plan.states, plan.request.optimizer)
+    masters = list(requantization.write_weights(plan.reader, plan.conversions))
+    state_conversion.write_states(plan.reader, plan.states, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
-    return extra, left_out, rounded
+    return extra
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:

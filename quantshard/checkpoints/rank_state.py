@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import why
-from quantshard.checkpoints.untrusted import entries as entries_
-from quantshard.checkpoints.untrusted.reader import decoded
+from quantshard.checkpoints.safe_read import checked_entry, decoded
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS = "ranks"
@@ -138,5 +137,5 @@ def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _packed(name: str, state: Any) -> Tensor:
-    content, _ = entries_.checked_entry(f"the state of {name!r}", state)
+    content, _ = checked_entry(f"the state of {name!r}", state)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

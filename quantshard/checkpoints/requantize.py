@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
-from quantshard.checkpoints.untrusted.reader import Path_, read_into
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec, format_of_tag
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -77,7 +77,7 @@ class ParameterConversion:
 
 
 def changes(
-    metadata: Metadata,
+    reader: SafeReader,
     model: nn.Module,
     optimizer: Optimizer | None,
     formats: Mapping[str, tuple[str, str]],
@@ -92,7 +92,7 @@ def changes(
         CheckpointError: `lossy` is false, and a weight has no master in the checkpoint, or no optimizer was given; or
             masters of another kind must be set, and the optimizer has no `seed_master` (FusedAdam has one).
     """
-    entries, numbers = metadata.state_dict_metadata, _numbers(model, optimizer)
+    entries, numbers = reader.entries, _numbers(model, optimizer)
     conversions, unconvertible = [], []
     seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
@@ -197,19 +197,17 @@ def begin_histories(model: nn.Module, ignored: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def write_weights(
-    path: Path_, metadata: Metadata, found: list[ParameterConversion]
-) -> Iterator[tuple[ParameterConversion, Tensor]]:
+def write_weights(reader: SafeReader, found: list[ParameterConversion]) -> Iterator[tuple[ParameterConversion, Tensor]]:
     """Read the values of the converted parameters in batches, and quantize them. Yields the values of new masters.
 
     A collective call of every rank, which must exhaust the iterator.
     """
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
-        value_readers = [_reading(change, metadata.state_dict_metadata, tensors) for change in batch]
-        read_into(path, metadata, dict(tensors))
-        values = [reader() for reader in value_readers]
-        agreement.run_on_all_ranks(partial(_check_finite, path, batch, values))
+        value_readers = [_reading(change, reader.entries, tensors) for change in batch]
+        reader.read_into(dict(tensors))
+        values = [compute() for compute in value_readers]
+        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
         updates = []
         for change, value in zip(batch, values, strict=True):
             if not change.requantizes:
@@ -223,7 +221,7 @@ def write_weights(
         yield from ((c, value) for c, value in zip(batch, values, strict=True) if c.sets_master)
 
 
-def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Tensor]) -> None:
+def _check_finite(path: object, batch: list[ParameterConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
         local = components.quantized_local(change.param)
         problem = (
@@ -233,8 +231,7 @@ def _check_finite(path: Path_, batch: list[ParameterConversion], values: list[Te
         )
         if problem:
             raise CheckpointError(
-                f"{path}: {change.name} by {_told(change.source)}: {problem}; codes saturate, which would hide it. The "
-                "model is loaded in part: load another checkpoint"
+                f"{path}: {change.name} by {_told(change.source)}: {problem}; codes saturate, which would hide it"
             )
 
 

@@ -14,20 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
 from quantshard.checkpoints.requantize import batches, stored_values
-from quantshard.checkpoints.untrusted.reader import Path_, read_into
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import (
-    FP8_NONNEGATIVE_STATE,
-    FP8_STATE,
+from quantshard.state_storage import (
     STATE_SCALE_SUFFIXES,
     scaled_state,
     stored_state_cell,
@@ -49,24 +46,16 @@ class StateConversion:
     own: tuple[torch.dtype, QuantSpec | None]
 
     @property
-    def is_earlier(self) -> bool:
-        """Whether this is an 8-bit second moment written before 2026-11-28.
-
-        Its values are representable here, except under scales that are not powers of two (written before 2026-11-22).
-        """
-        return (self.saved[1], self.own[1]) == (FP8_STATE, FP8_NONNEGATIVE_STATE)
-
-    @property
     def keys(self) -> list[str]:
         """The keys that the state can have in the checkpoint or in this optimizer."""
         return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
 
 
-def state_conversions(metadata: Metadata, model: nn.Module, optimizer: Optimizer | None) -> list[StateConversion]:
+def state_conversions(reader: SafeReader, model: nn.Module, optimizer: Optimizer | None) -> list[StateConversion]:
     """The states of a quantshard optimizer that the checkpoint has in another dtype. The same on every rank."""
     if optimizer is None or not hasattr(optimizer, "set_scaled_state"):
         return []
-    entries, conversions = metadata.state_dict_metadata, []
+    entries, conversions = reader.entries, []
     numbers = numbers_of(optimizer, ParameterNumbers.of(model, optimizer))
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -95,54 +84,36 @@ def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
     return cell is not None or dtype in (torch.float32, torch.bfloat16)
 
 
-def write_states(path: Path_, metadata: Metadata, found: list[StateConversion], optimizer: Any) -> list[str]:
+def write_states(reader: SafeReader, found: list[StateConversion], optimizer: Any) -> None:
     """Read the states and write their values into the optimizer, in batches. A collective call.
-
-    Returns:
-        The keys of the `is_earlier` states that were rounded on any rank.
 
     Raises:
         CheckpointError: a value is infinite or NaN, which would spoil all values under the same scale.
     """
-    rounded = []
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
         value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
-        read_into(path, metadata, dict(tensors))
-        values = [reader() for reader in value_readers]
-        agreement.run_on_all_ranks(partial(_check_finite, path, batch, values))
+        reader.read_into(dict(tensors))
+        values = [compute() for compute in value_readers]
+        agreement.run_on_all_ranks(partial(_check_finite, reader.path, batch, values))
         for change, value in zip(batch, values, strict=True):
             optimizer.set_scaled_state(change.param, change.role, value)
-            written = private_torch.local_tensor(optimizer.get_unscaled_state(change.param, change.role))
-            if change.is_earlier and not torch.equal(written, value):
-                rounded.append(change.key)
-    earlier_keys = [change.key for change in found if change.is_earlier]  # same on every rank
-    rounded_keys = {key for keys in agreement.all_gather_object(rounded) for key in keys} if earlier_keys else set()
-    return [key for key in earlier_keys if key in rounded_keys]
 
 
-def _check_finite(path: Path_, batch: list[StateConversion], values: list[Tensor]) -> None:
+def _check_finite(path: object, batch: list[StateConversion], values: list[Tensor]) -> None:
     for change, value in zip(batch, values, strict=True):
         if count := int(value.isfinite().logical_not().sum()):
             raise CheckpointError(
                 f"{path}: {count} values of {change.key} are infinite or NaN, and rounded to another dtype they would "
-                "spoil those that share a scale with them. The model is loaded in part: load another checkpoint"
+                "spoil those that share a scale with them"
             )
 
 
 def conversion_notices(found: list[StateConversion]) -> list[str]:
-    """Sentences about the converted states: counts, names and dtypes. States of earlier versions are not counted."""
-    counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in found if not c.is_earlier)
+    """Sentences about the converted states: counts, names and dtypes."""
+    counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in found)
     lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
     return [f"states are kept in other dtypes here: {lines}"] if lines else []
-
-
-def rounding_notice(rounded: list[str]) -> str:
-    """The warning about 8-bit states of earlier versions that were rounded, given their keys."""
-    return (
-        f"{len(rounded)} states of 8 bits (first: {rounded[0]}) were written before 2026-11-22, under scales that are "
-        "no powers of two, and are rounded, by a sixteenth at most"
-    )
 
 
 def _named(kind: tuple[torch.dtype, QuantSpec | None]) -> str:

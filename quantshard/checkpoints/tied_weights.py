@@ -6,11 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.untrusted.reader import read_whole
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS
 
@@ -18,7 +16,7 @@ _SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.c
 """Key suffixes of the entries that determine a weight's values."""
 
 
-def check_ties(path: Path_, metadata: Metadata, model: nn.Module, stepped: Iterable[Tensor] = ()) -> None:
+def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor] = ()) -> None:
     """Compare the entries of tied weights bit for bit.
 
     Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
@@ -31,11 +29,11 @@ def check_ties(path: Path_, metadata: Metadata, model: nn.Module, stepped: Itera
     stepped_ids = {id(param) for param in stepped}
     pairs = [(first, alias) for param, first, alias in tied_pairs(model) if id(param) not in stepped_ids]
     for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
-        entries, alias_entries = (_entries(path, metadata, name) for name in (first, alias))
+        entries, alias_entries = (_entries(reader, name) for name in (first, alias))
         if entries and alias_entries and not _alike(entries, alias_entries):
             raise CheckpointError(
-                f"{path} has other values for {alias} than for {first}, which are one tied weight in this model, so "
-                "one of the two would be lost; load it into a model where they are not tied"
+                f"{reader.path} has other values for {alias} than for {first}, one tied weight in this model; "
+                "load it into a model where they are not tied"
             )
 
 
@@ -46,11 +44,10 @@ def tied_pairs(model: nn.Module) -> list[tuple[nn.Parameter, str, str]]:
     return [(param, first[param], name) for name, param in named if first.setdefault(param, name) != name]
 
 
-def _entries(path: Path_, metadata: Metadata, name: str) -> dict[str, Tensor]:
+def _entries(reader: SafeReader, name: str) -> dict[str, Tensor]:
     """The checkpoint's entries that determine a weight's values, by key suffix."""
     keys = {f"model.{name}{suffix}": suffix for suffix in _SUFFIXES}
-    values = read_whole(path, metadata, [key for key in keys if key in metadata.state_dict_metadata])
-    return {keys[key]: value for key, value in values.items()}
+    return {keys[key]: value for key, value in reader.read(keys.keys() & reader.entries.keys()).items()}
 
 
 def _alike(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX, has_master
+from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers import guards
 from quantshard.tensor import components
 
@@ -65,7 +65,6 @@ def load_optimizer_state(
     if any(map(_is_matched_by_name, groups)):
         _check_frozen(entries, names)
     loads = [(names[param], live, loaded) for param, live, loaded in entries]
-    _check_dtypes([(param, *load) for (param, *_), load in zip(entries, loads, strict=True)])
     for name, live, loaded in loads:
         _check_states(name, live, loaded, options)
     changed = False
@@ -140,46 +139,6 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
                 f"parameter {index} of the optimizer state is {theirs!r}, of this optimizer {ours!r}; pass the same "
                 "parameters in the same order"
             )
-
-
-def _check_dtypes(loads: Sequence[tuple[Tensor, str, Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Detect a model of another dtype, as opposed to an optimizer with other options.
-
-    In that case masters of quantized weights match, but plain parameters have a master in only one of the live and the
-    loaded state.
-
-    Args:
-        loads: parameters with their names, live states and loaded states.
-
-    Raises:
-        CheckpointError: names the first such parameter.
-    """
-    mismatches, is_same = [], False
-    for param, name, live, loaded in loads:
-        is_quantized, keys = components.quantized_local(param) is not None, live.keys() ^ loaded.keys()
-        if keys and (is_quantized or keys not in ({MASTER}, {MASTER + REMAINDER_SUFFIX})):
-            return
-        if keys:
-            mismatches.append((name, param.dtype, has_master(live)))
-        elif is_quantized and (masters := [key for key in live if str(key).startswith(MASTER)]):
-            if any(_described(live[key]) != _described(loaded[key]) for key in masters):
-                return  # master_weight_dtype differs, which explains all other differences
-            is_same = True
-    if not (is_same and mismatches):
-        return
-    name, dtype, has_one = mismatches[0]
-    more = f" and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
-    dtype_name = str(dtype).removeprefix("torch.")
-    why = (
-        f"{dtype_name} here, with a master, and the optimizer state has none of it, so it was float32 when it was saved"
-        if has_one
-        else f"{dtype_name} here, which needs no master, and the optimizer state has one, so it had 16 bits when it "
-        "was saved"
-    )
-    raise CheckpointError(
-        f"{name}{more}: {why}; the masters of quantized weights are as they were, so give the model the dtype of then, "
-        "as the same precision= of a trainer does, before the optimizer is built"
-    )
 
 
 def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from tests.distributed.models import bits, set_gradients
 from tests.distributed.pool import run_ranks
 

@@ -103,7 +103,7 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
     assert not (run / "checkpoints").exists() and Manager(place, read_only=True).steps() == [2, 3]
     assert json.loads((folder / "of-run.json").read_text()) == {"run": str(run)}
     if kind == "url":  # as a kill leaves it between metadata and manifest
-        (folder / "step-000003" / "manifest.json").unlink()
+        (folder / "step-000003" / "manifest.json").write_bytes(b"")
     else:
         (folder / "step-000003" / ".metadata").unlink()
     assert quantshard("status", run, "--checkpoints", place).returncode == NOT_DONE
@@ -130,4 +130,4 @@ def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(Shelf, "fails_at", ("read",))
             told = quantshard("status", other, "--checkpoints", moved)
-            one_line(told, f"{moved} cannot be read .403: you may not read.")
+            one_line(told, f"{moved} cannot be looked at .403: you may not read.; see that it")

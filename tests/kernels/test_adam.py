@@ -27,7 +27,7 @@ from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import state_cell
+from quantshard.state_storage import state_cell
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage

@@ -287,7 +287,7 @@ def hooked(how: str) -> nn.Module:
 
 WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "a typo": (
-        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) none of the 7 linear layers.*did you mean 'down'",
+        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*did you mean 'down'",
     ),
     "another number": (
         {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*the first is 'blocks\.0\.up'",

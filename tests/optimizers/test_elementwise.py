@@ -7,7 +7,7 @@ from torch import nn
 from quantshard import Linear, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import ElementwiseOptimizer, StateSpec
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from tests.distributed.models import bits, set_gradients
 from tests.tensor.test_tensor import random
 

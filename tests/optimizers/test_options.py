@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import quantshard as qs
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
@@ -107,30 +106,6 @@ def test_a_state_of_another_configuration_names_the_option(option):
         after = optimizer.state_dict()
         for index, entries in before["state"].items():
             assert all(same(t, after["state"][index][key]) for key, t in entries.items())
-
-
-def linear_of(dtype, chosen="*", **options):
-    model = nn.Sequential(*[nn.Linear(32, 32, bias=each == 0, dtype=dtype) for each in range(2)])
-    model.append(nn.LayerNorm(32, dtype=dtype))
-    qs.convert(model, "mxfp8", filter=chosen)
-    return FusedAdam(model.named_parameters(), **options)
-
-
-def test_a_model_of_another_dtype_is_told_from_another_option():
-    """Masters of quantized weights are as they were; those of the other three parameters are not. And from a weight
-    that was not quantized."""
-    for saved, own, words in (
-        (torch.float32, torch.bfloat16, "0.bias and 2 more: bfloat16 here, with a master, .* it was float32 when"),
-        (torch.bfloat16, torch.float32, "0.bias and 2 more: float32 here, which needs no master, .* it had 16 bits"),
-    ):
-        with pytest.raises(CheckpointError, match=words) as caught:
-            linear_of(own).load_state_dict(linear_of(saved).state_dict())
-        assert "that it was saved with" not in str(caught.value)
-    for options in ({"master_weight_dtype": torch.bfloat16}, {"master_weights": False}):
-        with pytest.raises(CheckpointError, match="that it was saved with"):
-            linear_of(torch.bfloat16).load_state_dict(linear_of(torch.bfloat16, **options).state_dict())
-    with pytest.raises(CheckpointError, match=r"1\.weight: .* that it was saved with"):
-        linear_of(torch.float32).load_state_dict(linear_of(torch.float32, chosen="0").state_dict())
 
 
 @pytest.mark.parametrize("masters", MASTERS)

@@ -10,8 +10,8 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import StateSpec
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
-from quantshard.presets import OPTION_NAMES, PRESETS, STATE_ARGUMENTS, StateOptions, chosen_options, preset_of
 from quantshard.recipe import resolve
+from quantshard.state_storage import OPTION_NAMES, PRESETS, STATE_ARGUMENTS, StateOptions, chosen_options, preset_of
 from tests.optimizers.test_states import build, set_grads, values
 from tests.tensor.test_tensor import RECIPES, same
 

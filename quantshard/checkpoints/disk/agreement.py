@@ -88,6 +88,15 @@ def from_rank0(find: Callable[[], T]) -> T:
     return result
 
 
+@contextmanager
+def writing_into(what: str) -> Iterator[None]:
+    """Add to errors of the block that `what` is partly loaded."""
+    try:
+        yield
+    except QuantshardError as error:
+        raise type(error)(f"{error}; {what} is partly loaded: load again, or build it again") from error
+
+
 def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
     """Raise the first of the errors of all ranks, by rank, after a prefix."""
     for number, message in enumerate(errors):

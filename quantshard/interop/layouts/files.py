@@ -24,7 +24,7 @@ from torch import Tensor
 from quantshard import foreign
 from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import is_inside, why
-from quantshard.checkpoints.untrusted.entries import is_shape
+from quantshard.checkpoints.metadata import is_shape
 from quantshard.errors import CheckpointError
 from quantshard.read_limits import FILE_BYTES
 
@@ -151,7 +151,7 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, too long or not a JSON object.
     """
-    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError, wide=True)
+    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
 
 
 class SafetensorsFiles:

@@ -7,7 +7,7 @@ import Triton.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,28 +72,21 @@ def table_of(rows: Sequence[SettingsRow], seed: int | None) -> list[int]:
 
     Two float32 columns share an int64. Values that are tensors are filled in on the device.
     """
-    steps = [0 if isinstance(row.step, Tensor) else int(row.step) for row in rows]
-    decays = [decay for row in rows for decay in (*row.betas, row.ema_decay)]
-    floats = [value for row in rows for value in _floats(row)]
+    table: list[int] = []
+    decays: list[float] = []
+    floats: list[float] = []
+    for row in rows:
+        columns, step = dict(row.columns), 0
+        if not isinstance(row.step, Tensor):
+            assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
+            step = row.step
+            columns |= {"lr": float(row.lr), "kept": float(row.kept)}
+            columns["share"] = float(averages.share(row.ema_decay, step)) if row.ema_decay else 0.0
+        table += [seed or 0, step]
+        decays += [*row.betas, row.ema_decay]
+        floats += [columns.get(name, 0.0) for name in SETTINGS]
     floats += [0.0] * (len(floats) % 2)
-    return [
-        *(value for step in steps for value in (seed or 0, step)),
-        *_as_int64("d", decays),
-        *(int(row.corrects) for row in rows),
-        *_as_int64("f", floats),
-    ]
-
-
-def _floats(row: SettingsRow) -> Iterable[float]:
-    columns = dict(row.columns)
-    if not isinstance(row.step, Tensor):
-        assert not isinstance(row.lr, Tensor) and not isinstance(row.kept, Tensor)
-        columns |= {
-            "lr": float(row.lr),
-            "kept": float(row.kept),
-            "share": float(averages.share(row.ema_decay, row.step)),
-        }
-    return (columns.get(name, 0.0) for name in SETTINGS)
+    return [*table, *_as_int64("d", decays), *[int(row.corrects) for row in rows], *_as_int64("f", floats)]
 
 
 def _as_int64(kind: str, values: Sequence[float]) -> tuple[int, ...]:

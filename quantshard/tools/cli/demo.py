@@ -140,7 +140,7 @@ def _prepare(out: Path, settings: Mapping[str, Any]) -> None:
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         if out.is_symlink() or not (out / MARK).is_file():
             raise ConfigurationError(f"{out} exists and is not of an earlier demo; name another folder with --out")
-        outputs.check_folder(out, (MARK,))
+        outputs.check_no_links(out, (MARK,))
         say(f"(removing the earlier demo in {out})")
         shutil.rmtree(out)
     outputs.make_folder(out)
@@ -398,7 +398,7 @@ class DemoRun:
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a quantshard command in its own process group, which is killed at the end of the block."""
-    with outputs.create_file(log, within=log.parent) as output:
+    with open(log, "xb") as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -12,11 +12,10 @@ import typer
 from torch import nn
 
 from quantshard import limits, recipe
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm import hardware
 from quantshard.numerics.muon import MOMENTUM_BUFFER
-from quantshard.presets import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
+from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.tools import observe, planning
 from quantshard.tools.cli import models
 from quantshard.tools.cli.models import ModelSource

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantshard.argument_kinds import nearest
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, nearest
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, restarts, worker

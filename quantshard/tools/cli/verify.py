@@ -48,7 +48,6 @@ def verify(
 def verification_lines(found: Verification) -> list[str]:
     """Format a verification as lines of text."""
     lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
-    lines += [f"note: {' '.join(line.split())}; a load leaves this entry out" for line in found.notes]
     if not found.checksums and found.tensors:
         lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
     if not found.tensors and not found.others:  # there is no readable checkpoint

@@ -23,13 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import recipe as recipes
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
 from quantshard.gemm import hardware
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
-from quantshard.state_cells import scaled_state
+from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
@@ -44,7 +43,6 @@ _FEW = 4
 """Number of parameters that a warning names."""
 
 
-@suggests_names
 def explain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -66,8 +64,6 @@ def explain(
     Raises:
         FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
     """
-    check_arguments("explain", MODULE, model=model)
-    check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)

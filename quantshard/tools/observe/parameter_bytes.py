@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from quantshard.numerics.states import AVERAGE, MASTER
-from quantshard.presets import preset_of
+from quantshard.state_storage import preset_of
 
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "FP8"}
 """Dtypes of optimizer states as `Row` spells them."""

@@ -18,24 +18,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import sharding
-from quantshard.argument_kinds import (
-    MAPPING,
-    MODULE,
-    WHOLE_NUMBER,
-    check_arguments,
-    meant,
-    shown_argument,
-    suggests_names,
-)
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.numerics.adam import NONNEGATIVE
 from quantshard.numerics.states import AVERAGE, MASTER
 from quantshard.optimizers.matrix_groups import ALGORITHM, muon_groups
-from quantshard.optimizers.state import check_dtype, needs_master, splits, stored_dtype
-from quantshard.presets import ADAMW, ALGORITHMS, MUON, UNUSED_OPTIONS, StateOptions, check_remainders, chosen_options
 from quantshard.sharding import Shard
-from quantshard.state_cells import state_cell
+from quantshard.state_storage import (
+    ADAMW,
+    ALGORITHMS,
+    MUON,
+    UNUSED_OPTIONS,
+    StateOptions,
+    check_dtype,
+    check_remainders,
+    chosen_options,
+    needs_master,
+    splits,
+    state_cell,
+    stored_dtype,
+)
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
@@ -53,7 +55,6 @@ _ALONE = "alone"
 """Name of the single axis that represents an empty mesh."""
 
 
-@suggests_names
 def plan(
     model: nn.Module,
     mesh: Mapping[str, int],
@@ -107,16 +108,7 @@ def plan(
     Raises:
         ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
-    check_arguments("plan", MODULE, model=model)
-    check_arguments("plan", MAPPING.or_none, tensor_parallel=tensor_parallel)
-    check_arguments("plan", WHOLE_NUMBER, rank=rank)
-    if not isinstance(mesh, Mapping) or not all(isinstance(size, WHOLE_NUMBER.types) for size in mesh.values()):
-        raise ConfigurationError(f"plan(mesh={mesh!r}): give sizes by the names of axes, such as {{'dp_shard': 4}}")
-    if not isinstance(layers, Iterable):
-        raise ConfigurationError(f"plan(layers={type(layers).__name__}): give a list of the modules")
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
-    for layer in layers:
-        check_arguments("plan", MODULE, layers=layer)
     cut_by_tp, layer_of = (
         dict(tensor_parallel or {}),
         {id(module): layer for layer in layers for module in layer.modules()},
@@ -181,7 +173,7 @@ def _check_optimizer(optimizer: str, given: Mapping[str, Any]) -> None:
     """Refuse an unknown optimizer, and options for states that the optimizer does not have."""
     if optimizer not in ALGORITHMS:
         raise ConfigurationError(
-            f"plan(optimizer={shown_argument(optimizer)}): {meant(optimizer, ALGORITHMS)}there are "
+            f"plan(optimizer={optimizer!r}): {meant(optimizer, ALGORITHMS)}there are "
             f"{', '.join(ALGORITHMS)}; a live one of any class is described by explain(model, optimizer)"
         )
     for name in UNUSED_OPTIONS[optimizer]:

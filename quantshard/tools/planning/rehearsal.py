@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantshard import kernels, private_torch
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.kernels import tables, workspace
@@ -93,9 +92,6 @@ class TrainingStep:
         recomputed = ", layers recomputed" if self.checkpoint_activations else ""
         gpu = "compute capability {}.{}".format(*self.capability)
         return f"{parts}{self.batch} x {self.seq_length} tokens{recomputed} on {gpu}"
-
-
-TrainingStep.__init__ = suggests_names(TrainingStep.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

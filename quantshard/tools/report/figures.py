@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from quantshard.tools.report.heat_maps import AlarmEntry, StatisticsReader
 from quantshard.tools.report.history import HELDOUT, HELDOUT_OF_AVERAGE, LOSS, SECONDS, SPEED
 from quantshard.tools.report.metrics import number, step_of
+from quantshard.tools.report.samples import AlarmEntry, StatisticsReader
 from quantshard.tools.report.source import CheckpointRow
 
 _RECENT = 50

@@ -62,22 +62,21 @@ class RecordFile:
         self.clear()
         return True
 
-    def batches(self) -> Iterator[list[Record]]:
+    def batches(self, limit: int = LOG_BYTES) -> Iterator[list[Record]]:
         """Yield the records added since the last call, in batches small enough for the CPU cache.
+
+        Of more than `limit` bytes, only evenly spaced parts are read.
 
         Raises:
             OSError: the file cannot be read.
         """
-        for piece, first, end in self.pieces(max(2, LOG_BYTES // AT_ONCE)):
-            yield from self.parsed(piece[first:end].split(b"\n")[:-1])
-
-    def parsed(self, lines: list[bytes]) -> Iterator[list[Record]]:
-        """Parse lines into batches of records; invalid lines are counted in `broken`."""
-        for start in range(0, len(lines), _BATCH):
-            chunk = lines[start : start + _BATCH]
-            batch = records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
-            self.broken += len(chunk) - len(batch)
-            yield batch
+        for piece, first, end in self.pieces(max(2, limit // AT_ONCE)):
+            lines = piece[first:end].split(b"\n")[:-1]
+            for start in range(0, len(lines), _BATCH):
+                chunk = lines[start : start + _BATCH]
+                batch = records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
+                self.broken += len(chunk) - len(batch)
+                yield batch
 
     def pieces(self, most: int = sys.maxsize) -> Iterator[tuple[bytes, int, int]]:
         """Yield the bytes added since the last call, as (piece, start, end of its complete lines).

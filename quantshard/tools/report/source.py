@@ -21,6 +21,9 @@ from quantshard.tools.terminal import inputs
 CONFIG, METRICS, STARTS, STATISTICS = "config.toml", "metrics.jsonl", "starts.jsonl", "statistics.jsonl"
 PARAMETERS, CHECKPOINTS = "parameters.json", "checkpoints"
 
+STATISTICS_BYTES = 256 << 20
+"""Bytes of `statistics.jsonl` that are read; of a longer file, evenly spaced parts."""
+
 _CONFIG_BYTES = 32 << 20
 _PARAMETER_BYTES = 64 << 20
 _MOST_STARTS, _MOST_CHECKPOINTS = 1000, 200

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from quantshard.optimizers import ElementwiseOptimizer, FusedAdam, Lion, Muon, muon_groups
-from quantshard.presets import ADAMW, LION, MUON
+from quantshard.state_storage import ADAMW, LION, MUON
 from quantshard.tensor import components
 from quantshard.tools.trainer.settings.config import TrainSettings
 

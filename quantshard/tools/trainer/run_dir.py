@@ -17,7 +17,7 @@
     tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
 
 Only rank 0 writes here, except for checkpoints and logs. Rank 0 holds a lock, so that two runs never share a folder.
-Files are replaced atomically. Links, and folders of another user, are refused (`terminal.outputs`). A checkpoint is
+Files are replaced atomically. Links are refused (`terminal.outputs`). A checkpoint is
 removed only if the retention settings drop it, or if it is incomplete or damaged and its step is saved again.
 """
 
@@ -200,10 +200,10 @@ class RunDir:
         return Path(path).is_relative_to(self.tokens.absolute())
 
     def check_ours(self) -> None:
-        """Check that no path of the run leads to another place or belongs to another user.
+        """Check that no path of the run leads to another place.
 
         Raises:
-            ConfigurationError: a folder or file is a link, has several hard links, or belongs to another user.
+            ConfigurationError: a folder or file is a link.
         """
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
@@ -217,7 +217,7 @@ class RunDir:
                 model,
                 *locks,
             )
-            outputs.check_folder(self.path, names)
+            outputs.check_no_links(self.path, names)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import quantshard as qs
 from quantshard.errors import ConfigurationError
 from quantshard.interop.frameworks import transformers as qt
 from quantshard.optimizers import FusedAdam
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
 

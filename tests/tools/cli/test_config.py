@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from quantshard.errors import ConfigurationError
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from quantshard.tools.trainer.restarts import edited, overrides, recorded
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings import config

@@ -128,7 +128,7 @@ def test_a_pipe_is_not_waited_for(run: Path, sound: dict[str, Any], place: str) 
     os.mkfifo(file)
     try:
         answer = told("resume", run) if place == "config.toml" else resumed(run, sound | {"data": [str(file)]})
-        refused(answer, r"is a pipe, where the run has a file|is no regular file but a pipe")
+        refused(answer, r"is no regular file")
     finally:
         file.unlink()
     refused(told("train", "--run", run.parent / "other", "--data", "/dev/zero"), r"/dev/zero is no regular file")
@@ -250,7 +250,7 @@ def test_folders_of_odd_files(tmp_path: Path) -> None:
     refused(told(*arguments, "--data", folder), r"no data file or folder .*gone")
     (folder / "gone").unlink()
     refused(told(*arguments, "--data", folder / "a" / "b"), r"cannot read the data file .*b: Not a directory")
-    refused(told(*arguments, "--data", folder / "empty"), r"no text in .*empty: the file is empty")
+    refused(told(*arguments, "--data", folder / "empty"), r"no text in .*empty")
     (folder / "link").symlink_to(folder / "a")
     assert told(*arguments, "--data", folder)[0] is Started
     assert (tmp_path / "r" / "config.toml").read_text().count(" 1000 ") == 2

@@ -354,12 +354,3 @@ def test_a_sharded_model_is_refused():
         wrap(model, devices, model.layers())
         with pytest.raises(ConfigurationError, match=r"sharded already.*explain\(model\)"):
             qs.plan(model, {"dp_shard": 2})
-
-
-def test_a_mesh_as_the_command_line_says_it_is_refused():
-    with pytest.raises(ConfigurationError, match=r"plan\(mesh='dp_shard=4'\): give sizes by the names of axes"):
-        qs.plan(nn.Linear(2, 2), "dp_shard=4")
-    with pytest.raises(ConfigurationError, match="give sizes by the names of axes"):
-        qs.plan(nn.Linear(2, 2), {"dp_shard": 2.0})
-    with pytest.raises(ConfigurationError, match=r"plan\(layers=Linear\): give a list of the modules"):
-        qs.plan(nn.Linear(2, 2), {"dp_shard": 2}, layers=nn.Linear(2, 2))

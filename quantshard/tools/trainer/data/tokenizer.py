@@ -201,7 +201,7 @@ def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
         ConfigurationError: there is no eos_token; the message lists the special tokens.
     """
     for name in _SPECIAL:
-        content = foreign.json_object(contents[name], f"{path}: {name}", wide=True) if name in contents else {}
+        content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
         token = content.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token:

@@ -44,7 +44,8 @@ from quantshard.modules import (
     quantize_,
     quantized_model_init,
 )
-from quantshard.modules.base.module import QuantizedModule, WeightSpec
+from quantshard.modules.base.initialization import WeightSpec
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts.layer_recipes import RecipeByName
 from quantshard.modules.quantize import open_layers
 from quantshard.numerics import distributions

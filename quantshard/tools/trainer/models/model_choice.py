@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.tools.trainer.data.tokenizer import has_tokenizer
 from quantshard.tools.trainer.models import huggingface, initialization

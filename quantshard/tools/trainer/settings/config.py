@@ -16,8 +16,8 @@ import torch
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
 from quantshard.formats import Role
-from quantshard.presets import ADAMW, ALGORITHMS, StateOptions
-from quantshard.state_cells import ACTIVATION_CELLS
+from quantshard.modules.activation_storage import ACTIVATION_CELLS
+from quantshard.state_storage import ADAMW, ALGORITHMS, StateOptions
 from quantshard.tools.trainer.settings import optimizer_states
 from quantshard.tools.trainer.settings.combinations import check_combinations
 from quantshard.tools.trainer.settings.mesh import MeshSpec

@@ -1,20 +1,125 @@
-"""Presets of `FusedAdam`, `Lion` and `Muon`: named ways to store masters and moments, and their memory."""
+"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets.
+
+`optimizers.state` allocates, reads and writes states by these rules; checkpoints recognize them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
-from quantshard.formats import Format, Orientation
+from quantshard.errors import ConfigurationError, meant
+from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
 from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.numerics.states import MASTER
-from quantshard.state_cells import state_cell
+from quantshard.recipe_table import QuantSpec
+
+# Formats ----------------------------------------------------------------------------------------------------------
+
+FP8_STATE = QuantSpec(FP8_1X128, Scaling(power_of_two=True))
+"""8-bit format of a moment: E4M3 with one float32 scale per 128 elements of a row.
+
+FSDP cuts no row, so these scales need a reduction only under tensor parallelism along the columns. The scale is a power
+of two, so that an unchanged value keeps its bits when the scale changes.
+"""
+
+FP16_STATE = QuantSpec(FP16_1X128, Scaling(power_of_two=True))
+"""FP16 format of a state, with the same scales, because squares of small gradients are below FP16's range."""
+
+FP8_NONNEGATIVE_STATE = QuantSpec(UE5M3_1X128)
+"""8-bit format of a second moment, which is a mean of squares: 5 exponent bits instead of a sign and 4.
+
+Under one scale it resolves gradients within a factor of 120,000 (E4M3 would give 480), and the first moment within
+229,000. Its scale is a power of two, stored in one byte.
+"""
+
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
+
+STATE_CELLS: Final[dict[torch.dtype, QuantSpec | None]] = {
+    torch.float32: None, torch.bfloat16: None, torch.float16: FP16_STATE, torch.uint8: FP8_STATE
+}  # fmt: skip
+"""State dtypes, spelled as in TransformerEngine (`torch.uint8` means FP8), and the format of the scaled ones."""
+
+_NONNEGATIVE_CELLS: Final = {**STATE_CELLS, torch.uint8: FP8_NONNEGATIVE_STATE}
+
+
+def state_cell(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
+    """Return the format of a state of this dtype, or None for plain numbers. `nonnegative`: see `StateSpec`."""
+    return (_NONNEGATIVE_CELLS if nonnegative else STATE_CELLS)[dtype]
+
+
+_SCALED_STATES = (FP8_STATE, FP16_STATE, FP8_NONNEGATIVE_STATE)
+
+STATE_SCALE_SUFFIXES = tuple({cell.format.copies[Orientation.ROWWISE].scale.key_suffix: 0 for cell in _SCALED_STATES})
+"""Suffixes that turn a state's key into the state-dict key of its scales."""
+
+
+def stored_state_cell(key: str, dtype: torch.dtype, keys: Container[str]) -> QuantSpec | None:
+    """Return the format of the state under `key` of a state dict with these keys, or None for plain numbers."""
+    for cell in _SCALED_STATES:
+        copy = cell.format.copies[Orientation.ROWWISE]
+        if copy.codes.encoding.storage is dtype and key + copy.scale.key_suffix in keys:
+            return cell
+    return None
+
+
+def scaled_state(key: str) -> str:
+    """Return the key of the state that owns the scales under `key`, or "" if `key` holds no scales."""
+    return next((key.removesuffix(suffix) for suffix in STATE_SCALE_SUFFIXES if key.endswith(suffix)), "")
+
+
+def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
+    """Check that states of this role can have the dtype.
+
+    Raises:
+        ConfigurationError: the dtype is not supported.
+    """
+    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    if dtype not in allowed:
+        option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
+        raise ConfigurationError(
+            f"{optimizer}({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
+            + (" (uint8: FP8)" if torch.uint8 in allowed else "")
+        )
+
+
+def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
+    """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
+
+    0 if every element has its own exponent. See `Encoding.floor`. `nonnegative`: see `StateSpec`.
+    """
+    cell = state_cell(dtype, nonnegative)
+    return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
+
+
+def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
+    """Return the dtype in which a state is stored: scaled dtypes are for 2-D parameters, others use float32 instead."""
+    return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
+
+
+def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a parameter has less precision than a master would have."""
+    return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
+
+
+def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a master can be stored as only the bits that its parameter lacks (`store_param_remainders`).
+
+    A bfloat16 parameter lacks 16 bits of a float32, whatever the dtype of other masters; an 8-bit quantized weight
+    lacks the low 8 bits of a 16-bit master. `weight`: format of the parameter; None if it is not quantized and has
+    `dtype`.
+    """
+    if weight is None:
+        return dtype is torch.bfloat16
+    return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
+
+
+# Options ----------------------------------------------------------------------------------------------------------
 
 ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
 """Optimizer algorithms, as named by `quantshard train`, `plan` and the groups of `Muon`."""
@@ -78,14 +183,10 @@ class StateOptions:
         }[algorithm]
         return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
 
-    def splits(self, weight: Format) -> bool:
-        """True if the master of a weight in this format is 16 bits, stored as the weight's code and a low byte."""
-        return self.store_param_remainders and self.master_weights and is_split(weight, self.master_weight_dtype)
-
     def bytes_of(self, weight: Format) -> StateBytes:
         """Bytes per element of a weight in this format and of its states under AdamW."""
         sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
-        if self.splits(weight):
+        if MASTER in sizes and self.store_param_remainders and splits(weight, torch.float32, self.master_weight_dtype):
             sizes[MASTER] = 1.0
         return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
 
@@ -199,12 +300,6 @@ def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> s
         if dtypes in [options.dtypes(algorithm) for algorithm in ALGORITHMS]
         and split in (None, options.store_param_remainders)
     )
-
-
-def is_split(weight: Format, master: torch.dtype) -> bool:
-    """True if a weight in this format stores only the low byte of a master of this dtype (`store_param_remainders`),
-    which requires 8-bit codes and a float16 master."""
-    return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
 
 
 def _state_bytes(state: str, dtype: torch.dtype) -> float:

@@ -6,12 +6,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from quantshard.checkpoints.disk import agreement, manifest, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import LocalStore, Path_, locate
-from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.checkpoints.metadata import DamagedError
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import warn_user
 
 # Nanoseconds; clocks of hosts that share a file system differ.
@@ -74,10 +73,11 @@ def _by_writer(name: str) -> tuple[list[int], str]:
     return [int(number) for number in re.findall("[0-9]+", name)], name
 
 
-def warn_of_none(path: Path_, metadata: Metadata) -> None:
+def warn_of_none(reader: SafeReader) -> None:
     """Warn on rank 0 that a checkpoint has no manifest, and name files that look like another save's."""
+    path = reader.path
     if agreement.rank() == 0:
-        hints = "".join(f"; {hint}" for hint in _of_another_save(path, metadata))
+        hints = "".join(f"; {hint}" for hint in _of_another_save(reader))
         warn_user(
             f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "
             f"a directory that holds one mixes them if it is killed){hints}; `quantshard verify {path}` looks at what "
@@ -86,12 +86,12 @@ def warn_of_none(path: Path_, metadata: Metadata) -> None:
         )
 
 
-def _of_another_save(path: Path_, metadata: Metadata) -> list[str]:
+def _of_another_save(reader: SafeReader) -> list[str]:
     """Describe files that the metadata do not name, and files written after the metadata."""
-    store, folder = locate(path)
+    store, folder = locate(reader.path)
     if not isinstance(store, LocalStore):
         return []
-    expected = {info.relative_path for info in metadata.storage_data.values()}
+    expected = {info.relative_path for info in reader.metadata.storage_data.values()}
     try:
         unnamed = sorted(name for name in store.names(folder) if name.endswith(".distcp") and name not in expected)
         metadata_time = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.untrusted import entries
+from quantshard.checkpoints.safe_read import checked_entry
 from quantshard.errors import ConfigurationError, RankMismatchError
 
 EXTRA = "extra"
@@ -55,9 +55,9 @@ def _read_again(key: object, value: Any) -> Any:
         raise ConfigurationError(f"extra: the key {key!r} is a {type(key).__name__}; keys of entries must be strings")
     # Whether a tensor can be read depends on its kind only, so check an empty one.
     if isinstance(value, Tensor):
-        entries.checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
+        checked_entry(f"extra[{key!r}]", private_torch.local_tensor(value).new_empty(0))
         return value if isinstance(value, DTensor) else value.resolve_conj().resolve_neg()
-    return entries.checked_entry(f"extra[{key!r}]", value)[1]
+    return checked_entry(f"extra[{key!r}]", value)[1]
 
 
 def _digest(value: Any) -> bytes:
