@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
@@ -23,7 +22,7 @@ from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNum
 from quantshard.checkpoints.requantize import is_history
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
 from quantshard.formats import FORMATS
 from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
@@ -32,31 +31,6 @@ from quantshard.tensor import components, state_keys
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 Stored = Mapping[str, STORAGE_TYPES]
-
-
-def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
-
-    An optimizer is rejected if it has none of the model's parameters, and either has quantized weights, or has only
-    unsharded parameters while the model is sharded. Otherwise it can be an optimizer of hand-made masters.
-
-    Raises:
-        ConfigurationError: the optimizer has other weights than the model.
-    """
-    model_params = list(model.parameters())
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not params or {*map(id, model_params)} & {*map(id, params)}:
-        return
-    is_before_sharding = any(isinstance(p, DTensor) for p in model_params) and not any(
-        isinstance(p, DTensor) for p in params
-    )
-    if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
-        raise ConfigurationError(
-            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} (the first of shape "
-            f"{list(params[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made "
-            "before convert, revert or fully_shard put others in their place; make it of this model's parameters, or "
-            "give the module that holds its own"
-        )
 
 
 def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:

@@ -274,7 +274,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     reader, model, optimizer, numbers = contents.reader, request.model, request.optimizer, request.numbers
     state = {"model": model.state_dict()}
     if optimizer is not None:
-        fit.check_members("load", model, optimizer)
+        optimizer_states.check_members("load", model, optimizer)
         state["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, numbers)
     conversions = _conversions(request, contents, state["model"])
     states = requantization.state_conversions(reader, optimizer, numbers) if request.requantize else []

@@ -97,8 +97,6 @@ class Manager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
-        if keep_every < 0:
-            raise ConfigurationError(f"keep_every = {keep_every}: must be 0 or more, 0 for none")
         if async_ not in MODES:
             raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
         if async_ == "process" and world() is None:

@@ -30,7 +30,7 @@ from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import Path_, Store, is_inside, locate, why
 from quantshard.errors import CheckpointError, QuantshardError, printable
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 
 
 class DamagedError(CheckpointError):

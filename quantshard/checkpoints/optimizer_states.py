@@ -4,7 +4,7 @@ A stock `torch.optim` optimizer creates a parameter's states in its first step, 
 into. They are created here for the parameters that have states in the checkpoint, by a step with zero gradients on a
 zero parameter that stands for the model's.
 
-PyTorch's optimizers number their parameters, separately on each rank. Under expert parallelism, a checkpoint uses the
+PyTorch's optimizers number their parameters, separately on each rank. Under expert parallelism a checkpoint uses the
 numbers of one process that holds all experts (`ParameterNumbers`). Each rank can compute them locally, because a layer
 knows its number of experts and holds its local experts in global order. So a checkpoint does not depend on how the
 experts were distributed.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
@@ -38,6 +39,32 @@ GROUPS = "optimizer.param_groups."
 """Prefix of the keys of group entries, followed by the group's number and the entry's name."""
 
 Entries = Mapping[str, STORAGE_TYPES]
+Group = Mapping[str, Any]
+
+
+def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
+
+    An optimizer is rejected if it has none of the model's parameters, and either has quantized weights, or has only
+    unsharded parameters while the model is sharded. Otherwise it can be an optimizer of hand-made masters.
+
+    Raises:
+        ConfigurationError: the optimizer has other weights than the model.
+    """
+    model_params = list(model.parameters())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params or {*map(id, model_params)} & {*map(id, params)}:
+        return
+    is_before_sharding = any(isinstance(p, DTensor) for p in model_params) and not any(
+        isinstance(p, DTensor) for p in params
+    )
+    if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
+        raise ConfigurationError(
+            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} (the first of shape "
+            f"{list(params[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made "
+            "before convert, revert or fully_shard put others in their place; make it of this model's parameters, or "
+            "give the module that holds its own"
+        )
 
 
 def saved(optimizer: Optimizer, numbers: ParameterNumbers | None) -> dict[str, Any]:
@@ -168,9 +195,17 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], numbers: Para
                 live[key] = value
 
 
-# Numbers
+def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict as the target of a load.
 
-Group = Mapping[str, Any]
+    Quantshard's optimizers have a variant of `state_dict` that does not raise after bad steps, since a load repairs
+    them.
+    """
+    state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
+    return state_dict()
+
+
+# Numbers of parameters
 
 
 @dataclass(frozen=True)
@@ -294,13 +329,3 @@ def _of_all_ranks(names: Iterable[str], layers: Mapping[str, Any]) -> Iterator[s
         kinds = experts[: len({*map(tuple, experts)})]  # one list per parameter of an expert: weight, bias
         for names_of_kind in zip(*kinds, strict=True):
             yield from (prefix + name for name in names_of_kind)
-
-
-def state_to_fill(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict as the target of a load.
-
-    Quantshard's optimizers have a variant of `state_dict` that does not raise after bad steps, since a load repairs
-    them.
-    """
-    state_dict: Callable[[], dict[str, Any]] = getattr(optimizer, "state_dict_to_fill", optimizer.state_dict)
-    return state_dict()

@@ -38,9 +38,15 @@ from quantshard.checkpoints.disk.store import LocalStore, Path_, locate, why
 from quantshard.checkpoints.metadata import DamagedError, read_metadata
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
-from quantshard.read_limits import OBJECT_BYTES, OBJECT_DEPTH, OBJECT_VALUES
 
 T = TypeVar("T")
+
+OBJECT_BYTES = 16 << 20
+"""Maximum bytes of a pickled object in a checkpoint, without its tensors, which are stored separately."""
+
+OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
+"""Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
+than bytes."""
 
 _LATER = 10**9
 """Nanoseconds; clocks of hosts that share a file system differ."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.checkpoints import extras, fit, optimizer_states
+from quantshard.checkpoints import extras, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
@@ -75,7 +75,7 @@ def checkpoint_state(
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     def own() -> tuple[dict[str, Any], str | None]:
-        fit.check_members("save", model, optimizer)
+        optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 
