@@ -18,7 +18,7 @@ from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.modules.base import checks, histories
 from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.base.module import QuantizedModule, by_own_recipe
@@ -201,7 +201,7 @@ class GroupedLinear(QuantizedModule):
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), "experts"), True, self.training)
-        block = backend.block_together(call.recipe)
+        block = hardware.block_together(call.recipe)
         if block is None:
             if call.strict:
                 checks.refuse_fallbacks(
@@ -242,7 +242,7 @@ class GroupedLinear(QuantizedModule):
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
-        return ("one by one",) if backend.block_together(recipe) is None else ()
+        return ("one by one",) if hardware.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
         """Return True if one kernel could run all experts of these tokens.
@@ -255,7 +255,7 @@ class GroupedLinear(QuantizedModule):
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return backend.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
+        return hardware.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """Return the amax histories of all experts that the recipe needs."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import limits, private_torch
 from quantshard.errors import ConfigurationError, RecipeMismatchError, warn_once
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
@@ -133,7 +133,7 @@ def check_weight(module: Any, name: str, weight: Tensor, call: LinearContext, de
     if weight.is_meta:
         check_place(module.label(name), weight, device)
     if call.strict:
-        refuse_fallbacks(module.label(name), backend.fallbacks(storage, recipe, device))
+        refuse_fallbacks(module.label(name), hardware.fallbacks(storage, recipe, device))
 
 
 def refuse_fallbacks(name: str, fallbacks: tuple[str, ...]) -> None:

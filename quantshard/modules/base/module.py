@@ -28,7 +28,7 @@ from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_state import LinearState
+from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
 from quantshard.recipe import Recipe, resolve, stock_name
 from quantshard.tensor import components
@@ -94,7 +94,7 @@ class QuantizedModule(nn.Module):
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._history_prefixes: list[str] = []
         self._awaits_values = self._device.type == "meta"
-        self._handle = operator_arguments.handle(self, self._device)
+        self._handle, self.gemm_plans = operator_arguments.handle(self, self._device), LayerPlans()
 
     # Initialization --------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from quantshard import modules
 from quantshard.errors import ConfigurationError, silence
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, resolve
 
@@ -93,7 +93,7 @@ Availability = tuple[bool, str]
 
 def _native(recipe: str) -> Availability:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path, reason = backend.gemm_path(resolve(recipe).weight, device, resolve(recipe))
+    path, reason = hardware.gemm_path(resolve(recipe).weight, device, resolve(recipe))
     return (True, "") if path == "native" else (False, reason)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantshard import kernel_dispatch
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Format, Orientation, OrientedCodes
 from quantshard.numerics import swizzling
-from quantshard.recipe import QuantSpec
+from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe, TensorRole
+from quantshard.tensor.storage import QuantizedStorage
 
 Capability = tuple[int, int]
 NEVER: Capability = (99, 0)
@@ -185,6 +187,12 @@ def stored_kind(fmt: Format) -> Kind:
     return kind_of(copy, copy.block)
 
 
+def multiplies(spec: QuantSpec, capability: Capability | None) -> bool:
+    """Whether GPUs of this capability have any product of operands that are quantized by `spec` along their rows."""
+    kind = stored_kind(spec.format)
+    return any(product.is_of(capability) for kinds, product in NATIVE.items() if kind in kinds or flat(kind) in kinds)
+
+
 def product_of_formats(left: Format, right: Format) -> ScaledProduct | None:
     """The scaled product of operands quantized along their rows, on any hardware, or None."""
     return product_of_kinds(stored_kind(left), stored_kind(right))
@@ -195,3 +203,122 @@ def products_of(cell: QuantSpec) -> list[ScaledProduct]:
     kind = stored_kind(cell.format)
     products = [product for (_, right), product in NATIVE.items() if right in (kind, flat(kind))]
     return list(dict.fromkeys(products))
+
+
+# Predictions ---------------------------------------------------------------------------------------------------------
+
+
+def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
+    """The `limits.FALLBACKS` that the GEMMs of one linear layer take.
+
+    `stored`: the weight; None if it is stored in high precision. `recipe`: autocast's recipe; None if it is unknown,
+    which assumes one that fits the weight.
+    """
+    if recipe is not None and not recipe.table:
+        return () if stored is None else ("dequantized",)
+    cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
+    names = ["emulated"] if gemm_path(cell, device, recipe)[0] == "emulated" else []
+    if cell is not None and kernel_dispatch.lacks_kernels(device):
+        names.append("no kernels")
+    if stored is None:
+        return (*names, "quantized each forward") if cell is not None else ()
+    fmt = stored.cell.format
+    if not fmt.serves_columns:
+        names.append("turned")
+    if stored.gathered and not stored.has(Orientation.ROWWISE):
+        names.append("fetched")
+    return tuple(names)
+
+
+@lru_cache(maxsize=256)
+def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
+    """GEMMs without a native product of their two quantized formats on this hardware.
+
+    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("turned").
+    """
+    gemms = []
+    for gemm, roles in OPERANDS.items():
+        left_spec, right_spec = (recipe.table.get((role, gemm)) for role in roles)
+        if left_spec is None or right_spec is None or (gemm is Gemm.DGRAD and not right_spec.format.serves_columns):
+            continue
+        product = product_of_formats(left_spec.format, right_spec.format)
+        if product is None or not product.is_of(capability):
+            gemms.append(gemm)
+    return tuple(gemms)
+
+
+def gemm_path(cell: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
+    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason).
+
+    If `recipe` is given and stores such weights, "native" means that all of its products are native.
+    """
+    if cell is None:
+        return "native", "high precision"
+    name = cell.format.copies[Orientation.ROWWISE].codes.encoding.name
+    capability = capability_of(device)
+    if capability is None:
+        where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"
+        return "emulated", f"{where} no {name} matrix product"
+    version, products = dotted(capability), products_of(cell)
+    for native in products:
+        if native.is_on(device):
+            emulated = () if recipe is None or recipe.weight != cell else emulated_gemms(recipe, capability)
+            if emulated:
+                names = " and ".join(gemm.value for gemm in emulated)
+                return "emulated", f"compute capability {version} has no product of the formats of {names}"
+            note = "" if native.seen else ", not yet run on this hardware"
+            return "native", f"{name} matrix product of compute capability {version}{note}"
+    with_scales = f"{name} matrix product with the scales of {cell.format.name}"
+    if not products:
+        return "emulated", f"PyTorch has no {with_scales}"
+    needs = ", ".join(native.needs for native in products)
+    return "emulated", f"compute capability {version} has no {with_scales} (such products: {needs})"
+
+
+# Many experts at once ------------------------------------------------------------------------------------------------
+
+LARGEST_GROUPED: Final = 1 << 35
+"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel.
+
+Beyond this, PyTorch's FP8 products save more time (1200 TFLOP/s instead of 350) than their launches cost: on an H200
+and its host more than a millisecond per expert and step (benchmarks/experts.py).
+"""
+
+
+def block_together(recipe: Recipe) -> int | None:
+    """Number of elements along the summed dim under one scale, if a recipe lets one kernel multiply all experts.
+
+    It is 0 if each expert's input, weight and gradient has one scale. It is None if experts must run one at a time:
+    only recipes with one 8-bit format per role, rounded to nearest in all GEMMs, qualify. These have one scale per
+    tensor, or square blocks of 32 or 128 in weights and as many elements of a row in activations and gradients.
+    """
+    if any((role, gemm) not in recipe.table for gemm, roles in OPERANDS.items() for role in roles):
+        return None  # an operand stays in high precision
+    specs_by_role = [
+        {cell for (role, _), cell in recipe.table.items() if role is tensor_role} for tensor_role in TensorRole
+    ]
+    if any(len(specs) != 1 or not _is_plain(*specs) for specs in specs_by_role):
+        return None
+    weight, *activation_blocks = (
+        (*cell.format.copies[Orientation.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in specs_by_role
+    )
+    if {weight[:2], *(blocks[:2] for blocks in activation_blocks)} == {(ALL, ALL)}:
+        return 0
+    block = weight[0]
+    fits = block in (32, 128) and weight == (block, block, False) and set(activation_blocks) == {(1, block, False)}
+    return block if fits else None
+
+
+def _is_plain(cell: QuantSpec) -> bool:
+    scaling, copies = cell.scaling, cell.format.copies
+    nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
+    return nearest and len(copies) == 1 and copies[Orientation.ROWWISE].codes.encoding in (E4M3, E5M2)
+
+
+def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
+    """Whether one kernel multiplies `rows` rows of `experts` experts with weights of `shape` faster than a product per
+    expert.
+
+    Kernels index the elements of a weight in 32 bits, so larger weights return False.
+    """
+    return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31
