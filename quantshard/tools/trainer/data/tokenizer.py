@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
@@ -33,26 +33,11 @@ _SPECIAL = ("tokenizer_config.json", "special_tokens_map.json")
 _TOLD = 8
 
 
-class Tokenizer(Protocol):
-    """A tokenizer.
-
-    `vocabulary`: number of tokens. `end_of_document`: token that follows a document. `digest`: digest of the
-    tokenizer's files.
-    """
-
-    vocabulary: int
-    end_of_document: int
-    digest: str
-
-    def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Encode each text, without special tokens at its start or end."""
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Decode tokens for display: unprintable characters are replaced, and an end of a document becomes a line."""
-
-
 class ByteTokenizer:
-    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT."""
+    """Tokens are UTF-8 bytes, plus END_OF_DOCUMENT.
+
+    As of any tokenizer: `vocabulary` is the number of tokens, `end_of_document` the token that follows a document.
+    """
 
     vocabulary, end_of_document, digest = VOCABULARY, END_OF_DOCUMENT, BYTES_DIGEST
 
@@ -112,6 +97,9 @@ class LibraryTokenizer:
                 parts[-1].append(token)
         decoded = (self.backend.decode(part, skip_special_tokens=False) for part in parts)
         return _shown("\n<end of document>\n".join(decoded))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | LibraryTokenizer
 
 
 def _token_of(entries: Mapping[str, int], text: str) -> int:
