@@ -142,6 +142,7 @@ def test_recipes_by_layer(folder):
     assert second["suggestion"]["recipe"] == "bf16", "it was the last one"
 
 
+@pytest.mark.exhaustive
 def test_experts(folder):
     """Each expert's GEMMs by name; those without tokens have no errors."""
     flags = [*SIZES, "--experts", 4]
