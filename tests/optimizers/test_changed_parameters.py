@@ -2,6 +2,8 @@
 of a run without them.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from quantshard import Linear, autocast, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, rounding
+from tests.covering import exhaustive
 
 OPTIMIZERS = {
     "masters": lambda params: FusedAdam(params, lr=1e-3),
@@ -223,8 +226,10 @@ def normalization_after_a_cast(make, dtype, steps_before):
     return model.weight, optimizer
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "steps_before"),
+    exhaustive(itertools.product((torch.bfloat16, torch.float16), (0, 1)), [(torch.bfloat16, 1)]),
+)
 @pytest.mark.parametrize(
     "make",
     [
