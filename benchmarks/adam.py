@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import milliseconds
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from tests.kernels.cases.base import Shape
 from tests.kernels.cases.steps import step_case, stepped, weights, with_gradients

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence import EVERY, NO_MASTERS, SMALL, WHOLE_MASTERS, at_rate, corpus_hash, name_by_sizes
-from quantshard.presets import PRESETS, StateOptions
+from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.optimizer_states import as_settings
@@ -97,7 +97,7 @@ def _arm(
     settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = (), rows: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
-    stored = "fp8-activations" if settings.stores_codes else ""
+    stored = "fp8-activations" if settings.activation_storage == "fp8" else ""
     of_before = "E4M3" if any(map(_has_signed_squares, rows)) else ""
     return " ".join(filter(None, (_recipes(settings, starts), optimizer, of_before, _states(settings), stored)))
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.convergence import DENSE, LLAMA, NO_MASTERS, NVFP4_BETWEEN, of_record
-from quantshard.presets import PRESETS, StateBytes, StateOptions
 from quantshard.recipe import resolve
+from quantshard.state_storage import PRESETS, StateBytes, StateOptions
 
 RESULTS = Path(__file__).parent / "convergence.jsonl"
 REFERENCE = "bf16"

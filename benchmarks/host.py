@@ -39,8 +39,8 @@ if not torch.cuda.is_available():
 
 import quantshard as qs
 from quantshard import kernel_dispatch, private_torch
-from quantshard.gemm import backend, scaled_products
-from quantshard.gemm.scaled_products import ScaledProduct
+from quantshard.gemm import hardware
+from quantshard.gemm.hardware import ScaledProduct
 
 TOKENS = (512, 1)
 """Length and batch."""
@@ -171,9 +171,7 @@ def without_device() -> Iterator[Counter[str]]:
         stack.enter_context(mock.patch.object(private_torch, "scaled_mm", product))
         stack.enter_context(mock.patch.object(ScaledProduct, "is_of", lambda product, capability: True))
         known = functools.cache(lambda device: (9, 0))  # any GPU's: operands of other devices are read in float32
-        stack.enter_context(mock.patch.object(scaled_products, "capability_of", known))
-        backend.product_plan.cache_clear()  # plans say what the hardware has
-        stack.callback(backend.product_plan.cache_clear)
+        stack.enter_context(mock.patch.object(hardware, "capability_of", known))
         yield counted
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.formats import E4M3, UE5M3
 from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.numerics.adam import EXP_AVG_SQ

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from quantshard import recipe as recipes
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from quantshard.tensor import components
 from quantshard.tools.cli.demo import SETTINGS
 from quantshard.tools.trainer.data import Corpus, Windows, collect

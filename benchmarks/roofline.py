@@ -26,7 +26,7 @@ from benchmarks.timing import milliseconds
 from quantshard import DotProductAttention, kernel_dispatch
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 from quantshard.modules.attention_backends import BACKENDS
 
 GATE = "gate"
@@ -130,8 +130,8 @@ class ProductScaling(NamedTuple):
 SCALAR = ProductScaling("TensorWise", (ALL, ALL), lambda scales: scales.view(()))
 ROW = ProductScaling("RowWise", (1, ALL), lambda scales: scales)
 ROW_RIGHT = ProductScaling("RowWise", (1, ALL), lambda scales: scales.t())
-VECTOR = ProductScaling("BlockWise1x128", (1, 128), scaled_products.by_columns)
-SQUARE = ProductScaling("BlockWise128x128", (128, 128), scaled_products.by_four)
+VECTOR = ProductScaling("BlockWise1x128", (1, 128), hardware.by_columns)
+SQUARE = ProductScaling("BlockWise128x128", (128, 128), hardware.by_four)
 
 
 def fp8_product(

@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError
 
 CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
@@ -66,7 +65,6 @@ def _deterministic() -> Any:
     return torch.utils.deterministic  # type: ignore[attr-defined]  # a module with settable attributes
 
 
-@suggests_names
 def deterministic(mode: bool = True) -> AbstractContextManager[Any]:
     """Turn deterministic mode on or off for this process, immediately. As a context manager, restore the mode at exit.
 

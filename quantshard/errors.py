@@ -20,6 +20,8 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 _OURS = ("quantshard", "torch", "contextlib")
@@ -128,3 +130,16 @@ def warn_user(text: str, category: type[Warning] = UserWarning, *, is_counted: b
     registry = {} if is_counted else names.setdefault("__warningregistry__", {})  # Python's record of shown warnings
     location = ("sys", 1) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
     warnings.warn_explicit(printable(text), category, *location, names.get("__name__", "sys"), registry)
+
+
+def nearest(name: Any, known: Iterable[str]) -> str | None:
+    """Return the known word that is most similar to `name`, or None."""
+    by_lowercase = {word.lower(): word for word in known}
+    matches = get_close_matches(name[:80].lower(), by_lowercase, 1) if isinstance(name, str) else []
+    return by_lowercase[matches[0]] if matches else None
+
+
+def meant(name: Any, known: Iterable[str]) -> str:
+    """Return a hint such as "did you mean 'x'? " for an unknown name, or "". It precedes the list of known words."""
+    near = nearest(name, known)
+    return f"did you mean {near!r}? " if near else ""

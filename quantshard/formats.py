@@ -121,17 +121,16 @@ class Component:
         return "" if self.name == "codes" else f"_{self.name}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: plans of kernels are looked up by it
 class OrientedCodes:
-    """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any."""
+    """The components of one copy of a format: codes, their scale, and the amax of the second scale, if any.
+
+    A format makes each of its copies once.
+    """
 
     codes: Component
     scale: Component
     amax: Component | None
-
-    def __hash__(self) -> int:
-        """Hash two fields that distinguish most copies. Caches hash a copy in every call, so hashing must be fast."""
-        return hash((self.codes.encoding.name, self.scale.block_shape))
 
     @property
     def block(self) -> tuple[int, int]:

@@ -26,9 +26,9 @@ if kernels.USABLE:
     from quantshard.kernels.quantize import dequantize as dequantize_kernel
     from quantshard.kernels.quantize import error as error_kernel
     from quantshard.kernels.quantize import matrix as quantize_kernel
+    from quantshard.kernels.quantize import random_words as words_kernel
     from quantshard.kernels.quantize import swizzle as swizzle_kernel
     from quantshard.kernels.quantize import transpose as transpose_kernel
-    from quantshard.kernels.quantize import words as words_kernel
     from quantshard.kernels.quantize.targets import QuantizeRequest, QuantizeSpec
 
 RandomWords = Tensor | RandomBits

@@ -25,14 +25,13 @@ from functools import cache, cached_property
 import torch
 
 from quantshard import formats
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
+from quantshard.errors import ConfigurationError, meant
 from quantshard.formats import Scaling
 from quantshard.recipe_table import OPERANDS as OPERANDS
-from quantshard.recipe_table import CellPair as CellPair
 from quantshard.recipe_table import Gemm as Gemm
 from quantshard.recipe_table import QuantSpec as QuantSpec
 from quantshard.recipe_table import Recipe as Recipe
+from quantshard.recipe_table import SpecPair as SpecPair
 from quantshard.recipe_table import Table as Table
 from quantshard.recipe_table import TableRecipe as TableRecipe
 from quantshard.recipe_table import TensorRole as TensorRole

@@ -47,10 +47,6 @@ class QuantSpec:
     format: formats.Format
     scaling: Scaling = field(default_factory=Scaling)
 
-    def __hash__(self) -> int:
-        """Hash two fields that distinguish most entries. Every call hashes an entry to look it up in caches."""
-        return hash((self.format.name, self.scaling.history))
-
     @property
     def tag(self) -> str:
         """Name of the stored format in a checkpoint (at most `FORMAT_NAME_BYTES` ASCII characters)."""
@@ -62,10 +58,8 @@ class QuantSpec:
         return self.tag + (f" ({', '.join(options)})" if options else "")
 
 
-class CellPair(tuple[QuantSpec | None, QuantSpec | None]):
-    """The table entries for both GEMMs of an input or gradient. Hashed by identity, for fast cache lookups."""
-
-    __hash__ = object.__hash__
+SpecPair = tuple[QuantSpec | None, QuantSpec | None]
+"""The table entries for both GEMMs of an input or gradient."""
 
 
 def format_of_tag(tag: str) -> tuple[formats.Format | None, bool]:
@@ -131,10 +125,10 @@ class Recipe:
             )
 
     @cached_property
-    def activations(self) -> Mapping[TensorRole, CellPair]:
+    def activations(self) -> Mapping[TensorRole, SpecPair]:
         """How inputs and output gradients are quantized, first for fprop or dgrad, then for wgrad."""
         first, entry = {TensorRole.INPUT: Gemm.FPROP, TensorRole.GRAD_OUTPUT: Gemm.DGRAD}, self.table.get
-        return {role: CellPair((entry((role, gemm)), entry((role, Gemm.WGRAD)))) for role, gemm in first.items()}
+        return {role: (entry((role, gemm)), entry((role, Gemm.WGRAD))) for role, gemm in first.items()}
 
     @cached_property
     def histories(self) -> Mapping[TensorRole, int]:

@@ -16,8 +16,8 @@ from quantshard.compat.transformer_engine.arguments import ARGUMENTS
 from quantshard.compat.transformer_engine.common.recipe import FIXED
 from quantshard.interop.layouts.conversion import shapes
 from quantshard.interop.layouts.table import LAYOUTS, UNDEFINED, Layout, Verdict, import_verdict, said, verdict
-from quantshard.presets import PRESETS, StateOptions
 from quantshard.private_torch import lookup
+from quantshard.state_storage import PRESETS, StateOptions
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "quantshard"

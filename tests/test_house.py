@@ -28,11 +28,11 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "argument_kinds formats read_limits readable",
+    "formats readable",
     "limits foreign numerics sharding private_torch determinism",
     "recipe_table",
-    "recipe kernels state_cells",
-    "kernel_dispatch presets",
+    "recipe kernels",
+    "kernel_dispatch state_storage",
     "collectives",
     "tensor",
     "gemm",
@@ -67,7 +67,7 @@ PUBLIC = ("__init__.py", "__main__.py", "layouts.py", "statistics.py", "transfor
 
 PROGRAMS = ("cli/", "trainer/", "terminal/", "report/")
 
-MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "state_cells", "kernels"}
+MAY_NAME_FORMATS = {"formats", "numerics", "recipe", "state_storage", "kernels"}
 
 PRIVATE_ALLOWED = {
     "_asdict": "public API of named tuples",

@@ -14,14 +14,14 @@ import quantshard as qs
 from quantshard import kernels, limits
 from quantshard.errors import FallbackError
 from quantshard.formats import FORMATS, Orientation
-from quantshard.gemm import backend, operands
+from quantshard.gemm import hardware, operands
 from quantshard.recipe import QuantSpec, Recipe, resolve
 
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with a native path for every GEMM."""
-    monkeypatch.setattr(backend, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
+    monkeypatch.setattr(hardware, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
 
 
 def linear(recipe: str | Recipe = "current", **options: Any) -> qs.Linear:
@@ -87,13 +87,13 @@ def test_not_strict_raises_nothing_and_gives_the_same_bits() -> None:
 def test_recomputation_stays_strict() -> None:
     """The second forward runs after autocast was left."""
     layer, x = linear(), torch.ones(2, 96, requires_grad=True)
-    gemm_path = backend.gemm_path
+    gemm_path = hardware.gemm_path
     try:
-        backend.gemm_path = lambda cell, device, recipe=None: ("native", "tried")  # type: ignore[assignment]
+        hardware.gemm_path = lambda cell, device, recipe=None: ("native", "tried")  # type: ignore[assignment]
         with qs.autocast(recipe="current", strict=True):
             out = qs.checkpoint(layer, x)
     finally:
-        backend.gemm_path = gemm_path
+        hardware.gemm_path = gemm_path
     with pytest.raises(FallbackError):
         out.sum().backward()
 
@@ -103,16 +103,16 @@ def test_a_weight_that_dgrad_cannot_read_natively_is_named() -> None:
     assert cells
     for cell in cells:
         storage = operands.quantize_operand(torch.ones(32, 96), cell)
-        assert "turned" in backend.fallbacks(storage, None, torch.device("cpu"))
+        assert "turned" in hardware.fallbacks(storage, None, torch.device("cpu"))
 
 
 def test_a_gpu_without_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, recipe = linear().weight.quantized_storage, resolve("current")
     for usable in (True, False):
         monkeypatch.setattr(kernels, "USABLE", usable)
-        assert ("no kernels" in backend.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
-        assert "no kernels" not in backend.fallbacks(weight, recipe, torch.device("cpu"))
-        assert "no kernels" not in backend.fallbacks(None, resolve("bf16"), torch.device("cuda"))
+        assert ("no kernels" in hardware.fallbacks(weight, recipe, torch.device("cuda"))) == (not usable)
+        assert "no kernels" not in hardware.fallbacks(weight, recipe, torch.device("cpu"))
+        assert "no kernels" not in hardware.fallbacks(None, resolve("bf16"), torch.device("cuda"))
 
 
 def test_explain_names_them_and_strict_raises() -> None:
@@ -139,7 +139,7 @@ def test_every_recipe_is_as_the_table_says() -> None:
     for name in ("delayed", "current", "block", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        assert "turned" not in backend.fallbacks(
+        assert "turned" not in hardware.fallbacks(
             linear(name).weight.quantized_storage, resolve(name), torch.device("cpu")
         )
 

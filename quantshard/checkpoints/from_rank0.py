@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.partial_load import loading
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components, state_keys
@@ -30,7 +28,6 @@ _CALL = "load_from_rank0: "
 _ALIGNMENT = 16  # bytes, a multiple of every dtype's size, so that parts of a bucket can be viewed as any dtype
 
 
-@suggests_names
 @torch.no_grad()
 def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
     """Load rank 0's unsharded state dict into every rank's shards of a model. A collective call of all processes.
@@ -56,20 +53,17 @@ def load_from_rank0(model: nn.Module, state_dict: Mapping[str, Tensor] | None, s
             format than the model's. The same on every rank, and nothing was written.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.run_on_all_ranks(lambda: check_arguments("load_from_rank0", MODULE, model=model))
-    with loading("load_from_rank0", model) as load:
-        components.check_offsets(model.named_parameters())
-        description = agreement.from_rank0(lambda: _description(state_dict))
-        sent = state_dict or {} if agreement.rank() == 0 else {}
-        live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
-        parts = {}
-        for keys in _buckets(description):
-            for key, value in _broadcast(keys, description, state_dict or {}).items():
-                if key in live:
-                    parts[key] = _local_part(value, live[key])
-        load.writes = True
+    components.check_offsets(model.named_parameters())
+    description = agreement.from_rank0(lambda: _description(state_dict))
+    sent = state_dict or {} if agreement.rank() == 0 else {}
+    live = agreement.run_on_all_ranks(lambda: _fitting(model, description, sent, strict), _CALL)
+    parts = {}
+    for keys in _buckets(description):
+        for key, value in _broadcast(keys, description, state_dict or {}).items():
+            if key in live:
+                parts[key] = _local_part(value, live[key])
+    with agreement.writing_into("the model"):
         result = agreement.run_on_all_ranks(lambda: _loaded(model, parts, strict), _CALL)
-        load.mends = not result.missing_keys
     elsewhere = state_keys.held_elsewhere(model, description)
     result.unexpected_keys.extend(key for key in description if key not in live and key not in elsewhere)
     return result

@@ -11,15 +11,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, STATE_DICT, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components, requantize, state_keys
 from quantshard.tensor.storage import DRAWS, KEY
 
 
-@suggests_names
 @torch.no_grad()
 def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """Quantize high-precision weights into a model's parameters, and copy the other parameters. A collective call.
@@ -38,38 +35,33 @@ def load_high_precision(model: nn.Module, state_dict: Mapping[str, Tensor]) -> N
             cannot be read; or values to be quantized are infinite or NaN. If one rank fails, all do.
         ConfigurationError: a shard of a parameter is not at its recorded offset.
     """
-    agreement.run_on_all_ranks(lambda: check_arguments("load_high_precision", MODULE, model=model))
-    with loading("load_high_precision", model) as load:
-        components.check_offsets(model.named_parameters())
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward without backward can leave parameters unsharded
-        params = dict(model.named_parameters(remove_duplicate=False))
-        other_entries, parts = agreement.run_on_all_ranks(lambda: _fitting(model, params, state_dict))
-        load.writes = True
-        for tensor, value in other_entries:
-            tensor.copy_(value)
-        quantized: list[tuple[Tensor, Tensor]] = []
-        initial_values: dict[str, Tensor] = {}
-        for name, param in params.items():
-            local = components.quantized_local(param)
-            if local is None:
-                private_torch.local_tensor(param).copy_(parts[name])
-                continue
-            if param.requires_grad:
-                initial_values[name] = parts[name].cpu().clone()
-            quantized.append((param, parts[name].to(local.device)))
-        requantize.requantize_(quantized, assume_finite=True)
-        for name, values in initial_values.items():
-            components.storage_of(params[name]).keep_initial_values(values)
-        load.mends = not load.is_mixed or covers_buffers(model, state_dict.keys())
+    components.check_offsets(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without backward can leave parameters unsharded
+    params = dict(model.named_parameters(remove_duplicate=False))
+    other_entries, parts = agreement.run_on_all_ranks(lambda: _fitting(model, params, state_dict))
+    for tensor, value in other_entries:
+        tensor.copy_(value)
+    quantized: list[tuple[Tensor, Tensor]] = []
+    initial_values: dict[str, Tensor] = {}
+    for name, param in params.items():
+        local = components.quantized_local(param)
+        if local is None:
+            private_torch.local_tensor(param).copy_(parts[name])
+            continue
+        if param.requires_grad:
+            initial_values[name] = parts[name].cpu().clone()
+        quantized.append((param, parts[name].to(local.device)))
+    requantize.requantize_(quantized, assume_finite=True)
+    for name, values in initial_values.items():
+        components.storage_of(params[name]).keep_initial_values(values)
 
 
 def _fitting(
     model: nn.Module, params: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Return this rank's checked values: entries that belong to no parameter, and its shard of each parameter."""
-    check_arguments("load_high_precision", STATE_DICT, state_dict=state_dict)  # here errors reach all ranks
     state_dict = state_keys.split_stacked(model, state_dict)
     other_entries = _other_entries(model, params, state_dict)
     parts = {name: _local_part(name, param, state_dict[name]) for name, param in params.items()}
@@ -128,12 +120,8 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:
     """An entry of the state dict, after checks that it can be copied to a live tensor."""
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"load_high_precision: {name} is a {type(value).__name__}, not a tensor")
-    if value.is_meta:
-        raise CheckpointError(
-            f"load_high_precision: {name} is on the meta device in the state dict, where it has no values"
-        )
+    if not isinstance(value, Tensor) or value.is_meta:
+        raise CheckpointError(f"load_high_precision: {name} is no tensor with values in the state dict")
     if value.shape != live.shape:
         raise CheckpointError(
             f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in "

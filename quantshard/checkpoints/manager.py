@@ -25,19 +25,16 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, check_arguments, suggests_names
-from quantshard.checkpoints import loading, rank_state, saving
+from quantshard.checkpoints import extras, loading, rank_state, saving
+from quantshard.checkpoints.background import CopiedStateStager, PendingSave, SaveReport, Stager, wait_for_process
 from quantshard.checkpoints.disk import agreement, commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
-from quantshard.checkpoints.load_plan import LoadRequest
-from quantshard.checkpoints.pending import PendingSave, SaveReport, wait_for_process
-from quantshard.checkpoints.staging import CopiedStateStager, Stager
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.checkpoints.loading import LoadRequest
+from quantshard.checkpoints.metadata import DamagedError
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
 from quantshard.errors import CheckpointError, ConfigurationError
 
@@ -87,11 +84,7 @@ class Manager:
 
     _by_process: ClassVar[WeakSet[Future[Any]]] = WeakSet()
     """Running saves of the one process that all Managers share, which takes one at a time: torch mixes up results."""
-    _given_up: ClassVar[list[Manager]] = []
-    """Managers whose last save failed while some rank was still writing; the same on every rank. The save reads their
-    memory, so they are kept alive until all ranks have agreed that the save has ended."""
 
-    @suggests_names
     def __init__(
         self,
         directory: Path_,
@@ -102,14 +95,8 @@ class Manager:
         state: Mapping[str, Stateful] | None = None,
         read_only: bool = False,
     ) -> None:
-        check_arguments("Manager", PATH, directory=directory)
-        check_arguments("Manager", WHOLE_NUMBER.or_none, keep_last=keep_last)
-        check_arguments("Manager", WHOLE_NUMBER, keep_every=keep_every)
-        check_arguments("Manager", MAPPING.or_none, state=state)
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
-        if keep_every < 0:
-            raise ConfigurationError(f"keep_every = {keep_every}: must be 0 or more, 0 for none")
         if async_ not in MODES:
             raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
         if async_ == "process" and world() is None:
@@ -119,13 +106,11 @@ class Manager:
         self._store, self._folder = locate(directory)
         self._owner: Ownership | None = None
         self._pending: PendingSave | None = None
-        self._failed: PendingSave | None = None  # the save that put this Manager in `_given_up`
+        self._failed: PendingSave | None = None  # a failed save that some rank was still writing
         self._closed = False
         self._left_behind: set[int] = set()  # steps after the restored one, which can be overwritten
         self._damaged: set[int] = set()  # steps that `restore` found damaged
         if not read_only:
-            agreement.run_on_all_ranks(self._check_given_up)
-            self._forget_given_up()
             agreement.from_rank0(self._own)
         self._read_only = read_only
         self._group: Any = dist.new_group(backend="gloo") if async_ and world() is not None else None
@@ -136,10 +121,7 @@ class Manager:
         try:
             self._owner = Ownership(self._store, self._folder)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.directory} cannot be made or locked: {agreement.words(error)}; see that this "
-                "process may write there"
-            ) from error
+            raise CheckpointError(f"{self.directory} cannot be made or locked: {agreement.words(error)}") from error
 
     # Listing ---------------------------------------------------------------------------------------------------------
 
@@ -156,7 +138,7 @@ class Manager:
         try:
             return [step for step in self._named() if commit.is_complete(self.path(step))]
         except OSError as error:
-            raise CheckpointError(f"{self.directory} cannot be looked at ({why(error)}); see that it can") from error
+            raise CheckpointError(f"{self.directory} cannot be read ({why(error)})") from error
 
     def _named(self) -> list[int]:
         matches = (_NAME.fullmatch(name) for name in self._store.names(self._folder))
@@ -186,7 +168,7 @@ class Manager:
         """
         start = time.perf_counter()
         agreement.run_on_all_ranks(lambda: self._check_save(step))
-        self._forget_given_up()
+        self._failed = None
         self.wait()
         if self.async_ == "process":
             wait_for_process(Manager._by_process)
@@ -214,33 +196,12 @@ class Manager:
             raise ConfigurationError(f"this Manager of {self.directory} is closed, so it cannot save; make another")
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigurationError(f"Manager.save(step={step!r}): a step is an int, 0 or more; give int(step)")
-        self._check_given_up()
-
-    def _in_the_way(self) -> list[Manager]:
-        """Managers in `_given_up` that share this Manager's directory or its saving process."""
-        return [
-            manager
-            for manager in Manager._given_up
-            if manager._folder == self._folder or self.async_ == manager.async_ == "process"
-        ]
-
-    def _check_given_up(self) -> None:
-        """Refuse a save while a failed one still runs: it shares collectives, memory or files with a new save."""
-        for failed in (manager._failed for manager in self._in_the_way()):
-            if failed is not None and not failed.future.done():
-                raise CheckpointError(
-                    f"the save of {failed.report.path} failed and has not ended on this rank, which may wait for "
-                    "others until the timeout of its process group; save again when it has, or end the run and start "
-                    "it from the last checkpoint"
-                )
-
-    def _forget_given_up(self) -> None:
-        """Drop the Managers of failed saves, after all ranks have agreed that these saves have ended."""
-        for manager in self._in_the_way():
-            Manager._given_up.remove(manager)
-            manager._failed = None
-            if manager._closed:
-                manager._let_go()
+        if self._failed is not None and not self._failed.future.done():
+            # it shares memory and collectives with a new save
+            raise CheckpointError(
+                f"the save of {self._failed.report.path} failed and has not ended on this rank, which may wait for "
+                "others until the timeout of its process group; save again when it has, or restart the run"
+            )
 
     def _prepare(self, step: int) -> SaveTarget:
         assert self._owner is not None
@@ -286,7 +247,6 @@ class Manager:
         self._pending = None  # only now: if the wait is interrupted, `close` needs the running save
         if pending.running:
             self._failed = pending
-            Manager._given_up.append(self)
         step = pending.report.step
         with commit.abandoned_if_it_fails(pending.target):
             agreement.raise_first(failures)
@@ -395,7 +355,7 @@ class Manager:
         try:
             saved_manifest = manifest.read_manifest(path)
             if saved_manifest is None:  # without a manifest, only the metadata can be checked
-                read_metadata(path)
+                SafeReader(path)
                 return []
         except CheckpointError as error:
             return [str(error)]
@@ -411,39 +371,23 @@ class Manager:
         A running save is waited for, up to `CLOSE_SECONDS`. After that it continues on its own, and the directory stays
         locked until the save ends; `wait` then returns its report, but removes no old checkpoints.
 
-        If a save failed and still runs on some rank, `close` warns. This rank cannot know when other ranks are done, so
-        the directory stays locked until its processes end, or until a new Manager of it is constructed after the save.
+        Raises no error of the save; call `wait` first.
         """
         self._closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False)
         running = self._pending or self._failed
-        if running is not None:
+        if running is not None and wait_for([running.future], CLOSE_SECONDS).not_done:
             running.future.add_done_callback(lambda _: self._release())
-            ended = not wait_for([running.future], CLOSE_SECONDS).not_done
-            if self._failed is not None and not (ended and self._may_release()):
-                warnings.warn(
-                    f"the save of {running.report.path} failed and had not ended on ranks {list(running.running)}; it "
-                    f"is left alone, and {self.directory} stays this run's until it, or this process, has ended",
-                    stacklevel=2,
-                )
-            if not ended:
-                return
-        self._let_go()
-
-    def _let_go(self) -> None:
+            return
         if self._stager is not None:
             self._stager.close()
         if self.async_ == "process" and not wait_for(Manager._by_process, 0).not_done:
             private_torch.end_checkpoint_process()
         self._release()
 
-    def _may_release(self) -> bool:
-        """Whether no other rank can still be writing, as far as this rank knows."""
-        return self._failed is None or set(self._failed.running) <= {agreement.rank()}
-
     def _release(self) -> None:
-        if self._owner is not None and self._may_release():
+        if self._owner is not None:
             self._owner.release()
 
     def __enter__(self) -> Manager:

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import why
-from quantshard.checkpoints.untrusted import entries as entries_
-from quantshard.checkpoints.untrusted.reader import decoded
+from quantshard.checkpoints.safe_read import checked_entry, decoded
 from quantshard.errors import CheckpointError, ConfigurationError
 
 RANKS = "ranks"
@@ -96,12 +95,8 @@ def to_load(
     rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
 
     Raises:
-        CheckpointError: an entry is not the bytes of a state.
+        CheckpointError: an entry cannot be decoded.
     """
-    for key, entry in values.items():
-        if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.ndim != 1:
-            what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
-            raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
     keys_by_rank, states, unloaded = _by_rank(values), {}, []
     skipped = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
     for name in objects:
@@ -138,5 +133,5 @@ def _by_rank(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def _packed(name: str, state: Any) -> Tensor:
-    content, _ = entries_.checked_entry(f"the state of {name!r}", state)
+    content, _ = checked_entry(f"the state of {name!r}", state)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

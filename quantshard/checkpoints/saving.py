@@ -15,20 +15,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MAPPING, MODULE, OPTIMIZER, PATH, check_kinds, suggests_names
-from quantshard.checkpoints import fit, optimizer_states
+from quantshard.checkpoints import extras, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, check_alike
-from quantshard.checkpoints.untrusted import extras
-from quantshard.checkpoints.untrusted.extras import EXTRA
+from quantshard.checkpoints.extras import EXTRA
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
 from quantshard.tensor import components, state_keys
 
 
-@suggests_names
 def save(
     path: Path_, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None = None
 ) -> None:
@@ -54,8 +51,6 @@ def save(
         UnsupportedOperationError: the model uses expert parallelism, and its optimizer states cannot be numbered as in
             one process: the optimizer is from `torch.optim`, or has parameters that are not the model's.
     """
-    states = {"model": (MODULE, model), "optimizer": (OPTIMIZER.or_none, optimizer)}
-    agreement.run_on_all_ranks(lambda: check_kinds("save", path=(PATH, path), extra=(MAPPING.or_none, extra), **states))
     state = checkpoint_state(model, optimizer, extra)
     target = commit.begin(path)
     writer = CommitWriter(target, facts_of(model, extra or {}))
@@ -80,7 +75,7 @@ def checkpoint_state(
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     def own() -> tuple[dict[str, Any], str | None]:
-        fit.check_members("save", model, optimizer)
+        optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -22,7 +21,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STATES = tuple(f"_{name}" for name in (KEY, DRAWS, AMAX_HISTORY))
 
 
-@suggests_names
 @torch.no_grad()
 def high_precision_state_dict(
     model: nn.Module,
@@ -85,8 +83,6 @@ def _checked(
     Raises:
         ConfigurationError, CheckpointError: see `high_precision_state_dict`.
     """
-    check_arguments("high_precision_state_dict", MODULE, model=model)
-    check_arguments("high_precision_state_dict", OPTIMIZER.or_none, optimizer=optimizer)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigurationError(
             f"high_precision_state_dict(dtype={dtype}): choose one of {', '.join(map(str, _DTYPES))}; the codes are in "

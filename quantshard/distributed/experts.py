@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, private_torch
-from quantshard.argument_kinds import MESH, TENSOR, WHOLE_NUMBER, check_arguments
 from quantshard.errors import ConfigurationError
 
 
@@ -33,7 +32,6 @@ def local_experts(owner: str, num_experts: int, ep_mesh: DeviceMesh | None) -> r
         ConfigurationError: on every rank: the mesh has several axes or does not divide the experts, or there are no
             experts.
     """
-    check_arguments(owner, MESH.or_none, ep_mesh=ep_mesh)
     if num_experts < 1:
         raise ConfigurationError(f"{owner}: {num_experts} experts; there must be 1 or more")
     if ep_mesh is None:
@@ -134,8 +132,6 @@ def dispatch_tokens(tokens: Tensor, experts: Tensor, num_experts: int, ep_mesh: 
             If one rank has all experts on a GPU, an index out of range raises a RuntimeError at the next
             synchronization instead.
     """
-    check_arguments("dispatch_tokens", TENSOR, tokens=tokens, experts=experts)
-    check_arguments("dispatch_tokens", WHOLE_NUMBER, num_experts=num_experts)
     if tokens.ndim != 2 or experts.ndim not in (1, 2) or len(experts) != len(tokens):
         raise ConfigurationError(
             f"dispatch_tokens: tokens {list(tokens.shape)} and experts {list(experts.shape)} must be [tokens, hidden] "

@@ -14,13 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quantshard.argument_kinds import MODULE, PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives import flat_max, process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import components
 
 
-@suggests_names
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks hold the same bits: parameters, components, scales, random keys and buffers.
 
@@ -34,8 +32,6 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         RankMismatchError: on every rank, naming the first tensor that differs.
         ConfigurationError: the model is sharded, or on the meta device.
     """
-    check_arguments("check_replicas", MODULE, model=model)
-    check_arguments("check_replicas", PROCESS_GROUP.or_none, process_group=process_group)
     group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)
@@ -47,7 +43,6 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     )
 
 
-@suggests_names
 @torch.no_grad()
 def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
     """Copy the bits of rank `src` to all ranks: parameters, components, scales, random keys and buffers.
@@ -64,8 +59,6 @@ def broadcast_(model: nn.Module, src: int = 0, process_group: dist.ProcessGroup 
         RankMismatchError: on every rank, if ranks built different models.
         ConfigurationError: the model is sharded, or on the meta device.
     """
-    check_arguments("broadcast_", MODULE, model=model)
-    check_arguments("broadcast_", PROCESS_GROUP.or_none, process_group=process_group)
     group = process_group or process_groups.world()
     live = _live_tensors(model)
     _check_same_model(model, live, group)

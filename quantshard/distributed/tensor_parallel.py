@@ -21,8 +21,9 @@ number. Gradients of replicated parameters, which are small, are summed in float
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,8 @@ class TensorParallel:
         return OperandSplit(dim, self.group)
 
 
+_Function = Callable[[Tensor, TensorParallel], Tensor]
+
 NONE = TensorParallel()
 """The part of a layer that is not cut."""
 
@@ -124,7 +127,7 @@ def stream_base(group: Groups) -> int:
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return x, which is equal on every rank. Backward sums the ranks' partial gradients."""
-    return x if tp.size == 1 else _CopyToGroup.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _identity, reduce_from_group)) if tp.size > 1 else x
 
 
 def all_reduce_gradient(param: Tensor, tp: TensorParallel) -> Tensor:
@@ -144,7 +147,7 @@ def add_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum x over the ranks; every rank gets the sum."""
-    return x if tp.size == 1 else _ReduceFromGroup.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _summed, copy_to_group)) if tp.size > 1 else x
 
 
 def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -152,12 +155,12 @@ def gather_rows(x: Tensor, tp: TensorParallel) -> Tensor:
 
     Backward sums the ranks' partial gradients, as needed before a column-parallel weight.
     """
-    return x if tp.size == 1 else _GatherRows.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _all_rows, scatter_rows)) if tp.size > 1 else x
 
 
 def join_rows(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather rows like `gather_rows`. Every rank has the whole gradient, so backward only selects this rank's rows."""
-    return x if tp.size == 1 else _JoinRows.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _all_rows, split_rows)) if tp.size > 1 else x
 
 
 def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -167,7 +170,7 @@ def scatter_rows(x: Tensor, tp: TensorParallel) -> Tensor:
         ConfigurationError: on every rank, if the rows cannot be divided equally.
     """
     rows_per_rank(x.shape, tp)
-    return x if tp.size == 1 else _ScatterRows.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _summed_rows, gather_rows)) if tp.size > 1 else x
 
 
 def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -177,7 +180,7 @@ def split_rows(x: Tensor, tp: TensorParallel) -> Tensor:
         ConfigurationError: on every rank, if the rows cannot be divided equally.
     """
     rows_per_rank(x.shape, tp)
-    return x if tp.size == 1 else _SplitRows.apply(x, tp)
+    return cast(Tensor, _Collective.apply(x, tp, _own_rows, join_rows)) if tp.size > 1 else x
 
 
 def rows_per_rank(shape: torch.Size, tp: TensorParallel) -> int:
@@ -220,15 +223,17 @@ def dropout(x: Tensor, p: float, tp: TensorParallel) -> Tensor:
     return dropped / (1 - p) if p < 1 else dropped
 
 
-class _CopyToGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+class _Collective(torch.autograd.Function):
+    """A collective with another one, `backward`, for its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_from_group(grads[0], ctx.tp), None
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, run: _Function, backward: _Function) -> Tensor:
+        ctx.tp, ctx.run_backward = tp, backward
+        return run(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.run_backward(grads[0], ctx.tp), None, None, None
 
 
 class _AddBias(torch.autograd.Function):
@@ -243,65 +248,26 @@ class _AddBias(torch.autograd.Function):
         return grads[0], grads[0].reshape(-1, grads[0].shape[-1]).sum(0, dtype=ctx.dtype)
 
 
-class _ReduceFromGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        out = x.clone(memory_format=torch.contiguous_format)
-        if out.numel() > 0:
-            dist.all_reduce(out, group=tp.group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return copy_to_group(grads[0], ctx.tp), None
+def _identity(x: Tensor, tp: TensorParallel) -> Tensor:
+    return x.view_as(x)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _all_rows(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return scatter_rows(grads[0], ctx.tp), None
+def _summed(x: Tensor, tp: TensorParallel) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        dist.all_reduce(out, group=tp.group)
+    return out
 
 
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        out = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
-        if out.numel() > 0:
-            private_torch.reduce_scatter_single(out, x.contiguous(), group=tp.group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(grads[0], ctx.tp), None
+def _summed_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    out = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
+    if out.numel() > 0:
+        private_torch.reduce_scatter_single(out, x.contiguous(), group=tp.group)
+    return out
 
 
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return x.chunk(tp.size)[tp.rank].clone()  # a copy: a view would keep all rows alive
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return join_rows(grads[0], ctx.tp), None
-
-
-class _JoinRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _all_rows(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return split_rows(grads[0], ctx.tp), None
+def _own_rows(x: Tensor, tp: TensorParallel) -> Tensor:
+    return x.chunk(tp.size)[tp.rank].clone()  # a copy: a view would keep all rows alive
 
 
 def _all_rows(x: Tensor, tp: TensorParallel) -> Tensor:

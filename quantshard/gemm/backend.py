@@ -1,31 +1,35 @@
 """Matrix products of quantized operands: the one place that decides between native and emulated products.
 
-A native product is one of PyTorch's scaled matrix products (`scaled_products`): it multiplies codes and applies scales
-to the sums. Without hardware for the formats the product is emulated: both operands are dequantized, or are values
-already (`producers.OperandKind`), and multiplied in high precision. `product_plan` returns the reason, as does
-`gemm_path` before there are operands; `explain` prints it. An `operand_reader.OperandReader` brings operands into the
-form that a native product needs.
+A native product is one of PyTorch's scaled matrix products (`hardware`): it multiplies codes and applies scales to the
+sums. Without hardware for the formats the product is emulated: operands are dequantized, or are values already
+(`producers.is_emulated`), and multiplied in high precision.
+
+A scaled product reads both operands by rows, with the summed dim last and sizes that are multiples of 16. An
+`OperandReader` brings an operand into that form, and `WeightOperands` several weights with one kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantshard import kernel_dispatch, private_torch
-from quantshard.formats import ALL, E4M3, E5M2, Orientation
-from quantshard.gemm import scaled_products
-from quantshard.gemm.operand_reader import OperandReader, OperandSpec, ReadOperand
+from quantshard import kernel_dispatch, kernels, private_torch
+from quantshard.formats import ALL, E8M0, FP32, Component, Format, Orientation
+from quantshard.gemm import hardware
+from quantshard.gemm.hardware import Capability, Kind, ScaledProduct, ScaleLayout
 from quantshard.gemm.operands import Operand, is_large
-from quantshard.gemm.scaled_products import Capability, ScaledProduct
-from quantshard.recipe import OPERANDS, Gemm, QuantSpec, Recipe, TensorRole
-from quantshard.tensor.storage import GemmKey, QuantizedStorage
+from quantshard.sharding import Shard, ceil_div
+from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
+
+if kernels.USABLE:
+    from quantshard.kernels.quantize.swizzle import SwizzleRequest
+
+ReadOperand = tuple[Tensor, tuple[Tensor, ...]]  # codes and scales in the form of a scaled product
 
 
 def matmul(
@@ -50,54 +54,34 @@ def matmul(
         precision: the dtype of the layer, if it is not `out_dtype`. On a GPU, emulated products of 16-bit layers read
             operands rounded to bfloat16, which is exact for MXFP8.
         fast: allow sums in less than float32; see `recipe.MMParams`. Float32 results ignore it.
-        read: codes and scales of b from `weight_operands.WeightOperands`.
+        read: codes and scales of b from `WeightOperands`.
     """
     if isinstance(a, QuantizedStorage) and isinstance(b, QuantizedStorage):
-        plan = product_plan(
-            a.layout or a.gemm_key(), not transpose_a, b.layout or b.gemm_key(), transpose_b,
-            scaled_products.capability_of(next(iter(a.components.values())).device),
+        product = find_product(
+            a.products, a.cell.format, a.shard, not transpose_a, b.cell.format, b.shard, transpose_b,
+            hardware.capability_of(next(iter(a.components.values())).device),
             out_dtype, None if bias is None else bias.dtype, fast,
         )  # fmt: skip
-        if isinstance(plan, ProductPlan):
-            return plan.run(a, b, bias, nan_flag, read)
+        if isinstance(product, ProductPlan):
+            return product.run(a, b, bias, nan_flag, read)
     return _emulated(a, b, out_dtype, transpose_a, transpose_b, bias, nan_flag, precision or out_dtype)
-
-
-def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
-    """Dequantize the right operands of several emulated products a @ b by one kernel.
-
-    The operands are returned unchanged if one kernel cannot dequantize all of them, or if they are large: `matmul`
-    then dequantizes each of them only while it is multiplied.
-    """
-    storages = [operand for operand in weight_operands if isinstance(operand, QuantizedStorage)]
-    if len(storages) < max(len(weight_operands), 2) or len({operand.cell.format for operand in storages}) > 1:
-        return weight_operands
-    copies = storages[0].cell.format.copies
-    which = Orientation.COLUMNWISE if Orientation.COLUMNWISE in copies else Orientation.ROWWISE
-    if any(not operand.has(which) or is_large(operand.components[copies[which].codes.name]) for operand in storages):
-        return weight_operands
-    dtype = _read_dtype(a, storages[0], precision)
-    parts = [(operand.touched(), operand.shard.shape, operand.shard.origin) for operand in storages]
-    return kernel_dispatch.dequantize_together(copies[which], parts, dtype)
-
-
-# Native products -----------------------------------------------------------------------------------------------------
 
 
 class ProductPlan:
     """A native product: everything that follows from the operands' formats and shards, the dtypes and the GPU."""
 
     def __init__(
-        self, product: ScaledProduct, left: OperandSpec, right: OperandSpec,
+        self, product: ScaledProduct, left: OperandReader, right: OperandReader,
         out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
     ) -> None:  # fmt: skip
         # the table has the product only for blocks of one row
-        expands = (left.kind, right.kind) not in scaled_products.NATIVE
-        self.left = OperandReader(left, product.left, product.rows, expands, False)
-        self.right = OperandReader(right, product.right, 16, expands, True)
+        expands = (left.kind, right.kind) not in hardware.NATIVE
+        self.left, self.right = left, right
+        left.lay_out(product.left, product.rows, expands, False)
+        right.lay_out(product.right, 16, expands, True)
         self.rows, self.cols = left.shape[0], right.shape[0]
-        self.more_cols = self.right.size - self.cols
-        self.is_padded = (self.left.size, self.more_cols) != (self.rows, 0)
+        self.more_cols = right.size - self.cols
+        self.is_padded = (left.size, self.more_cols) != (self.rows, 0)
         self.out_dtype = out_dtype
         # PyTorch's product adds only such biases; others are added to its float32 sums before rounding
         self.fuses_bias = bias_dtype == out_dtype and out_dtype in (torch.bfloat16, torch.float16)
@@ -105,18 +89,14 @@ class ProductPlan:
         self.fast = fast and product.fast and out_dtype.itemsize == 2
 
     def run(
-        self,
-        a: QuantizedStorage,
-        b: QuantizedStorage,
-        bias: Tensor | None,
-        nan_flag: Tensor | None,
-        read: ReadOperand | None,
-    ) -> Tensor:
+        self, a: QuantizedStorage, b: QuantizedStorage,
+        bias: Tensor | None, nan_flag: Tensor | None, read: ReadOperand | None,
+    ) -> Tensor:  # fmt: skip
         """Compute the product, as `matmul` returns it."""
         left_reader, right_reader, fused_bias = self.left, self.right, None
         if bias is not None and self.fuses_bias:
             fused_bias, bias = F.pad(bias, (0, self.more_cols)) if self.more_cols else bias, None
-        is_in_scales = right_reader.takes_poison and (
+        is_in_scales = right_reader.takes_nan_flag and (
             read is not None or not (right_reader.is_swizzled and right_reader.is_ready(b))
         )
         a_codes, a_scales = left_reader.read(a, None)
@@ -132,48 +112,335 @@ class ProductPlan:
         return out if nan_flag is None or is_in_scales else out + nan_flag.to(self.out_dtype)
 
 
-@lru_cache(maxsize=1024)
-def product_plan(
-    left: GemmKey,
-    left_as_stored: bool,
-    right: GemmKey,
-    right_as_stored: bool,
-    capability: Capability | None,
-    out_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    fast: bool,
-) -> ProductPlan | str:
+MOST_PRODUCTS: Final = 32  # that the plan of an operand keeps
+
+
+def find_product(products: list[Any] | None, *facts: Any) -> ProductPlan | str:
+    """Call `plan_product`, or return its result for equal arguments from `products`, to which new results are added.
+
+    In each call of a layer the arguments are mostly the same objects, so comparing them is cheap.
+    """
+    product: ProductPlan | str
+    for planned_for, product in products or ():
+        if planned_for == facts:
+            return product
+    product = plan_product(*facts)
+    if products is not None:
+        del products[MOST_PRODUCTS - 1 :]
+        products.append((facts, product))
+    return product
+
+
+def plan_product(
+    left: Format, left_shard: Shard, left_as_stored: bool, right: Format, right_shard: Shard, right_as_stored: bool,
+    capability: Capability | None, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, fast: bool,
+) -> ProductPlan | str:  # fmt: skip
     """The native product of two operands, or the reason why the product is emulated.
 
     `left_as_stored`, `right_as_stored`: whether the summed dim of the stored operand is the last one.
     """
-    a = OperandSpec.of(left.format, left.shard, left_as_stored)
-    b = OperandSpec.of(right.format, right.shard, right_as_stored)
-    if a is None or b is None:
+    a, b = OperandReader(left, left_shard, left_as_stored), OperandReader(right, right_shard, right_as_stored)
+    if not (a.has_codes and b.has_codes):
         return "an operand has no codes that were quantized along the summed dim"
     if 0 in (*a.shape, *b.shape):
         return "an operand has no elements"
     if not (a.is_aligned and b.is_aligned):
         return "a cut crosses blocks of an operand"
-    product = scaled_products.product_of_kinds(a.kind, b.kind)
+    product = hardware.product_of_kinds(a.kind, b.kind)
     if product is None or not product.is_of(capability):
         return "the hardware has no product of these formats"
     return ProductPlan(product, a, b, out_dtype, bias_dtype, fast)
 
 
-# Emulated products ---------------------------------------------------------------------------------------------------
+class OperandReader:
+    """Reads the codes and scales of operands of one format and shard in the form of a scaled product.
+
+    `as_stored`: whether operands are summed over their last dim, otherwise over the first one. The constructor sets
+    what follows from the operand alone; shape, block and origin have the summed dim last. `lay_out` sets the rest.
+    """
+
+    def __init__(self, fmt: Format, shard: Shard, as_stored: bool) -> None:
+        rowwise = as_stored or Orientation.COLUMNWISE not in fmt.copies
+        self.which = Orientation.ROWWISE if rowwise else Orientation.COLUMNWISE
+        self.copy = copy = fmt.copies[self.which]
+        self.has_codes = as_stored or fmt.transposable or not rowwise
+        self.transposed = not as_stored
+        pairs = shard.shape, copy.block, shard.origin
+        self.shape, self.block, self.origin = pairs if as_stored else (pair[::-1] for pair in pairs)
+        # slices of the resident codes and scales that the shard touches; None: all of them
+        self.cuts = _touched(shard, copy.codes), _touched(shard, copy.scale)
+        self.kind: Kind = hardware.kind_of(copy, self.block)
+        # all blocks are complete, except the last one of a dim
+        self.is_aligned = all(
+            cover == ALL or start % cover == 0 for start, cover in zip(self.origin, self.block, strict=True)
+        )
+        self.codes, self.scale, self.encoding = copy.codes.name, copy.scale.name, copy.codes.encoding
+        self.native = self.encoding.multiplied
+        self.amax = None if copy.amax is None else copy.amax.name
+        self.unit = 1.0 / (self.encoding.max * copy.scale.encoding.max)
+
+    def lay_out(self, scales: ScaleLayout, rows: int, expands: bool, right: bool) -> None:
+        """Plan the steps to the form of a product.
+
+        `rows`: the row count is padded to a multiple of it. `expands`: every row gets its own scale. `right`: this is
+        the right operand, with transposed codes.
+        """
+        self.scales, self.right = scales, right
+        (size, cols), block, bits = self.shape, self.block, self.encoding.bits
+        self.repeats = block[0] if expands and block[0] > 1 else 0
+        if self.repeats:
+            block = (1, block[1])
+        self.size = size + -size % rows
+        self.width = (cols + -cols % (128 // bits)) * bits // 8
+        entries = [
+            [1 if cover == ALL else ceil_div(length, cover) for length, cover in zip(shape, block, strict=True)]
+            for shape in (self.shape, (self.size, self.width * 8 // bits))
+        ]
+        self.more_codes = (0, self.width - ceil_div(cols * bits, 8), 0, self.size - size)
+        self.more_scales = (0, entries[1][1] - entries[0][1], 0, entries[1][0] - entries[0][0])
+        self.is_padded = any(self.more_codes)
+        is_whole = not (self.repeats or self.is_padded or self.size == 1)
+        # a view of the stored tensors is enough
+        self.is_viewed = is_whole and not (self.transposed or any(self.cuts))
+        # only the codes are transposed; for blocks of 128 x 128 the same kernel lays out the scales
+        self.is_transposed = is_whole and self.transposed and bits == 8 and self.amax is None
+        # strides of scales that a left operand needs no copy of
+        self.strides = (1, 1) if scales.layout is hardware.by_rows else (1, self.size)
+        self.lays_blocks = self.is_transposed and scales.layout is hardware.by_four
+        self.turns_scales = scales.layout is not hardware.as_single
+        # one kernel swizzles the scales and, if needed, transposes the codes
+        self.is_swizzled = bool(scales.swizzle) and not (self.is_padded or self.size == 1 or any(self.cuts))
+        self.takes_nan_flag = self.copy.scale.encoding is FP32 or self.is_swizzled
+
+    def is_ready(self, storage: QuantizedStorage) -> bool:
+        """True if the kernel that made the operand has swizzled its scales."""
+        return self.scale in storage.components and storage.components[self.scale].ndim == 1
+
+    def read(self, storage: QuantizedStorage, nan_flag: Tensor | None) -> ReadOperand:
+        """Codes in PyTorch's dtype, [rows, bytes] (transposed for a right operand), and scales plus `nan_flag`."""
+        if self.is_swizzled:
+            if not self.is_ready(storage):
+                return read_swizzled([self], [storage], [nan_flag])[0]
+            parts = storage.components
+            codes = parts[self.codes]
+            scales = (parts[self.scale],) if self.amax is None else (parts[self.scale], parts[SECOND_SCALE])
+            return codes.t() if self.right else codes, scales
+        if self.is_transposed:
+            return read_transposed([self], [storage], [nan_flag])[0]
+        parts = storage.components
+        if self.is_viewed and self.codes in parts:
+            codes, grid = parts[self.codes], parts[self.scale]
+            codes = codes if codes.dtype is self.native else codes.view(self.native)
+            codes = codes.t() if self.right else codes
+            if nan_flag is not None:
+                grid = self.scales.layout(grid + nan_flag)
+            elif self.turns_scales and (self.right or grid.stride() != self.strides):
+                grid = self.scales.layout(grid)
+        else:
+            codes, grid = self._made(*self.touched(storage), nan_flag)
+        if self.amax is None:
+            return codes, (grid,)
+        return codes, (grid, (parts[self.amax] * self.unit).view(()))
+
+    def native_codes(self, codes: Tensor) -> Tensor:
+        """View codes in PyTorch's dtype; codes of a right operand are transposed."""
+        viewed = codes if codes.dtype is self.native else codes.view(self.native)
+        return viewed.t() if self.right else viewed
+
+    def touched(self, storage: QuantizedStorage) -> tuple[Tensor, Tensor]:
+        """Codes and scales that the shard touches, as stored."""
+        if self.codes not in storage.components:
+            storage = storage.with_copy(self.which)
+        codes, grid = storage.components[self.codes], storage.components[self.scale]
+        of_codes, of_scales = self.cuts
+        return codes if of_codes is None else codes[of_codes], grid if of_scales is None else grid[of_scales]
+
+    def _made(self, codes: Tensor, grid: Tensor, nan_flag: Tensor | None) -> tuple[Tensor, Tensor]:
+        """New codes and scales, transposed and padded."""
+        if self.transposed:
+            codes, grid = kernel_dispatch.transpose_codes(codes, self.encoding, self.shape[0]), grid.t()
+        if self.repeats:
+            grid = grid.repeat_interleave(self.repeats, 0)[: self.shape[0]]
+        if nan_flag is not None:
+            grid = grid + nan_flag
+        if self.is_padded:
+            codes, grid = F.pad(codes, self.more_codes), F.pad(grid, self.more_scales)
+        if self.size == 1:  # a transposed column may have any stride here
+            codes = hardware.strided(codes.contiguous(), (self.width, 1))
+        return self.native_codes(codes), self.scales.layout(grid)
+
+
+def _touched(shard: Shard, component: Component) -> tuple[slice, slice] | None:
+    cuts = shard.touched(component)
+    return None if cuts == tuple(slice(0, size) for size in shard.component_shape(component)) else cuts
+
+
+def read_transposed(
+    readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage], nan_flags: Sequence[Tensor | None]
+) -> list[ReadOperand]:
+    """Read several operands of the same kind with one kernel. Requires `is_transposed`."""
+    parts = [reader.touched(storage) for reader, storage in zip(readers, storages, strict=True)]
+    lays_scales = readers[0].lays_blocks
+    outputs = kernel_dispatch.by_columns(
+        [(codes, grid if lays_scales else None, nan_flag if lays_scales else None)
+         for (codes, grid), nan_flag in zip(parts, nan_flags, strict=True)],
+        readers[0].native,
+    )  # fmt: skip
+    results: list[ReadOperand] = []
+    for reader, (codes, scales), (_, grid), nan_flag in zip(readers, outputs, parts, nan_flags, strict=True):
+        if scales is None:
+            scales = grid if nan_flag is None else grid + nan_flag
+            if reader.turns_scales:
+                scales = reader.scales.layout(scales.t())
+        else:
+            scales = hardware.strided(scales, (1, scales.shape[0]))
+        results.append((codes if reader.right else codes.t(), (scales,)))
+    return results
+
+
+def read_swizzled(
+    readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage],
+    nan_flags: Sequence[Tensor | None], others: Sequence[Tensor | None] = (),
+) -> list[ReadOperand]:  # fmt: skip
+    """Read several operands of the same copy with one kernel. Requires `is_swizzled`, and scales that are not swizzled
+    yet.
+
+    `others`: per operand, E8M0 scales of another operand that also become NaN if its flag is NaN.
+    """
+    storages, matrices = _swizzle_arguments(readers, storages, nan_flags, others)
+    outputs = kernel_dispatch.swizzle(readers[0].copy, matrices, readers[0].transposed)
+    return _from_swizzled(readers, storages, outputs)
+
+
+def _swizzle_arguments(
+    readers: Sequence[OperandReader],
+    storages: Sequence[QuantizedStorage],
+    nan_flags: Sequence[Tensor | None] = (),
+    others: Sequence[Tensor | None] = (),
+) -> tuple[list[QuantizedStorage], list[kernel_dispatch.StoredMatrix]]:
+    """Storages that have the copy that is read, and the arguments of `kernel_dispatch.swizzle`."""
+    nones = [None] * len(storages)
+    with_copies, matrices = list[QuantizedStorage](), list[kernel_dispatch.StoredMatrix]()
+    for reader, storage, *more in zip(readers, storages, nan_flags or nones, others or nones, strict=True):
+        operand = storage if reader.codes in storage.components else storage.with_copy(reader.which)
+        parts = operand.components
+        amax = None if reader.amax is None else parts[reader.amax]
+        matrices.append((operand.shard.shape, parts[reader.codes], parts[reader.scale], amax, more[0], more[1]))
+        with_copies.append(operand)
+    return with_copies, matrices
+
+
+def _from_swizzled(
+    readers: Sequence[OperandReader], storages: Sequence[QuantizedStorage],
+    outputs: Sequence[kernel_dispatch.SwizzledMatrix],
+) -> list[ReadOperand]:  # fmt: skip
+    """Convert the outputs of the kernel to operands of scaled products."""
+    results = list[ReadOperand]()
+    for reader, storage, (codes, scale, second) in zip(readers, storages, outputs, strict=True):
+        if codes is None:
+            codes = reader.native_codes(storage.components[reader.codes])
+        elif reader.right:
+            codes = codes.t()
+        results.append((codes, (scale,) if second is None else (scale, second)))
+    return results
+
+
+class WeightOperands:
+    """Weights as right operands of several products a @ op(b) with one output dtype.
+
+    `reads_together`: whether the products may need another form of the operands than the stored one, which one kernel
+    makes for all: its own, or the one that quantizes the left operands (`swizzle_request`).
+    """
+
+    def __init__(self, operands: Sequence[Operand], out_dtype: torch.dtype, transpose_b: bool = False) -> None:
+        self.operands, self.out_dtype, self.transpose_b = operands, out_dtype, transpose_b
+        self.reads_together = False
+        self._storages: list[QuantizedStorage] = []
+        self._laid: tuple[list[OperandReader], list[QuantizedStorage], SwizzleRequest] | None = None
+        first = operands[0]
+        if isinstance(first, QuantizedStorage):  # otherwise products read the operands as they are, one at a time
+            has_narrow_scales = first.cell.format.copies[Orientation.ROWWISE].scale.encoding.bits == 8
+            if has_narrow_scales or (len(operands) > 1 and not transpose_b):
+                self._storages = [operand for operand in operands if isinstance(operand, QuantizedStorage)]
+                self.reads_together = len(self._storages) == len(operands)
+
+    def swizzle_request(self, left: Format, shard: Shard, products: list[Any]) -> SwizzleRequest | None:
+        """Work for the kernel that quantizes left operands of this format and shard: swizzling these weights, for
+        `read` to return.
+
+        Requires products without a nan flag. None if the weights need no swizzling, or are so large that a separate
+        launch is worth it.
+        """
+        readers = self._readers([(left, shard, products)] * len(self._storages))
+        if not readers or not readers[0].is_swizzled:
+            return None
+        for storage, reader in zip(self._storages, readers, strict=True):
+            codes = storage.components.get(reader.codes)
+            if codes is None or is_large(codes):
+                return None
+        storages, matrices = _swizzle_arguments(readers, self._storages)
+        request = SwizzleRequest(readers[0].copy, matrices, readers[0].transposed)
+        self._laid = readers, storages, request
+        return request
+
+    def read(
+        self, lefts: Sequence[Operand], nan_flags: Sequence[Tensor | None] = (), others: Sequence[Operand] = ()
+    ) -> tuple[Sequence[ReadOperand | None], bool]:
+        """Operands for `matmul`, made by one kernel; a None per operand if one kernel cannot make all.
+
+        The second result is True if the kernel also wrote the NaNs of `nan_flags`, one per gradient, into the scales
+        of `others`, the operands of wgrad.
+        """
+        if self._laid is not None:
+            readers, storages, request = self._laid
+            return _from_swizzled(readers, storages, request.finish()), False
+        readers = self._readers([
+            (left.cell.format, left.shard, left.products) if isinstance(left, QuantizedStorage) else None
+            for left in lefts
+        ])  # fmt: skip
+        if not readers:
+            return [None] * len(lefts), False
+        if readers[0].is_swizzled:
+            nan_targets = [_swizzled_scales(item) for item in others]
+            reads = read_swizzled(readers, self._storages, nan_flags, nan_targets)
+            return reads, bool(nan_targets) and None not in nan_targets
+        pairs = zip(readers, nan_flags or [None] * len(readers), strict=True)
+        added_flags = [flag if reader.takes_nan_flag else None for reader, flag in pairs]
+        return read_transposed(readers, self._storages, added_flags), False
+
+    def _readers(self, lefts: Sequence[tuple[Format, Shard, list[Any] | None] | None]) -> list[OperandReader]:
+        """Readers of these operands in native products with left operands `lefts`. Empty if one kernel cannot make all
+        operands."""
+        readers = list[OperandReader]()
+        capability = hardware.capability_of(self._storages[0].device)
+        for left, right in zip(lefts, self._storages, strict=True):
+            if left is None:
+                return []
+            fmt, shard, products = left
+            product = find_product(
+                products, fmt, shard, True, right.cell.format, right.shard, self.transpose_b, capability,
+                self.out_dtype, None, False,
+            )  # fmt: skip
+            if not (isinstance(product, ProductPlan) and (product.right.is_transposed or product.right.is_swizzled)):
+                return []
+            if readers and product.right.copy is not readers[0].copy:
+                return []
+            readers.append(product.right)
+        return readers
+
+
+def _swizzled_scales(operand: Operand) -> Tensor | None:
+    """The E8M0 scales of an operand that a kernel made for a product; None for other operands."""
+    if not isinstance(operand, QuantizedStorage):
+        return None
+    scale = operand.components[operand.cell.format.copies[Orientation.ROWWISE].scale.name]
+    return scale if scale.dtype is E8M0.multiplied else None
 
 
 def _emulated(
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    transpose_a: bool,
-    transpose_b: bool,
-    bias: Tensor | None,
-    nan_flag: Tensor | None,
-    precision: torch.dtype,
-) -> Tensor:
+    a: Operand, b: Operand, out_dtype: torch.dtype, transpose_a: bool, transpose_b: bool,
+    bias: Tensor | None, nan_flag: Tensor | None, precision: torch.dtype,
+) -> Tensor:  # fmt: skip
     dtype = _read_dtype(a, b, precision)
     if nan_flag is not None and isinstance(a, Tensor) and isinstance(b, Tensor):
         a = a + nan_flag.to(a.dtype)
@@ -194,10 +461,11 @@ def _emulated(
 def _read_dtype(a: Operand, b: Operand, precision: torch.dtype) -> torch.dtype:
     """The dtype in which an emulated product reads its operands."""
     # values in another dtype, such as float32, must not be rounded
-    are_bfloat16 = all(x.dtype is torch.bfloat16 for x in (a, b) if isinstance(x, Tensor))
-    kind = a.device.type
-    on_gpu = kind == "cuda" or (kind == "meta" and scaled_products.META_CAPABILITY is not None)
-    return torch.bfloat16 if on_gpu and precision.itemsize == 2 and are_bfloat16 else torch.float32
+    for x in (a, b):
+        if isinstance(x, Tensor) and x.dtype is not torch.bfloat16:
+            return torch.float32
+    on_gpu = a.device.type == "cuda" or (a.device.type == "meta" and hardware.META_CAPABILITY is not None)
+    return torch.bfloat16 if on_gpu and precision.itemsize == 2 else torch.float32
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -214,120 +482,19 @@ def _values(operand: Operand, wanted: Orientation, dtype: torch.dtype, nan_flag:
     return operand.dequantize(which, dtype, nan_flag)
 
 
-# Many experts at once ------------------------------------------------------------------------------------------------
+def values_together(a: Tensor, weight_operands: Sequence[Operand], precision: torch.dtype) -> Sequence[Operand]:
+    """Dequantize the right operands of several emulated products a @ b by one kernel.
 
-LARGEST_GROUPED: Final = 1 << 35
-"""Most multiplications in the fprop of an expert, averaged over experts, for which experts run in one kernel.
-
-Beyond this, PyTorch's FP8 products save more time (1200 TFLOP/s instead of 350) than their launches cost: on an H200
-and its host more than a millisecond per expert and step (benchmarks/experts.py).
-"""
-
-
-def block_together(recipe: Recipe) -> int | None:
-    """Number of elements along the summed dim under one scale, if a recipe lets one kernel multiply all experts.
-
-    It is 0 if each expert's input, weight and gradient has one scale. It is None if experts must run one at a time:
-    only recipes with one 8-bit format per role, rounded to nearest in all GEMMs, qualify. These have one scale per
-    tensor, or square blocks of 32 or 128 in weights and as many elements of a row in activations and gradients.
+    The operands are returned unchanged if one kernel cannot dequantize all of them, or if they are large: `matmul` then
+    dequantizes each of them only while it is multiplied.
     """
-    if any((role, gemm) not in recipe.table for gemm, roles in OPERANDS.items() for role in roles):
-        return None  # an operand stays in high precision
-    specs_by_role = [
-        {cell for (role, _), cell in recipe.table.items() if role is tensor_role} for tensor_role in TensorRole
-    ]
-    if any(len(specs) != 1 or not _is_plain(*specs) for specs in specs_by_role):
-        return None
-    weight, *activation_blocks = (
-        (*cell.format.copies[Orientation.ROWWISE].block, bool(cell.scaling.history)) for (cell,) in specs_by_role
-    )
-    if {weight[:2], *(blocks[:2] for blocks in activation_blocks)} == {(ALL, ALL)}:
-        return 0
-    block = weight[0]
-    fits = block in (32, 128) and weight == (block, block, False) and set(activation_blocks) == {(1, block, False)}
-    return block if fits else None
-
-
-def _is_plain(cell: QuantSpec) -> bool:
-    scaling, copies = cell.scaling, cell.format.copies
-    nearest = not (scaling.stochastic_rounding or scaling.random_hadamard)
-    return nearest and len(copies) == 1 and copies[Orientation.ROWWISE].codes.encoding in (E4M3, E5M2)
-
-
-def is_faster_together(rows: int, experts: int, shape: tuple[int, int]) -> bool:
-    """Whether one kernel multiplies `rows` rows of `experts` experts with weights of `shape` faster than a product per
-    expert.
-
-    Kernels index the elements of a weight in 32 bits, so larger weights return False.
-    """
-    return experts > 1 and rows * shape[0] * shape[1] <= experts * LARGEST_GROUPED and shape[0] * shape[1] < 1 << 31
-
-
-# Predictions ---------------------------------------------------------------------------------------------------------
-
-
-def fallbacks(stored: QuantizedStorage | None, recipe: Recipe | None, device: torch.device) -> tuple[str, ...]:
-    """The `limits.FALLBACKS` that the GEMMs of one linear layer take.
-
-    `stored`: the weight; None if it is stored in high precision. `recipe`: autocast's recipe; None if it is unknown,
-    which assumes one that fits the weight.
-    """
-    if recipe is not None and not recipe.table:
-        return () if stored is None else ("dequantized",)
-    cell = stored.cell if stored is not None else recipe.weight if recipe is not None else None
-    names = ["emulated"] if gemm_path(cell, device, recipe)[0] == "emulated" else []
-    if cell is not None and kernel_dispatch.lacks_kernels(device):
-        names.append("no kernels")
-    if stored is None:
-        return (*names, "quantized each forward") if cell is not None else ()
-    fmt = stored.cell.format
-    if not fmt.serves_columns:
-        names.append("turned")
-    if stored.gathered and not stored.has(Orientation.ROWWISE):
-        names.append("fetched")
-    return tuple(names)
-
-
-@lru_cache(maxsize=256)
-def emulated_gemms(recipe: Recipe, capability: Capability) -> tuple[Gemm, ...]:
-    """GEMMs without a native product of their two quantized formats on this hardware.
-
-    Dgrad with a weight that has one copy along its rows is not listed: it is another fallback ("turned").
-    """
-    gemms = []
-    for gemm, roles in OPERANDS.items():
-        left_spec, right_spec = (recipe.table.get((role, gemm)) for role in roles)
-        if left_spec is None or right_spec is None or (gemm is Gemm.DGRAD and not right_spec.format.serves_columns):
-            continue
-        product = scaled_products.product_of_formats(left_spec.format, right_spec.format)
-        if product is None or not product.is_of(capability):
-            gemms.append(gemm)
-    return tuple(gemms)
-
-
-def gemm_path(cell: QuantSpec | None, device: torch.device, recipe: Recipe | None = None) -> tuple[str, str]:
-    """How a weight's GEMMs run on a device, and why: ("native" or "emulated", reason).
-
-    If `recipe` is given and stores such weights, "native" means that all of its products are native.
-    """
-    if cell is None:
-        return "native", "high precision"
-    name = cell.format.copies[Orientation.ROWWISE].codes.encoding.name
-    capability = scaled_products.capability_of(device)
-    if capability is None:
-        where = "a CPU has" if device.type == "cpu" else f"{device.type}, where there is one: quantshard knows"
-        return "emulated", f"{where} no {name} matrix product"
-    version, products = scaled_products.dotted(capability), scaled_products.products_of(cell)
-    for native in products:
-        if native.is_on(device):
-            emulated = () if recipe is None or recipe.weight != cell else emulated_gemms(recipe, capability)
-            if emulated:
-                names = " and ".join(gemm.value for gemm in emulated)
-                return "emulated", f"compute capability {version} has no product of the formats of {names}"
-            note = "" if native.seen else ", not yet run on this hardware"
-            return "native", f"{name} matrix product of compute capability {version}{note}"
-    with_scales = f"{name} matrix product with the scales of {cell.format.name}"
-    if not products:
-        return "emulated", f"PyTorch has no {with_scales}"
-    needs = ", ".join(native.needs for native in products)
-    return "emulated", f"compute capability {version} has no {with_scales} (such products: {needs})"
+    storages = [operand for operand in weight_operands if isinstance(operand, QuantizedStorage)]
+    if len(storages) < max(len(weight_operands), 2) or len({operand.cell.format for operand in storages}) > 1:
+        return weight_operands
+    copies = storages[0].cell.format.copies
+    which = Orientation.COLUMNWISE if Orientation.COLUMNWISE in copies else Orientation.ROWWISE
+    if any(not operand.has(which) or is_large(operand.components[copies[which].codes.name]) for operand in storages):
+        return weight_operands
+    dtype = _read_dtype(a, storages[0], precision)
+    parts = [(operand.touched(), operand.shard.shape, operand.shard.origin) for operand in storages]
+    return kernel_dispatch.dequantize_together(copies[which], parts, dtype)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quantshard import kernel_dispatch
-from quantshard.gemm import scaled_products
-from quantshard.gemm.scaled_products import Capability
+from quantshard.gemm import hardware
+from quantshard.gemm.hardware import Capability
 
 
 @contextmanager
@@ -21,11 +21,11 @@ def described_gpu(capability: Capability) -> Iterator[None]:
     Other devices are unchanged. Kernel launches do nothing (`kernels.launch`). Scaled products are PyTorch's; the
     caller must answer them if this version of PyTorch does not support them on meta tensors.
     """
-    devices_before, capability_before = kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY
-    kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices_before | {"meta"}, capability
-    scaled_products.capability_of.cache_clear()
+    devices_before, capability_before = kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY
+    kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY = devices_before | {"meta"}, capability
+    hardware.capability_of.cache_clear()
     try:
         yield
     finally:
-        kernel_dispatch.KERNEL_DEVICES, scaled_products.META_CAPABILITY = devices_before, capability_before
-        scaled_products.capability_of.cache_clear()
+        kernel_dispatch.KERNEL_DEVICES, hardware.META_CAPABILITY = devices_before, capability_before
+        hardware.capability_of.cache_clear()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from quantshard.formats import ALL, Orientation
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits
 from quantshard.numerics.hadamard import HADAMARD_SIGNS
-from quantshard.recipe import CellPair, QuantSpec
+from quantshard.recipe import QuantSpec, Recipe, SpecPair, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import QuantizedStorage, scale_names
@@ -37,31 +36,44 @@ RandomBitsFn = Callable[[Shard], RandomBits]
 
 
 class OperandUsage(NamedTuple):
-    """The uses of an input or output gradient: in its first GEMM, in wgrad, and for a gradient the sum over tokens and
-    the nan flag.
+    """The uses of an input or output gradient: in its first GEMM, in wgrad, and for a gradient the sum over tokens.
 
-    `passing`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel may
+    `transient`: how many of the two operands are dropped right after their GEMM: 0, 1 (the first) or 2. A kernel may
     return the values of such operands instead of codes.
     """
 
     first: bool
     second: bool
     sums: bool = False
-    nan_flag: bool = False
-    passing: int = 0
+    transient: int = 0
 
 
-operand_usage = lru_cache(OperandUsage)
-"""Cached `OperandUsage`; only a few combinations exist."""
+class OperandPlan:
+    """How the inputs or output gradients of one shape are quantized in a layer, without kernels or under tensor
+    parallelism.
 
+    Args:
+        recipe: the recipe of the layer.
+        role: input or output gradient.
+        usage: the GEMMs that read the operands.
 
-def quantized_cells(
-    first: QuantSpec | None, second: QuantSpec | None, wanted: OperandUsage
-) -> tuple[QuantSpec | None, QuantSpec | None, bool]:
-    """The cells to quantize a matrix and its transpose by, for two GEMMs with the cells `first` and `second`. The last
-    result is True if both GEMMs read the first quantization."""
-    shared = wanted.second and serves_both(first, second)
-    return first if wanted.first or shared else None, second if wanted.second and not shared else None, shared
+    Attributes:
+        quantized, transposed: specs for the matrix and for its transpose; None if it is not quantized that way.
+        shared: both GEMMs read the quantized matrix.
+        by_one_amax: quantizing an input needs its amax and no other statistic. Backward reuses that of forward.
+        products: the native products of the first GEMM and of wgrad, see `backend.find_product`.
+    """
+
+    on_kernels = False
+
+    def __init__(self, recipe: Recipe, role: TensorRole, usage: OperandUsage) -> None:
+        first, second = self.specs = recipe.activations[role]
+        self.is_gradient, self.usage = role is TensorRole.GRAD_OUTPUT, usage
+        self.shared = usage.second and serves_both(first, second)
+        self.quantized = first if usage.first or self.shared else None
+        self.transposed = second if usage.second and not self.shared else None
+        self.by_one_amax = not self.is_gradient and scales_by_one_amax(self.specs) and needs_amax(*self.specs)
+        self.products: tuple[list[Any], list[Any]] = [], []
 
 
 LARGE: Final = 1 << 22
@@ -74,8 +86,7 @@ def is_large(x: Tensor) -> bool:
     return x.numel() >= LARGE
 
 
-@lru_cache
-def scales_by_one_amax(cells: CellPair) -> bool:
+def scales_by_one_amax(cells: SpecPair) -> bool:
     """True if quantizing a matrix by these cells needs no statistic except the amax of the whole matrix."""
     blocks = [
         cell.format.copies[Orientation.ROWWISE].block for cell in cells if cell is not None and not cell.format.is_local

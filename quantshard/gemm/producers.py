@@ -1,7 +1,7 @@
 """Sources that kernels quantize GEMM operands from: values in memory, or values that a kernel computes.
 
 A normalization or an activation before a linear layer is such a source. One kernel computes a tile of its result,
-quantizes the tile along both dims and records amaxes, and the result itself is never written. An `OperandPlan`, made
+quantizes the tile along both dims and records amaxes, and the result itself is never written. A `KernelPlan`, made
 once, describes the outputs of the kernel for all matrices of one shape.
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, sharding
 from quantshard.formats import ALL, FP32, Orientation, OrientedCodes, Scaling
-from quantshard.gemm import scaled_products
-from quantshard.gemm.operands import Operand, OperandUsage, RandomBitsFn, needs_amax, quantized_cells
-from quantshard.gemm.weight_operands import WeightOperands
+from quantshard.gemm import hardware
+from quantshard.gemm.backend import WeightOperands
+from quantshard.gemm.hardware import Capability
+from quantshard.gemm.operands import Operand, OperandPlan, OperandUsage, RandomBitsFn, needs_amax
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import epilogue
@@ -31,11 +32,9 @@ from quantshard.kernels.quantize import matrix as quantize_kernels
 from quantshard.kernels.quantize.random_words import KEYS
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.kernels.quantize.targets import (
-    MOST_PLANS,
     AmaxRequest,
     BlockAmaxes,
     Given,
-    Poison,
     QuantizedOutput,
     QuantizeRequest,
     QuantizeSpec,
@@ -44,9 +43,8 @@ from quantshard.kernels.quantize.targets import (
     padding,
 )
 from quantshard.numerics import Pair
-from quantshard.recipe import CellPair, QuantSpec
-from quantshard.sharding import Shard
-from quantshard.tensor.storage import SECOND_SCALE, GemmKey, QuantizedStorage, operand_layout
+from quantshard.recipe import QuantSpec, Recipe, SpecPair, TensorRole
+from quantshard.tensor.storage import SECOND_SCALE, QuantizedStorage
 
 BothAmaxes = tuple[Tensor | None, Tensor | None]
 """Amaxes to quantize a matrix and its transpose by."""
@@ -79,13 +77,13 @@ class OperandProducer(ABC):
         """Dtype of the values."""
         return self.like.dtype
 
-    def known(self, plan: OperandPlan) -> BothAmaxes | None:
+    def known(self, plan: KernelPlan) -> BothAmaxes | None:
         """The amaxes that a plan quantizes by, if they are known and the plan needs no other statistic."""
         if plan.by_amax:
             return None if self.amax is None else (self.amax, self.amax)
         return self.of_rows if plan.by_rows and self.of_rows[0] is not None else None
 
-    def measured(self, plan: OperandPlan | None = None) -> TensorSource:
+    def measured(self, plan: KernelPlan | None = None) -> TensorSource:
         """Write the values, and the amaxes that a plan measures, to memory with one kernel."""
         source = TensorSource.empty(self.like, plan)
         self.emit(source.wanted)
@@ -107,7 +105,7 @@ class TensorSource(OperandProducer):
     swizzle: SwizzleRequest | None = None
 
     @staticmethod
-    def empty(like: Tensor, plan: OperandPlan | None = None) -> TensorSource:
+    def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:
         """Allocate values like `like` [R, C] and the outputs that a plan measures, for a kernel to write through
         `wanted`."""
         source = TensorSource(torch.empty(like.shape, dtype=like.dtype, device=like.device))
@@ -119,7 +117,7 @@ class TensorSource(OperandProducer):
             source.blocks = AmaxRequest(blocks, transposed_blocks, (of_rows, of_cols))
         if source.blocks is None or any(plan.by_whole):
             source.amax = workspace.zero(like.device)
-        if plan.raised == "measuring":
+        if plan.nan_flag is NanFlag.MEASURED:
             source.nan_flag = workspace.zero(like.device)
         return source
 
@@ -155,7 +153,7 @@ class TensorSource(OperandProducer):
                 return [(None, output) for output, _ in results]
         return activation_kernels.quantize_gradients(values, outputs)
 
-    def measured(self, plan: OperandPlan | None = None) -> TensorSource:
+    def measured(self, plan: KernelPlan | None = None) -> TensorSource:
         """Return self, since the values are in memory already."""
         return self
 
@@ -230,98 +228,113 @@ def is_by_amax(cell: QuantSpec | None) -> bool:
     return copy.block == (ALL, ALL) and copy.amax is None
 
 
-@lru_cache(MOST_PLANS)
-def are_by_amax(cells: CellPair) -> bool:
-    """True if `is_by_amax` holds for both cells."""
-    return all(map(is_by_amax, cells))
+def are_by_amax(specs: SpecPair) -> bool:
+    """True if `is_by_amax` holds for both specs."""
+    return is_by_amax(specs[0]) and is_by_amax(specs[1])
 
 
-@lru_cache(MOST_PLANS)
-def are_by_rows(cells: CellPair) -> bool:
-    """True if both cells quantize by the amaxes of rows and need no other statistic."""
-    scalings = [cell is not None and cell.scaling for cell in cells]
-    plain = all(scaling and not (scaling.history or scaling.random_hadamard) for scaling in scalings)
-    copies = [cell.format.copies[Orientation.ROWWISE] for cell in cells if cell is not None]
-    return plain and all(copy.block == _ROWS.block_shape and copy.amax is None for copy in copies)
+def are_by_rows(specs: SpecPair) -> bool:
+    """True if both specs quantize by the amaxes of rows and need no other statistic."""
+    for spec in specs:
+        if spec is None or spec.scaling.history or spec.scaling.random_hadamard:
+            return False
+        copy = spec.format.copies[Orientation.ROWWISE]
+        if copy.block != _ROWS.block_shape or copy.amax is not None:
+            return False
+    return True
 
 
-def row_amaxes(cells: CellPair, like: Tensor, both: bool) -> BothAmaxes:
+def row_amaxes(specs: SpecPair, like: Tensor, both: bool) -> BothAmaxes:
     """Zeroed memory for the amaxes of rows of a matrix like `like` [..., C] and, if `both`, of columns. (None, None)
-    unless the cells quantize by row amaxes."""
-    if not are_by_rows(cells):
+    unless the specs quantize by row amaxes."""
+    if not are_by_rows(specs):
         return None, None
     plan = amax_kernels.plan_amaxes(epilogue.matrix(like).shape, _ROWS, _ROWS if both else None)
     return plan.grids(like, 1)[0]
 
 
-@lru_cache(MOST_PLANS)
-def can_quantize(dtype: torch.dtype, cells: CellPair) -> bool:
-    """True if kernels quantize whole matrices of this dtype by these cells."""
-    return dtype in kernel_dispatch.KERNEL_DTYPES and all([cell is None or cell.format.is_narrow for cell in cells])
+def can_quantize(dtype: torch.dtype, specs: SpecPair) -> bool:
+    """True if kernels quantize whole matrices of this dtype by these specs."""
+    first, second = specs
+    are_narrow = (first is None or first.format.is_narrow) and (second is None or second.format.is_narrow)
+    return dtype in kernel_dispatch.KERNEL_DTYPES and are_narrow
 
 
-class DirectionPlan(NamedTuple):
-    """How a matrix, or its transpose, is quantized: by a cell, through a kernel spec, into a rectangle.
+def is_emulated(spec: QuantSpec | None, dtype: torch.dtype, capability: Capability | None) -> bool:
+    """True if products read a matrix of `dtype`, quantized by `spec`, as values: no product of the hardware has such
+    codes."""
+    if spec is None or capability is None or dtype is not torch.bfloat16:  # products read another dtype
+        return False
+    return not hardware.multiplies(spec, capability)
 
-    `layout`, `transposed`: keys of the result and of its transpose as operands. `measured`: blocks with amaxes that
-    the kernel needs as input. `wraps`: Triton does not support a dtype of the result.
+
+def is_ready(spec: QuantSpec, shape: Pair, capability: Capability | None) -> bool:
+    """True if a kernel can write codes and scales of a matrix [R, C] in the form that products read: there is such a
+    product, it needs no padding of the matrix or its transpose, and 8-bit scales cover one row each."""
+    copy = spec.format.copies[Orientation.ROWWISE]
+    fits = 0 not in shape and shape[0] % 16 == 0 and shape[1] % (128 // copy.codes.encoding.bits) == 0
+    has_row_scales = copy.scale.encoding.bits > 8 or copy.block[0] == 1
+    return fits and has_row_scales and hardware.multiplies(spec, capability)
+
+
+class NanFlag(Enum):
+    """Where a gradient shows that a value is not finite. Codes saturate, so they cannot show it."""
+
+    PRODUCTS = "the quantizing kernel sets a scalar, which products add"
+    AMAX = "scales follow from an amax that is not finite"
+    SCALE = "the quantizing kernel writes NaN to the only scale"
+    MEASURED = "the measuring kernel sets a scalar, which the quantizing kernel adds to the scales"
+
+
+class DirectionPlan:
+    """How kernels quantize a matrix, or its transpose: by a cell, through a kernel spec, into a rectangle.
+
+    `shape`: of the matrix. `shared`: the kernel also writes the codes of the transpose. `ready`: it writes what
+    products read. `decodes`: it returns values instead of codes, because products read values and nothing keeps the
+    operand. `has_flag`: values may be infinite or NaN. `delayed`: an amax to scale by is known. `products`: see
+    `OperandPlan`, for the matrix and for its transposed codes.
+
+    Attributes:
+        measured: blocks with amaxes that the kernel needs as input.
+        wraps: Triton does not support a dtype of the result.
     """
 
-    cell: QuantSpec
-    spec: QuantizeSpec
-    shard: Shard
-    layout: GemmKey
-    transposed: GemmKey
-    measured: BlockAmaxes | None
-    wraps: bool
-
-    @staticmethod
-    def of(
-        cell: QuantSpec | None,
-        shape: Pair,
-        delayed: bool,
-        shared: bool,
-        nan_flags: bool,
-        like: OperandKind,
-        decodes: bool,
-    ) -> DirectionPlan | None:
-        """Plan one direction; None without a cell. `shared`: the kernel also writes the codes of the transpose.
-        `nan_flags`: values may be infinite or NaN. `decodes`: the kernel returns values instead of codes, because
-        nothing keeps the operand and products read values."""
-        if cell is None:
-            return None
+    def __init__(
+        self, cell: QuantSpec, shape: Pair, products: Sequence[list[Any]], *,
+        delayed: bool, shared: bool, has_flag: bool, ready: bool, decodes: bool,
+    ) -> None:  # fmt: skip
         copy, scaling = cell.format.copies[Orientation.ROWWISE], cell.scaling
-        hadamard = scaling.random_hadamard
         block_input: Given = "amaxes" if ALL in copy.block else ""
-        nan_flag: Poison = ""
-        ready = like.is_ready(cell, shape)
-        if nan_flags and shared and copy.block == (ALL, ALL) and not hadamard:  # the scale itself becomes NaN
-            nan_flag = "apart" if delayed else "amax"
-        elif nan_flags and ready and copy.amax is not None:
-            nan_flag = "amax"  # the second scale becomes NaN
-        elif nan_flags and block_input and not delayed and copy.block != (ALL, ALL):
-            nan_flag = "given"  # the measuring kernel sets it
+        self.nan_flag: NanFlag | None = None
+        if has_flag and shared and copy.block == (ALL, ALL) and not scaling.random_hadamard:
+            self.nan_flag = NanFlag.SCALE if delayed else NanFlag.AMAX
+        elif has_flag and ready and copy.amax is not None:  # the second scale becomes NaN
+            self.nan_flag = NanFlag.AMAX
+        elif has_flag and block_input and not delayed and copy.block != (ALL, ALL):
+            self.nan_flag = NanFlag.MEASURED
+        hadamard = scaling.random_hadamard
         plain = Scaling(scaling.power_of_two, scaling.margin, scaling.epsilon, random_hadamard=hadamard)
-        spec = QuantizeSpec(
-            copy, plain, (0, 0), shared, read_by_columns(copy), block_input, nan_flag, decodes and not shared, ready
-        )
-        rows, cols = shape[0], shape[1] + padding(shape[1], spec)
+        self.cell, self.products = cell, products
+        self.spec = QuantizeSpec(
+            copy, plain, (0, 0), shared, read_by_columns(copy), block_input,
+            self.nan_flag is NanFlag.AMAX, self.nan_flag is NanFlag.SCALE, decodes and not shared, ready,
+        )  # fmt: skip
+        rows, cols = shape[0], shape[1] + padding(shape[1], self.spec)
         blocks = copy.block if block_input else None if copy.amax is None else copy.amax.block_shape
-        measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
-        shard = sharding.whole((rows, cols))
-        key, key_t = (operand_layout(cell.format, rectangle) for rectangle in (shard, sharding.whole((cols, rows))))
-        return DirectionPlan(cell, spec, shard, key, key_t, measured, ready and hides_from_kernels(copy))
+        self.measured = None if blocks is None else BlockAmaxes(blocks, hadamard)
+        self.shard, self.transposed_shard = sharding.whole((rows, cols)), sharding.whole((cols, rows))
+        self.wraps = ready and hides_from_kernels(copy)
 
     def request(self, amaxes: Tensor | None, words: RandomBitsFn | None, nan_flag: Tensor | None) -> QuantizeRequest:
         """Arguments of a kernel. `amaxes`: amaxes of blocks or the second amax, if the spec needs them. `nan_flag`:
-        the flag, if the spec needs one."""
+        the scalar, if there is one."""
         if self.measured is None:
             amaxes = None
-        spec, flag_mode = self.spec, self.spec.nan_flag
+        spec = self.spec
         random_bits = words(self.shard) if words is not None and self.cell.scaling.stochastic_rounding else None
         return QuantizeRequest(
             spec, amaxes if spec.given else None, None if spec.given else amaxes, random_bits,
-            nan_flag if flag_mode == "apart" else None, nan_flag if flag_mode == "given" else None,
+            nan_flag if spec.merges_scale else None, nan_flag if self.nan_flag is NanFlag.MEASURED else None,
         )  # fmt: skip
 
     def operand(self, output: QuantizedOutput, transposed: bool = False) -> Operand:
@@ -340,92 +353,103 @@ class DirectionPlan(NamedTuple):
             components[copy.amax.name] = output.second
             if output.second_scale is not None:
                 components[SECOND_SCALE] = output.second_scale
-        layout = self.transposed if transposed else self.layout
-        return QuantizedStorage(self.cell, layout.shard, components, layout=layout)
-
-
-class OperandKind(NamedTuple):
-    """Dtype of a matrix, and compute capability of the GPU that multiplies it.
-
-    `stored`: codes and scales must be laid out as formats store them, since other code than products reads them.
-    `turned`: the weight of the first GEMM has codes that no product reads in that direction, on any hardware.
-    """
-
-    dtype: torch.dtype
-    capability: scaled_products.Capability | None
-    stored: bool = False
-    turned: bool = False
-
-    def is_emulated(self, cell: QuantSpec | None, first: bool = False) -> bool:
-        """True if products read the matrix, quantized by `cell`, as values of its dtype: this hardware multiplies such
-        codes with nothing, or, for the first GEMM (`first`), not with codes of its weight."""
-        if cell is None or self.capability is None or self.dtype is not torch.bfloat16:  # products read another dtype
-            return False
-        return (first and self.turned) or not self._has_product(cell)
-
-    def is_ready(self, cell: QuantSpec, shape: Pair) -> bool:
-        """True if a kernel can write codes and scales of a matrix [R, C] in the form that products read: there is such
-        a product, it needs no padding of the matrix or its transpose, and 8-bit scales cover one row each."""
-        copy = cell.format.copies[Orientation.ROWWISE]
-        fits = 0 not in shape and shape[0] % 16 == 0 and shape[1] % (128 // copy.codes.encoding.bits) == 0
-        has_row_scales = copy.scale.encoding.bits > 8 or copy.block[0] == 1
-        return fits and has_row_scales and not self.stored and self._has_product(cell)
-
-    def _has_product(self, cell: QuantSpec) -> bool:
-        kind = scaled_products.stored_kind(cell.format)
-        return any(
-            product.is_of(self.capability)
-            for kinds, product in scaled_products.NATIVE.items()
-            if kind in kinds or scaled_products.flat(kind) in kinds
-        )
-
-
-operand_kind = lru_cache(MOST_PLANS)(OperandKind)
-"""Cached `OperandKind`."""
+        shard = self.transposed_shard if transposed else self.shard
+        return QuantizedStorage(self.cell, shard, components, products=self.products[transposed])
 
 
 MeasuredBlocks = tuple[BlockAmaxes | None, BlockAmaxes | None]
 """Blocks to measure amaxes of, in a matrix and in its transpose."""
 
 
-class OperandPlan(NamedTuple):
-    """How matrices [R, C] of one shape are quantized for two GEMMs: `one` as they are, `two` transposed. If the second
-    GEMM shares the codes of `one`, `two` is None and the kernel transposes the codes.
+class KernelPlan(OperandPlan):
+    """How kernels quantize matrices [R, C] of one shape for two GEMMs: `one` as they are, `two` transposed. If the
+    second GEMM shares the codes of `one`, `two` is None and the kernel transposes the codes.
 
     Args:
+        like: tensor of the shape, dtype and device of the matrices.
+        delayed: an amax to scale by is known.
+        stored: codes and scales must be laid out as formats store them, since other code than products reads them.
+
+    Attributes:
         measured: blocks with amaxes that a kernel measures.
         others: the same if the amax of the whole matrix is known, which the directions with `by_whole` use.
         reads_values: a GEMM reads the values themselves, or they must be measured before they are quantized.
         by_amax, by_rows: quantizing needs the amax of the whole matrix, or of its rows, and no other statistic.
-        nan_flag: where a value that is not finite is recorded: nowhere, in a scalar, or in scales.
-        raised: the kernel that sets a scalar for this: none, the quantizing one, or the measuring one.
+        nan_flag: where a value that is not finite shows; None if it does not matter.
+        has_scalar, sets_flag: kernels need a scalar for it; the quantizing kernel sets the scalar.
         draws: random words are needed.
+        decodes: a direction returns values instead of codes. Values take more bytes.
     """
 
-    one: DirectionPlan | None
-    two: DirectionPlan | None
-    measured: MeasuredBlocks
-    others: MeasuredBlocks
-    by_whole: tuple[bool, bool]
-    reads_values: bool
-    by_amax: bool
-    by_rows: bool
-    nan_flag: Literal["", "scalar", "scale"]
-    raised: Literal["", "quantizing", "measuring"]
-    draws: bool
+    on_kernels = True
+
+    def __init__(
+        self, recipe: Recipe, role: TensorRole, usage: OperandUsage, like: Tensor, delayed: bool, stored: bool
+    ) -> None:
+        super().__init__(recipe, role, usage)
+        shape, dtype, capability = (like.shape[0], like.shape[1]), like.dtype, hardware.capability_of(like.device)
+        weight, transient, has_flag = recipe.weight, usage.transient, self.is_gradient
+        if weight is None:  # the weight may have another dtype
+            transient, stored = 0, True
+        # weights whose codes no product reads in this direction, on any hardware
+        turned = self.is_gradient and weight is not None and not weight.format.serves_columns
+        turned = turned and capability is not None and dtype is torch.bfloat16
+        self.one = self.two = None
+        if (cell := self.quantized) is not None:
+            self.one = DirectionPlan(
+                cell, shape, self.products, delayed=delayed, shared=self.shared, has_flag=has_flag,
+                ready=not stored and is_ready(cell, shape, capability),
+                decodes=transient >= 1 and (turned or is_emulated(cell, dtype, capability)),
+            )  # fmt: skip
+        if (cell := self.transposed) is not None:
+            self.two = DirectionPlan(
+                cell, shape[::-1], self.products[1:], delayed=delayed, shared=False, has_flag=has_flag,
+                ready=not stored and is_ready(cell, shape[::-1], capability),
+                decodes=transient >= 2 and is_emulated(cell, dtype, capability),
+            )  # fmt: skip
+        self._plan_amaxes(delayed)
+        directions = [direction for direction in (self.one, self.two) if direction is not None]
+        self.nan_flag = NanFlag.PRODUCTS if has_flag else None
+        flags = [direction.nan_flag for direction in directions]
+        if flags and None not in flags:  # the flag of one direction, or the scalar that the other one needs
+            self.nan_flag = next((flag for flag in flags if flag is not NanFlag.AMAX), NanFlag.AMAX)
+        self.has_scalar = self.nan_flag not in (None, NanFlag.AMAX)
+        self.sets_flag = self.nan_flag is NanFlag.PRODUCTS or self.nan_flag is NanFlag.SCALE
+        self.draws = any(direction.cell.scaling.stochastic_rounding for direction in directions)
+        self.decodes = any(direction.spec.decoded for direction in directions)
+
+    def _plan_amaxes(self, delayed: bool) -> None:
+        blocks, transposed_blocks = (
+            None if direction is None or (delayed and direction.spec.given) else direction.measured
+            for direction in (self.one, self.two)
+        )
+        by_whole, by_whole_t = self.by_whole = blocks == _WHOLE, transposed_blocks == _WHOLE
+        self.measured: MeasuredBlocks = blocks, None if all(self.by_whole) else transposed_blocks
+        self.others: MeasuredBlocks = None if by_whole else blocks, None if by_whole_t else transposed_blocks
+        (first, second), usage = self.specs, self.usage
+        plain = (usage.first and first is None) or (usage.second and second is None)
+        directions = [direction for direction in (self.one, self.two) if direction is not None]
+        measures = not delayed and needs_amax(*[direction.cell for direction in directions])
+        self.by_amax = measures and not plain and all(is_by_amax(direction.cell) for direction in directions)
+        self.by_rows = measures and not plain and all(direction.measured == _ROWS for direction in directions)
+        self.reads_values = plain or measures
 
     def measure(
-        self, given: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
+        self, sources: Sequence[TensorSource], past: Tensor | None, nan_flags: Sequence[Tensor | None]
     ) -> Sequence[BothAmaxes]:
         """The amaxes that both directions need, for several similar matrices. `past`: a known amax to scale by. The
         `nan_flags` of matrices that are not finite become NaN, if scales record it."""
-        blocks, blocks_t = self.measured if given[0].amax is None else self.others
-        grids: Sequence[BothAmaxes] = [(None, None) if item.blocks is None else item.blocks.grids for item in given]
-        if given[0].blocks is None and (blocks is not None or blocks_t is not None):
-            grids = amax_kernels.block_amaxes([item.values for item in given], blocks, blocks_t, nan_flags)
+        blocks, blocks_t = self.measured if sources[0].amax is None else self.others
+        grids: Sequence[BothAmaxes]
+        if sources[0].blocks is not None:
+            grids = [(None, None) if item.blocks is None else item.blocks.grids for item in sources]
+        elif blocks is not None or blocks_t is not None:
+            grids = amax_kernels.block_amaxes([item.values for item in sources], blocks, blocks_t, nan_flags)
+        else:
+            grids = [(None, None)] * len(sources)
         by_whole, by_whole_t = self.by_whole
         results = list[BothAmaxes]()
-        for item, (amax, amax_t) in zip(given, grids, strict=True):
+        for item, (amax, amax_t) in zip(sources, grids, strict=True):
             if item.amax is None and (by_whole or by_whole_t):
                 item.amax = amax if by_whole else amax_t
             results.append((
@@ -434,52 +458,14 @@ class OperandPlan(NamedTuple):
             ))  # fmt: skip
         return results
 
-    def swizzle_request(self, weight_operands: WeightOperands) -> SwizzleRequest | None:
+    def swizzle_request(self, weight_operands: WeightOperands | None) -> SwizzleRequest | None:
         """Swizzling of the first GEMM's weights that the quantizing kernel can do too. None if the weights wait for a
         nan flag, or are multiplied with values."""
-        if self.one is None or self.one.spec.decoded or self.nan_flag == "scalar":
+        if weight_operands is None or not weight_operands.reads_together:
             return None
-        return weight_operands.swizzle_request(self.one.layout)
-
-    @property
-    def decodes(self) -> bool:
-        """True if a direction returns values instead of codes. Values take more bytes."""
-        return any(way is not None and way.spec.decoded for way in (self.one, self.two))
-
-
-@lru_cache(MOST_PLANS)
-def plan_operand(cells: CellPair, wanted: OperandUsage, delayed: bool, shape: Pair, like: OperandKind) -> OperandPlan:
-    """Plan matrices of `shape`: the first cell is for the first GEMM, the second for wgrad. `delayed`: scale by past
-    amaxes."""
-    first, second = cells
-    quantized, transposed, shared = quantized_cells(first, second, wanted)
-    nan_flags, passing = wanted.nan_flag, wanted.passing
-    decodes = passing >= 1 and like.is_emulated(quantized, True), passing >= 2 and like.is_emulated(transposed)
-    plan = DirectionPlan.of(quantized, shape, delayed, shared, nan_flags, like, decodes[0])
-    plan_t = DirectionPlan.of(transposed, shape[::-1], delayed, False, nan_flags, like, decodes[1])
-    blocks, blocks_t = (
-        None if direction is None or (delayed and direction.spec.given) else direction.measured
-        for direction in (plan, plan_t)
-    )
-    by_whole = blocks == _WHOLE, blocks_t == _WHOLE
-    other_blocks = None if by_whole[0] else blocks, None if by_whole[1] else blocks_t
-    plain = (wanted.first and first is None) or (wanted.second and second is None)
-    directions = [direction for direction in (plan, plan_t) if direction is not None]
-    measures = not delayed and needs_amax(*[direction.cell for direction in directions])
-    by_amax = measures and not plain and all(is_by_amax(direction.cell) for direction in directions)
-    by_rows = measures and not plain and all(direction.measured == _ROWS for direction in directions)
-    in_scale = bool(directions) and all(direction.spec.nan_flag for direction in directions)
-    nan_flag: Literal["", "scalar", "scale"] = "scale" if in_scale else "scalar" if wanted.nan_flag else ""
-    raised: Literal["", "quantizing", "measuring"] = "quantizing" if nan_flag == "scalar" else ""
-    if nan_flag == "scale":
-        kinds = {direction.spec.nan_flag for direction in directions}
-        raised = "quantizing" if "apart" in kinds else "measuring" if "given" in kinds else ""
-    draws = any(direction.cell.scaling.stochastic_rounding for direction in directions)
-    measured_blocks = blocks, None if all(by_whole) else blocks_t
-    return OperandPlan(
-        plan, plan_t, measured_blocks, other_blocks, by_whole, plain or measures, by_amax, by_rows,
-        nan_flag, raised, draws,
-    )  # fmt: skip
+        if self.one is None or self.one.spec.decoded or self.nan_flag is NanFlag.PRODUCTS:
+            return None
+        return weight_operands.swizzle_request(self.one.cell.format, self.one.shard, self.products[0])
 
 
 def read_by_columns(copy: OrientedCodes) -> bool:

@@ -33,7 +33,7 @@ from quantshard.gemm.operands import OperandSplit
 from quantshard.kernels import workspace
 from quantshard.recipe import QuantSpec
 from quantshard.sharding import Shard
-from quantshard.state_cells import ACTIVATION_CELLS
+from quantshard.state_storage import FP8_STATE
 from quantshard.tensor.storage import QuantizedStorage
 
 if kernels.USABLE:
@@ -41,6 +41,8 @@ if kernels.USABLE:
     from quantshard.kernels.quantize.targets import KernelOutputs, QuantizeRequest, QuantizeSpec
 
 HIGH_PRECISION: Final = "high_precision"
+ACTIVATION_CELLS: Final[dict[str, QuantSpec | None]] = {HIGH_PRECISION: None, "fp8": FP8_STATE}
+"""Values of `activation_storage`, and the format in which an activation saves its inputs [tokens, features]."""
 _PARTS = 3  # codes, scales and NaN flag of an input
 
 

@@ -22,9 +22,9 @@ from quantshard.distributed.module_meshes import check_meshes, mesh_of_group
 from quantshard.errors import ConfigurationError
 from quantshard.modules import attention_backends, head_norms, rotary
 from quantshard.modules.attention_backends import AUTO, BACKENDS
-from quantshard.modules.base import inputs
+from quantshard.modules.base import checks
 from quantshard.modules.base.composite import CompositeModule, child_name
-from quantshard.modules.base.module import InitMethod
+from quantshard.modules.base.initialization import InitMethod
 from quantshard.modules.layernorm_linear import LayerNormLinear
 from quantshard.modules.linear import Linear
 from quantshard.modules.rotary import RotaryEmbedding
@@ -147,7 +147,7 @@ class DotProductAttention(nn.Module):
         check_choice(owner, "attn_mask_type", kind, MASK_TYPES)
         self._check_shapes(layout, query_layer, key_layer, value_layer)
         order = (1, 2, 0, 3) if layout == "sbhd" else (0, 2, 1, 3)  # to [b, h, s, d]
-        q, k, v = [inputs.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
+        q, k, v = [checks.autocast_input(x).permute(order) for x in (query_layer, key_layer, value_layer)]
         visible = _visible(kind, attention_mask, q.shape[-2], k.shape[-2], q.device)
         unmasked = visible is None and self._dropout == 0
         backends = attention_backends.order(self.attention_backend, q.device, q.dtype, self.kv_channels, unmasked)

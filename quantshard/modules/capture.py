@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.tensor import components
 from quantshard.tensor.storage import DRAWS, KEY
 
 
-@suggests_names
 def capturable_(model: nn.Module) -> None:
     """Move the random draw counters of all weights to the weights' devices, so that a CUDA graph can hold a backward
     that draws.
@@ -35,7 +33,6 @@ def capturable_(model: nn.Module) -> None:
     Raises:
         ConfigurationError: a weight is still on the meta device.
     """
-    check_arguments("capturable_", MODULE, model=model)
     states = _states(model)
     for name, (param, _) in states.items():
         if param.is_meta:

@@ -29,10 +29,10 @@ from quantshard.modules.contexts import context
 from quantshard.modules.fused_activation import ActivationInputs, StoredInputs, through_activation
 from quantshard.modules.fused_norm import NO_NORM, NormBackward, NormInput, enter
 from quantshard.modules.gemms import compiled, functional, operators
-from quantshard.modules.gemms.compiled import FusedSteps, TracedLinear
-from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear, SavedLinear
+from quantshard.modules.gemms.compiled import TracedLinear
+from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
-from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments, LayerArguments
+from quantshard.modules.gemms.operator_arguments import StepArguments
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
 from quantshard.modules.norm import Normalization, NormConfig
 from quantshard.recipe import Recipe, TensorRole
@@ -173,10 +173,11 @@ def _traced(
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """Call a step as an operator in a graph that is being traced; `between`: the activation and its storage."""
     x, residual, weight, bias, norm = front
-    fused = FusedSteps(None, None, "", 0.0, False, *between)
+    facts: dict[str, Any] = dict(zip(("activation", "activation_storage"), between, strict=False))
     if norm is not None:
-        fused = FusedSteps(weight, bias, norm.kind, norm.eps, norm.zero_centered_gamma, *between)
-    outputs = compiled.call_operator(step, x, layers, remakes, fused, residual)
+        facts |= {"norm_weight": weight, "norm_bias": bias, "eps": norm.eps}
+        facts |= {"normalization": norm.kind, "zero_centered_gamma": norm.zero_centered_gamma}
+    outputs = compiled.call_operator(step, x, layers, remakes, residual=residual, **facts)
     return (outputs, None) if residual is None else (outputs[:-1], outputs[-1])
 
 
@@ -209,7 +210,7 @@ def _run_norm_linear(
 ) -> tuple[list[Tensor], NormBackward, WgradOperand]:
     """Return the outputs, and the tensors that backward needs."""
     norm, source = enter(front, layer.call.recipe, keeps)
-    outputs, wgrad_operand = functional.forward_gemms(source, front.x.shape, *layer, keeps)
+    outputs, wgrad_operand = functional.forward_gemms(source, front.x.shape, layer, keeps)
     return outputs, norm, wgrad_operand
 
 
@@ -238,16 +239,14 @@ class _NormLinearFunction(torch.autograd.Function):
         _no_second_derivative()
         *output_grads, total_grad = grads
         norm_tensors, layer_tensors = _split(ctx.saved_tensors, _FRONT_SAVED)
-        layer: LinearBackward = ctx.layer
+        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        saved: LinearBackward = ctx.layer
+        layer = saved.begin(layer_tensors, any(needs), ctx.needs_input_grad[_FRONT + 1 :])
         filled_grads = functional.filled(output_grads, [weight.shape[0] for weight in layer_tensors[: layer.parts]])
         dy: Tensor | None = None
-        tensor_grads: list[Tensor | None] = [None] * layer.tensors
-        front, needs = NormBackward(*norm_tensors), _front_needs(ctx)
+        tensor_grads: list[Tensor | None] = [None] * layer.num_parameters
         if filled_grads:
-            grad_mask = layer.needed(any(needs), ctx.needs_input_grad[_FRONT + 1 :])
-            dy, tensor_grads = layer.backward(
-                filled_grads, layer_tensors, grad_mask, front.again(layer, ctx.rule, grad_mask)
-            )
+            dy, tensor_grads = layer.backward(filled_grads, front.again(layer, ctx.rule))
         return (*_of_front(ctx, *front.gradients(ctx.rule, dy, total_grad, needs)), None, *tensor_grads)
 
 
@@ -256,9 +255,9 @@ def _run_mlp(
 ) -> tuple[Tensor, NormBackward, ActivationInputs, list[WgradOperand]]:
     """Return the output, and the tensors that backward needs."""
     norm, source = enter(front, fc1.call.recipe, keeps[0])
-    inner, wgrad1 = functional.forward_gemms(source, None, *fc1, keeps[0])
+    inner, wgrad1 = functional.forward_gemms(source, None, fc1, keeps[0])
     between = ActivationInputs(*inner)
-    (out,), wgrad2 = functional.forward_gemms(between.activated(activation), front.x.shape, *fc2, keeps[1])
+    (out,), wgrad2 = functional.forward_gemms(between.activated(activation), front.x.shape, fc2, keeps[1])
     return out, norm, between, [wgrad1, wgrad2]
 
 
@@ -268,7 +267,7 @@ def _mlp_gradients(
     rule: NormConfig | None,
     inner: StoredInputs,
     activation: str,
-    layers: Sequence[SavedLinear],
+    layers: Sequence[LinearBackward],
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Return the gradients of the normalized rows, and of the weights and biases of both layers.
 
@@ -276,21 +275,20 @@ def _mlp_gradients(
     after their last use.
     """
     fc1, fc2 = layers
-    hidden = fc2.saved.reread(lambda: inner.read().activated(activation), fc2.needed)
-    dh, fc2_grads = fc2.saved.backward([dout], fc2.tensors, fc2.needed, hidden)
+    hidden = fc2.reread(lambda: inner.read().activated(activation))
+    dh, fc2_grads = fc2.backward([dout], hidden)
+    assert dh is not None
     del hidden
     fc2.tensors.clear()
     weight_operands = None
     # the codes of plain weights are made after dh is freed
     if fc1.needed.x and isinstance(fc1.tensors[0], QuantizedTensor):
-        weight_operands = fc1.saved.weight_operands(fc1.tensors)
-    out_grads = through_activation(
-        dh, inner.read(), activation, fc1.saved, fc1.needed, fc2.saved.rereads, weight_operands
-    )
+        weight_operands = fc1.weight_operands()
+    out_grads = through_activation(dh, inner.read(), activation, fc1, fc2.rereads, weight_operands)
     del dh
     inner.tensors.clear()
-    x_wgrad = front.again(fc1.saved, rule, fc1.needed)
-    dy, fc1_grads = fc1.saved.gradients(out_grads, fc1.tensors, fc1.needed, x_wgrad, weight_operands)
+    x_wgrad = front.again(fc1, rule)
+    dy, fc1_grads = fc1.gradients(out_grads, x_wgrad, weight_operands)
     return dy, fc1_grads, fc2_grads
 
 
@@ -328,13 +326,16 @@ class _MLPFunction(torch.autograd.Function):
         front, inner, saved1, saved2 = _split(private_torch.take_saved(ctx), *ctx.sizes)
         norm, needs, need_tensors = NormBackward(*front), _front_needs(ctx), ctx.needs_input_grad[_FRONT + 1 :]
         dy: Tensor | None = None
-        fc1_grads: list[Tensor | None] = [None] * fc1.tensors
-        fc2_grads: list[Tensor | None] = [None] * fc2.tensors
+        fc1_grads: list[Tensor | None] = [None] * fc1.num_parameters
+        fc2_grads: list[Tensor | None] = [None] * fc2.num_parameters
         if dout is not None:
             layers = (
-                SavedLinear(fc1, saved1, fc1.needed(any(needs), need_tensors[: fc1.tensors])),
-                SavedLinear(fc2, saved2, fc2.needed(True, need_tensors[fc1.tensors :])),
+                fc1.begin(saved1, any(needs), need_tensors[: fc1.num_parameters]),
+                fc2.begin(saved2, True, need_tensors[fc1.num_parameters :]),
             )
+            # only the layers hold their tensors, and release them after the last use
+            saved1.clear()
+            saved2.clear()
             between = StoredInputs(inner, ctx.storage, fc1.dtype)
             dy, fc1_grads, fc2_grads = _mlp_gradients(dout, norm, ctx.rule, between, ctx.activation, layers)
         return (*_of_front(ctx, *norm.gradients(ctx.rule, dy, total_grad, needs)), None, *fc1_grads, *fc2_grads)
@@ -351,69 +352,64 @@ def _split(tensors: Sequence[Any], *sizes: int) -> list[list[Any]]:
 # As operators --------------------------------------------------------------------------------------------------------
 
 
-def _normalization(x: Tensor, layers: LayerArguments) -> Normalization | None:
-    structure = layers.structure
+def _normalization(step: StepArguments) -> Normalization | None:
+    structure = step.structure
     if not structure.normalization:
         return None
-    return Normalization(structure.normalization, x.shape[-1], layers.eps, structure.zero_centered_gamma)
+    return Normalization(structure.normalization, step.x.shape[-1], step.eps, structure.zero_centered_gamma)
 
 
-def _front_of(asked: ForwardArguments) -> NormInput:
-    x, layers = asked.x, asked.layers
-    return NormInput(x, asked.residual, layers.norm_weight, layers.norm_bias, _normalization(x, layers))
+def _front_of(step: StepArguments) -> NormInput:
+    return NormInput(step.x, step.residual, step.norm_weight, step.norm_bias, _normalization(step))
 
 
 def _results(
-    asked: ForwardArguments,
+    step: StepArguments,
     outputs: Sequence[Tensor],
     entered: NormBackward,
     inputs: Sequence[WgradOperand],
     inner: Sequence[Tensor | None] = (),
 ) -> ForwardResults:
-    total = [] if asked.residual is None else [entered.z]
+    total = [] if step.residual is None else [entered.z]
     statistics = [tensor for tensor in (entered.rstd, entered.mean, *inner) if tensor is not None]
     return ForwardResults([*outputs, *total], inputs, statistics)
 
 
-def _entered_again(
-    asked: BackwardArguments, others: list[Tensor]
-) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
+def _entered_again(step: StepArguments, others: list[Tensor]) -> tuple[NormBackward, NormConfig | None, list[Tensor]]:
     """Rebuild the normalization for backward; also return the other saved tensors."""
-    x, layers = asked.x, asked.layers
-    normalization = None if x is None else _normalization(x, layers)
-    if x is None or normalization is None or layers.norm_weight is None:
+    normalization = None if step.x is None else _normalization(step)
+    if normalization is None or step.norm_weight is None:
         return NO_NORM, None, others
     rule, (rstd, *rest) = normalization.rule, others
     mean = rest.pop(0) if rule.centered else None
-    return NormBackward(x, layers.norm_weight, layers.norm_bias, rstd, mean), rule, rest
+    return NormBackward(step.x, step.norm_weight, step.norm_bias, rstd, mean), rule, rest
 
 
-def _norm_linear_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    keeps = asked.layers.structure.layers[0].keeps
-    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(asked), ready[0], keeps)
-    return _results(asked, outputs, norm, [wgrad_operand])
+def _norm_linear_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
+    keeps = step.structure.layers[0].keeps
+    outputs, norm, wgrad_operand = _run_norm_linear(_front_of(step), layers[0], keeps)
+    return _results(step, outputs, norm, [wgrad_operand])
 
 
-def _norm_linear_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
-    front, rule, _ = _entered_again(asked, others)
-    layer, tensors, grad_mask = layers[0]
-    dy, tensor_grads = layer.backward(asked.grads, tensors, grad_mask, front.again(layer, rule, grad_mask))
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), [tensor_grads])
+def _norm_linear_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
+    front, rule, _ = _entered_again(step, others)
+    dy, tensor_grads = layers[0].backward(step.grads, front.again(layers[0], rule))
+    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), [tensor_grads])
 
 
-def _mlp_forward(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    (fc1, fc2), structure = ready, asked.layers.structure
+def _mlp_forward(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
+    (fc1, fc2), structure = layers, step.structure
     keeps, storage = [layer.keeps for layer in structure.layers], STORAGES[structure.activation_storage]
-    out, norm, between, wgrad_operands = _run_mlp(_front_of(asked), fc1, structure.activation, fc2, keeps)
-    return _results(asked, [out], norm, wgrad_operands, storage.keep(between))
+    out, norm, between, wgrad_operands = _run_mlp(_front_of(step), fc1, structure.activation, fc2, keeps)
+    return _results(step, [out], norm, wgrad_operands, storage.keep(between))
 
 
-def _mlp_backward(asked: BackwardArguments, layers: list[SavedLinear], others: list[Tensor]) -> StepGradients:
-    front, rule, inner = _entered_again(asked, others)
-    structure = asked.layers.structure
-    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].saved.dtype)
-    dy, *tensor_grads = _mlp_gradients(asked.grads[0], front, rule, between, structure.activation, layers)
-    return StepGradients(front.gradients(rule, dy, asked.of_total, asked.need_front), tensor_grads)
+def _mlp_backward(step: StepArguments, layers: list[LinearBackward], others: list[Tensor]) -> StepGradients:
+    front, rule, inner = _entered_again(step, others)
+    structure = step.structure
+    between = StoredInputs(inner, STORAGES[structure.activation_storage], layers[0].dtype)
+    dy, *tensor_grads = _mlp_gradients(step.grads[0], front, rule, between, structure.activation, layers)
+    return StepGradients(front.gradients(rule, dy, step.of_total, step.need_front), tensor_grads)
 
 
 operators.register_step("norm_linear", _norm_linear_forward, _norm_linear_backward)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quantshard import kernels
 from quantshard.gemm import operands
-from quantshard.gemm.weight_operands import WeightOperands
+from quantshard.gemm.backend import WeightOperands
 from quantshard.modules.activation_storage import AS_IS, ActivationStorage
-from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
+from quantshard.modules.gemms.functional import LinearBackward
 from quantshard.modules.gemms.linear_operands import GemmOperands, OperandRequest, operands_together
 from quantshard.recipe import TensorRole
 
@@ -62,11 +62,10 @@ class StoredInputs:
 
 
 def through_activation(
-    dh: Tensor | None,
+    dh: Tensor,
     between: ActivationInputs,
     activation: str,
     fc1: LinearBackward,
-    needed: LinearGradMask,
     apart: bool = False,
     weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
@@ -80,22 +79,16 @@ def through_activation(
     Large gradients that emulated GEMMs read as values are written once and quantized one after the other. Codes in both
     directions take twice the bytes, which are free only once the inputs of the activation are released.
     """
-    assert dh is not None
     gate, up = between
-    num_parts = 1 if up is None else 2
-    requests = [
-        OperandRequest(
-            TensorRole.GRAD_OUTPUT, fc1.call, fc1.state, needed.of_gradient(part, fc1.bias_dtypes[part]), part, gate
-        )
-        for part in range(num_parts)
-    ]
+    role, num_parts = TensorRole.GRAD_OUTPUT, 1 if up is None else 2
+    requests = [OperandRequest(role, fc1.call, fc1.state, fc1.usage(part), part, gate) for part in range(num_parts)]
     rows = epilogue.matrix(dh)
-    if apart and up is not None and not any(item.wanted.sums for item in requests):
+    if apart and up is not None and not any(item.usage.sums for item in requests):
         return _one_at_a_time(requests, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
     is_large = operands.is_large(gate)
     if any(item.plan.reads_values or (is_large and item.plan.decodes) for item in requests):
         # usages differ if one weight or bias is frozen
-        same_usage = all(item.wanted == requests[0].wanted for item in requests)
+        same_usage = all(item.usage == requests[0].usage for item in requests)
         sources = [TensorSource.empty(gate, item.plan if same_usage else None) for item in requests]
         _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
         if same_usage and not is_large:
@@ -103,43 +96,42 @@ def through_activation(
         return _quantized(requests, sources)
     outputs = [item.outputs() for item in requests]
     targets = _activation_backward(rows, gate, up, activation, outputs)
-    results = [item.taken(output, target) for item, output, target in zip(requests, outputs, targets, strict=False)]
+    results = [item.operands(output, target) for item, output, target in zip(requests, outputs, targets, strict=False)]
     if requests[0].watching is not None:
         # all parts are observed, not only the first
         sources = [TensorSource.empty(gate) for _ in requests]
         _activation_backward(rows, gate, up, activation, [item.wanted for item in sources])
-        for item, values, result in zip(requests, sources, results, strict=True):
-            if item.watching is not None:
-                item.watching.see_both(values.values, result.first, result.second.operand, result.second.transposed)
+        for item, source, result in zip(requests, sources, results, strict=True):
+            item.show(source, result)
     return iter(results)
 
 
-def _quantized(asked: list[OperandRequest], given: list[TensorSource]) -> Iterator[GemmOperands]:
+def _quantized(requests: list[OperandRequest], sources: list[TensorSource]) -> Iterator[GemmOperands]:
     """Yield each operand on demand, after the inputs of the activation are released; its values are freed with it."""
-    while given:
-        yield asked.pop(0).of(given.pop(0))
+    while sources:
+        yield requests.pop(0).run(sources.pop(0))
 
 
 def _one_at_a_time(
-    asked: list[OperandRequest], of_gate: list[OperandProducer], others: list[Tensor], activation: str
+    requests: list[OperandRequest], of_gate: list[OperandProducer], others: list[Tensor], activation: str
 ) -> Iterator[GemmOperands]:
     """Yield the operand of the gate's gradient, then the one of `up`'s gradient.
 
     The list `of_gate` is emptied, which releases `up`. The second gradient is dh times the activation of the gate, and
     releases both.
     """
-    yield _emptying(asked[0], of_gate)
+    yield _emptying(requests[0], of_gate)
     rows, gate = others
     of_up: list[OperandProducer] = [ActivationProducer(gate, activation, rows)]
     del rows, gate
     others.clear()
-    yield _emptying(asked[1], of_up)
+    yield _emptying(requests[1], of_up)
 
 
-def _emptying(asked: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
+def _emptying(request: OperandRequest, sources: list[OperandProducer]) -> GemmOperands:
     """Pop the only source of a list and quantize it. If its values are needed first, the source is released before they
     are quantized."""
-    return asked.of(sources.pop().measured(asked.plan) if asked.plan.reads_values else sources.pop())
+    return request.run(sources.pop().measured(request.plan) if request.plan.reads_values else sources.pop())
 
 
 def _activation_backward(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantshard import kernels, private_torch
 from quantshard.kernels import workspace
-from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask
+from quantshard.modules.gemms.functional import LinearBackward
 from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.norm import Normalization, NormConfig, parameters_of
 from quantshard.recipe import Recipe, TensorRole
@@ -75,9 +75,9 @@ class NormBackward(NamedTuple):
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
         return NormProducer(epilogue.matrix(self.z), statistics, parameters)
 
-    def again(self, layer: LinearBackward, rule: NormConfig | None, needed: LinearGradMask) -> WgradOperand | None:
+    def again(self, layer: LinearBackward, rule: NormConfig | None) -> WgradOperand | None:
         """Return the operand of a layer's wgrad, or None if forward kept it."""
-        return None if rule is None else layer.reread(lambda: self.normalized(rule), needed)
+        return None if rule is None else layer.reread(lambda: self.normalized(rule))
 
     def gradients(
         self, rule: NormConfig | None, dy: Tensor | None, of_total: Tensor | None, needs: Sequence[bool]
@@ -114,9 +114,9 @@ def enter(front: NormInput, recipe: Recipe, keeps: bool) -> tuple[NormBackward, 
     """
     if front.normalization is None:
         return NO_NORM, TensorSource(epilogue.matrix(private_torch.plain(front.x)))
-    cells = recipe.activations[TensorRole.INPUT]
-    amax = workspace.zero(front.x.device) if producers.are_by_amax(cells) else None
-    of_rows = producers.row_amaxes(cells, front.x, keeps)
+    specs = recipe.activations[TensorRole.INPUT]
+    amax = workspace.zero(front.x.device) if producers.are_by_amax(specs) else None
+    of_rows = producers.row_amaxes(specs, front.x, keeps)
     norm = NormBackward.of(front, amax, of_rows)
     source = norm.normalized(front.normalization.rule)
     source.amax, source.of_rows = amax, of_rows

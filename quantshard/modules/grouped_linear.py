@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch
-from quantshard.argument_kinds import WHOLE_NUMBER, check_arguments
 from quantshard.collectives import process_groups
 from quantshard.distributed import experts
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.gemm import backend
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import HISTORIES, by_own_recipe
+from quantshard.gemm import hardware
+from quantshard.modules.base import checks, histories
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.gemms import functional, grouped, grouped_plain
@@ -84,7 +84,6 @@ class GroupedLinear(QuantizedModule):
         super().__init__(device, params_dtype, TensorParallelConfig(tp_group, tp_size, tp_mesh=tp_mesh))
         self.num_gemms, self.in_features, self.out_features, self.name = num_gemms, in_features, out_features, name
         self.use_bias, self.return_bias, self.ep_mesh = bias, return_bias, ep_mesh
-        check_arguments("GroupedLinear", WHOLE_NUMBER, num_gemms=num_gemms)
         self.local_gemms = experts.local_experts("GroupedLinear", num_gemms, ep_mesh)
         self._layers = []
         self._reader = grouped.ExpertsReader()
@@ -101,7 +100,7 @@ class GroupedLinear(QuantizedModule):
         self._weight_names = [layer.weights[0] for layer in self._layers]
         self._bias_names = [layer.biases[0] for layer in self._layers]
         self._history_names = {
-            role: [layer.prefix + name for layer in self._layers] for role, name in HISTORIES.items()
+            role: [layer.prefix + name for layer in self._layers] for role, name in histories.HISTORIES.items()
         }
         self._note_spread()
 
@@ -178,7 +177,7 @@ class GroupedLinear(QuantizedModule):
     def _read(self, splits: Tensor) -> list[int]:
         """Copy splits from the GPU to the host."""
         if context.is_strict():
-            self._refuse_fallbacks(self._weight_names[0], ("counts read",))
+            checks.refuse_fallbacks(self.label(self._weight_names[0]), ("counts read",))
         if kernel_dispatch.is_capturing():
             raise UnsupportedOperationError(
                 f"GroupedLinear.{self._weight_names[0]}: in a CUDA graph {limits.FALLBACKS['counts read']}"
@@ -202,10 +201,12 @@ class GroupedLinear(QuantizedModule):
         if not isinstance(weights[0], QuantizedTensor):
             return None
         call = recompute.linear_context((id(self), "experts"), True, self.training)
-        block = backend.block_together(call.recipe)
+        block = hardware.block_together(call.recipe)
         if block is None:
             if call.strict:
-                self._refuse_fallbacks(self._weight_names[0], self.joint_fallbacks(call.recipe, tokens.device))
+                checks.refuse_fallbacks(
+                    self.label(self._weight_names[0]), self.joint_fallbacks(call.recipe, tokens.device)
+                )
             return None
         biases = self._added_biases()
         if not grouped.are_readable(weights, biases, call.recipe.weight, tokens, self._reader):
@@ -213,10 +214,12 @@ class GroupedLinear(QuantizedModule):
         if call.strict:
             for name in self._weight_names:
                 self.weight_operand(name, call, tokens.device)
-        histories = self._histories(call.recipe)
-        expert_axis = self._spread_axis if histories else None
+        amax_histories = self._histories(call.recipe)
+        expert_axis = self._spread_axis if amax_histories else None
         group = call.group if expert_axis is None else private_torch.other_axes(expert_axis)
-        return grouped.ExpertsLayer(weights, biases, splits, block, call, histories, call.record, group, self._reader)
+        return grouped.ExpertsLayer(
+            weights, biases, splits, block, call, amax_histories, call.record, group, self._reader
+        )
 
     def _added_biases(self) -> list[Tensor]:
         """Return the biases that this module adds itself."""
@@ -239,7 +242,7 @@ class GroupedLinear(QuantizedModule):
         """Return the names in `limits.FALLBACKS` that a recipe causes because there are several experts."""
         if recipe is None or not recipe.table or len(self._layers) == 1 or not kernel_dispatch.kernels_on(device):
             return ()
-        return ("one by one",) if backend.block_together(recipe) is None else ()
+        return ("one by one",) if hardware.block_together(recipe) is None else ()
 
     def _may_be_together(self, tokens: Tensor, on_device: bool) -> bool:
         """Return True if one kernel could run all experts of these tokens.
@@ -252,18 +255,18 @@ class GroupedLinear(QuantizedModule):
         if tokens.shape[1] != self.in_features or not kernel_dispatch.has_float_kernels(tokens):
             return False
         shape = (self.out_features, self.in_features)
-        return backend.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
+        return hardware.is_faster_together(0 if on_device else tokens.shape[0], len(self._layers), shape)
 
     def _histories(self, recipe: Recipe) -> dict[TensorRole, Sequence[Tensor]]:
         """Return the amax histories of all experts that the recipe needs."""
         histories_by_role: dict[TensorRole, Sequence[Tensor]] = {}
         for role, length in recipe.histories.items():
             names = self._history_names[role]
-            histories = [history for history in private_torch.registered_buffers(self, names) if history is not None]
-            if len(histories) < len(names) or set(map(Tensor.numel, histories)) != {length}:
+            existing = [history for history in private_torch.registered_buffers(self, names) if history is not None]
+            if len(existing) < len(names) or set(map(Tensor.numel, existing)) != {length}:
                 pairs = zip(names, self._weight_names, strict=True)
-                histories = [self._history(name, length, weight, recipe) for name, weight in pairs]
-            histories_by_role[role] = histories
+                existing = [histories.activation_history(self, name, length, weight, recipe) for name, weight in pairs]
+            histories_by_role[role] = existing
         return histories_by_role
 
     def _checked_splits(self, m_splits: Sequence[int] | Tensor, tokens: Tensor) -> list[int] | Tensor:

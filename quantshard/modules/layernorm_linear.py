@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError
 from quantshard.modules import fused
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import by_own_recipe
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.base.projections import joined, split_sizes
 from quantshard.modules.norm import Normalization
 

@@ -22,9 +22,9 @@ from quantshard.distributed.module_meshes import TensorParallelConfig
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import fused
 from quantshard.modules.activation_storage import AS_IS, HIGH_PRECISION, STORAGES, ActivationStorage, check_storage
-from quantshard.modules.base import inputs
-from quantshard.modules.base.module import InitMethod, QuantizedModule
-from quantshard.modules.base.own_recipe import by_own_recipe
+from quantshard.modules.base import checks
+from quantshard.modules.base.initialization import InitMethod
+from quantshard.modules.base.module import QuantizedModule, by_own_recipe
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import RecomputedInput
@@ -314,7 +314,7 @@ class LayerNormMLP(QuantizedModule):
             residual: tensor of the input's shape, added to the input before the normalization, in the same kernel.
         """
         inp = self._input(inp)
-        residual = None if residual is None else inputs.autocast_input(residual)
+        residual = None if residual is None else checks.autocast_input(residual)
         front, normed = fused.front(self, self.normalization, inp, residual), None
         fc1 = self._ready(self._fc1, inp.shape, inp.device)
         hidden_shape = (*inp.shape[:-1], fc1.weights[0].shape[0])

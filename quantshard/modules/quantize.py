@@ -65,7 +65,7 @@ def _check_weights(model: nn.Module, layers: list[tuple[str, QuantizedModule]]) 
         for parameter in module.parameters(recurse=False):
             users[id(parameter)].append(name)
     for name, layer in layers:
-        for leaf in layer.weight_names:
+        for leaf in layer._weights:
             param, problem = private_torch.registered_parameter(layer, leaf), ""
             if param is None:
                 problem = "is computed from other parameters (parametrized)"

@@ -9,7 +9,7 @@ from quantshard.optimizers.lion import Lion
 from quantshard.optimizers.master_weights import MasterWeights
 from quantshard.optimizers.matrix_groups import muon_groups
 from quantshard.optimizers.muon import Muon
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 
 __all__ = [
     "PRESETS",

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import private_torch
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.states import AVERAGE
 from quantshard.optimizers import guards
@@ -21,7 +20,6 @@ from quantshard.tensor import requantize
 from quantshard.tensor.storage import DRAWS, KEY
 
 
-@suggests_names
 @contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Swap the averages of the weights into the model, and restore the weights on exit, also after an exception.
@@ -50,8 +48,6 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         ConfigurationError: the optimizer keeps no averages, or belongs to another model; the averages are already
             swapped in; or an average is infinite or NaN. Nothing was changed.
     """
-    check_arguments("averaged_weights", MODULE, model=model)
-    check_arguments("averaged_weights", OPTIMIZER, optimizer=optimizer)
     # Afterwards model.parameters() yields the sharded parameters.
     _reshard(model)
     owner: Any = optimizer
@@ -127,7 +123,8 @@ class _WeightCopy:
         for tensor, old in zip(_tensors_of(self.weight), self.before, strict=True):
             tensor.detach().copy_(old)
         if self.weight.storage is not None:
-            self.weight.written(drawn=False)
+            torch.autograd.graph.increment_version(private_torch.local_tensor(self.param))
+            self.weight.storage.mark_written()
             self.weight.storage.keep_initial_values(self.high_precision)
 
 

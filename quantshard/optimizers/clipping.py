@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import NUMBER, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import guards
 
 
-@suggests_names
 @torch.no_grad()
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -52,7 +50,6 @@ def clip_grad_norm_(
             f"clip_grad_norm_(model={type(model).__name__}): give the model itself, not its parameters, which do not "
             "tell on which ranks they are; torch.nn.utils.clip_grad_norm_ takes parameters of one mesh"
         )
-    check_arguments("clip_grad_norm_", NUMBER, max_norm=max_norm, norm_type=norm_type)
     if not norm_type > 0:
         raise ConfigurationError(f"clip_grad_norm_(norm_type={norm_type}): use a number above 0, or math.inf")
     if not max_norm >= 0:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics.states import EMA_DECAY, MASTER
-from quantshard.optimizers import guards, options, parameter_registry
+from quantshard.optimizers import guards
 from quantshard.optimizers.capturable import wrong_rates
-from quantshard.optimizers.masters import MasterOptimizer, PendingStep
-from quantshard.optimizers.state import OptimizerState
-from quantshard.optimizers.step import GroupSettings, ParameterStep, Update, UpdateFormula
-from quantshard.tensor import components
+from quantshard.optimizers.guards import FlagLayout, GradientFlags
+from quantshard.optimizers.masters import MasterOptimizer
+from quantshard.optimizers.step import GroupSettings, ParameterStep, StepPlan, Update, UpdateFormula
 
 
 class ElementwiseOptimizer(MasterOptimizer, ABC):
@@ -129,45 +128,105 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = [self._group_settings(*numbered) for numbered in enumerate(self.param_groups)]
-        work = list(self._begin(groups))
-        flags, remaining = self._measured(work)
-        flags.warn_of_no_gradient()
-        deferred = self._is_late(flags)
-        applied = self._capturable or deferred or not self._skips(flags)
-        if self._capturable:
-            self._last_bad_step.finish(remaining, flags, self.param_groups)
-        elif applied:
-            for item in remaining:
-                item.finish(flags.bad() if deferred else None)
-            for group in self.param_groups:
-                group["step"] += 1
-            self._unread = PendingStep(flags, self._kept) if deferred else None
-        self._finished(applied)
-        if not applied:
-            self._last_bad_step.keep(flags)
-            return loss
-        if any(item.grad is not None for item in work):
-            self._kept = parameter_registry.UPDATES
-        for item in work:
-            self._versions[item.param] = guards.weight_version(item.param)
+        groups = [self._group_settings(number, group) for number, group in enumerate(self.param_groups)]
+        plan = self._current_plan()
+        try:
+            self._take_gradients(plan, groups)
+            flags, remaining = self._measured(plan)
+            flags.warn_of_no_gradient()
+            applied = self._apply(flags, remaining)
+            self._finished(applied)
+        finally:
+            plan.release_gradients()
+        if applied:
+            for item in plan.items:
+                self._versions[item.param] = item.version()
         return loss
 
-    def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+    def _current_plan(self) -> StepPlan:
+        """Return the parameters of a step with their states; made again if a state or a local tensor was replaced."""
+        if self._plan is None or not self._plan.is_current():
+            formulas = [self._formula(group) for group in self.param_groups]
+            items = [
+                ParameterStep(
+                    param, self._states[param], self._weights[param], number, formulas[number], self._streams[param]
+                )
+                for number, group in enumerate(self.param_groups)
+                for param in group["params"]
+                if param in self._states
+            ]
+            frozen = [param for param in self._names if param not in self._states]
+            self._plan = StepPlan(items, frozen, FlagLayout((self._names[item.param], item.param) for item in items))
+        return self._plan
+
+    def _take_gradients(self, plan: StepPlan, groups: Sequence[GroupSettings]) -> None:
+        """Give each parameter's step its gradient, after checking that only this optimizer changed the parameter."""
+        attribute = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
+        seed = self._seed
+        for param in plan.frozen:
+            if getattr(param, attribute, None) is not None:
+                self._raise_for_frozen(param)
+        for item in plan.items:
+            param, version = item.param, item.version()
+            grad: Tensor | None = getattr(param, attribute, None)
+            if grad is not None:
+                guards.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
+                if self._made_for[param] != (param.dtype, param.shape):
+                    self._check_fits(param, self._made_for[param], item.depends_on_dtype or self._loses_master(item))
+            if self._versions.setdefault(param, version) != version and MASTER in item.states:
+                if item.is_quantized:
+                    self._raise_for_new_values(param)
+                item.source.adopt()
+            item.begin(grad, groups[item.number], seed)
+            if item.grad is not None and item.grad.shape != item.local.shape:
+                raise ConfigurationError(
+                    f"{self._names[param]} has local shape {tuple(item.local.shape)}, its gradient "
+                    f"{tuple(item.grad.shape)}"
+                )
+
+    def _loses_master(self, item: ParameterStep) -> bool:
+        """Whether the parameter has no master, but would have one in another dtype."""
+        return self._master_weights and item.source is item.weight
+
+    def _apply(self, flags: GradientFlags, remaining: list[ParameterStep]) -> bool:
+        """Finish the updates that no kernel has written, unless a gradient is bad. Return False if the host skips the
+        step.
+
+        When the host learns of a bad gradient depends:
+
+        - `capturable`: never. The device undoes the step and counts it.
+        - deferred: in the next step. The device undoes the step, and until then the host counts it as applied.
+        - otherwise: now.
+        """
+        if self._capturable:
+            self._last_bad_step.finish(remaining, flags, self.param_groups)
+            return True
+        deferred = self._is_late(flags)
+        if not deferred and self._skips(flags):
+            self._last_bad_step.keep(flags)
+            return False
+        for item in remaining:
+            item.finish(flags.bad() if deferred else None)
+        for group in self.param_groups:
+            group["step"] += 1
+        self._unread = flags if deferred else None
+        return True
+
+    def _measured(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
         """Return the gradient flags of all ranks, and the measured parameter steps that are still to be finished.
 
         A subclass with kernels overrides this and applies its part of the step here, unless a gradient is bad.
         """
         reduction = FlatMax()
-        for item in work:
+        for item in plan.items:
             item.measure(reduction)
-        return self._flags(work, reduction), work
+        return self._flags(plan, reduction), plan.items
 
     def _finished(self, applied: bool) -> None:
         """Hook that runs at the end of a step, applied or skipped."""
         return
 
-    def _is_late(self, flags: guards.GradientFlags) -> bool:
+    def _is_late(self, flags: GradientFlags) -> bool:
         """Whether reading the flags is left to the next step (or to whoever reads `skipped_steps` first).
 
         The host then treats the step as applied. A weight without a master counts its random draws on the host, in
@@ -175,82 +234,33 @@ class ElementwiseOptimizer(MasterOptimizer, ABC):
         """
         return flags.deferred and self._master_weights
 
-    def _skips(self, flags: guards.GradientFlags) -> bool:
+    def _skips(self, flags: GradientFlags) -> bool:
         try:
             return flags.skips(self.param_groups, self._max_skipped_in_a_row)
         except Exception:
             self._finished(applied=False)
             raise
 
-    def _flags(
-        self, work: list[ParameterStep], reduction: FlatMax, exceeding: Tensor | None = None
-    ) -> guards.GradientFlags:
+    def _flags(self, plan: StepPlan, reduction: FlatMax, exceeding: Tensor | None = None) -> GradientFlags:
         """Run the pending reductions and return the gradient flags of all ranks."""
-        gradients = ((self._names[item.param], item.param, item.grad) for item in work)
-        rate_flags = wrong_rates(self.param_groups, len(work)) if self._capturable else None
-        flags = guards.GradientFlags(gradients, reduction, exceeding, rate_flags)
+        rate_flags = wrong_rates(self.param_groups, len(plan.items)) if self._capturable else None
+        flags = GradientFlags(plan.flags, [item.grad for item in plan.items], reduction, exceeding, rate_flags)
         reduction.reduce()
         flags.gather()
         return flags
-
-    def _begin(self, groups: list[GroupSettings]) -> Iterator[ParameterStep]:
-        """Yield a step for each parameter with states, after checking that only this optimizer changed it."""
-        seed = self._seed
-        for group_settings, group in zip(groups, self.param_groups, strict=True):
-            formula = self._formula(group)
-            for param in group["params"]:
-                grad = self._grad_of(param)
-                if param not in self._states:
-                    if grad is not None:
-                        raise ConfigurationError(
-                            f"{self._names[param]} was frozen when this {self._name} was built and has a gradient now; "
-                            "call initialize_state(parameter) when you unfreeze it"
-                        )
-                    continue
-                if grad is not None:
-                    self._members.check_stored(param, self._names[param])
-                states, version = self._states[param], guards.weight_version(param)
-                if self._versions.setdefault(param, version) != version and MASTER in states:
-                    self._take_over(param, states[MASTER])
-                yield ParameterStep(
-                    param, grad, states, self._weights[param], group_settings, formula, seed, self._streams[param]
-                )
 
     def _formula(self, group: Mapping[str, Any]) -> UpdateFormula:
         """Return the update formula of a group's parameters."""
         return UpdateFormula(self._name, self.group_states(group), self.update)
 
     def _group_settings(self, number: int, group: dict[str, Any]) -> GroupSettings:
-        where = f"{self._name}: group {number} has been given numbers that make no step: group"
-        self.check_group(where, group, reads_rate=not self._capturable)
+        self.check_group(f"{self._name}: param_groups[{number}]", group)
         if self._capturable and not isinstance(group["lr"], Tensor):
             raise ConfigurationError(
-                f"{where}['lr'] = {group['lr']!r} in place of its tensor, which capturable=True keeps on the device; "
-                f"write into that: group['lr'].fill_({group['lr']!r})"
+                f"{self._name}: param_groups[{number}]: lr={group['lr']!r} has replaced the tensor that "
+                f"capturable=True reads; use group['lr'].fill_({group['lr']!r})"
             )
-        options.check_no_states(type(self), group)  # again: maximize can be set between steps
-        decay = group.get(EMA_DECAY, 0.0)
-        options.check_decay(where, decay)
-        options.check_group_decay(self._name, group, EMA_DECAY in self.defaults)
-        return GroupSettings(number, group["step"] + 1, self.settings(group), float(decay))
-
-    def _take_over(self, param: Tensor, master: OptimizerState) -> None:
-        """Copy values that others wrote to a plain parameter into its master."""
-        if components.quantized_local(param) is not None:
-            raise ConfigurationError(
-                f"{self._names[param]} was given new values after this {self._name} was built, and the next step "
-                "would overwrite them with its masters; load the optimizer's state too, or reseed_masters(). (A "
-                "callback that swaps averaged weights in and out gives such values: keep averages by ema_decay, and "
-                "evaluate with quantshard.optimizers.averaged_weights)"
-            )
-        master.adopt()
-
-    def _grad_of(self, param: Tensor) -> Tensor | None:
-        attribute = guards.DECOUPLED_GRAD if self._use_decoupled_grad else "grad"
-        grad: Tensor | None = getattr(param, attribute, None)
-        if grad is not None:
-            guards.check_alike(param, grad, self._names[param], "gradient" if attribute == "grad" else attribute)
-        return grad
+        return GroupSettings(number, group["step"] + 1, self.settings(group), float(group.get(EMA_DECAY, 0.0)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError, warn_user
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.presets import chosen_options
+from quantshard.optimizers.kernel_step import CommonOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class FusedAdam(AdamOptimizer):
@@ -30,7 +32,7 @@ class FusedAdam(AdamOptimizer):
     State dtypes are `torch.float32`, `torch.bfloat16`, `torch.float16` and `torch.uint8` (FP8). The last two are
     scaled: each block of 128 elements of a row has a power-of-two scale, because unscaled float16 overflows above 65504
     and loses squares of gradients below 2e-4. FP8 is E4M3 for the first moment and UE5M3 for the second, which is never
-    negative (`state_cells`). Only 2-D parameters have scaled states; other parameters use float32 instead.
+    negative (`state_storage`). Only 2-D parameters have scaled states; other parameters use float32 instead.
 
     If any gradient is infinite or NaN, the step is skipped on all ranks: no weight, moment, scale or amax history
     changes, and `skipped_steps` counts it. On GPUs the device skips the step, and the host learns about it in the next
@@ -50,7 +52,7 @@ class FusedAdam(AdamOptimizer):
             reading `skipped_steps` or calling `state_dict()` raises, once, the error that `step` would have raised. Set
             the rate with `group["lr"].fill_(rate)`; LR schedulers do. Quantized weights then need masters. Run one step
             before capturing, and do not replace any tensor afterwards.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the next four options and store_param_remainders.
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the next four options and store_param_remainders.
             Bits and checkpoints equal those of an optimizer with the options written out. An option passed together
             with a preset must agree with it.
         master_weights: True by default. False keeps no masters: weights, including quantized ones, are read, updated
@@ -78,7 +80,6 @@ class FusedAdam(AdamOptimizer):
         RankMismatchError: ranks have different random keys for a weight, or different seeds.
     """
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],
@@ -90,50 +91,25 @@ class FusedAdam(AdamOptimizer):
         *,
         bias_correction: bool = True,
         adam_w_mode: bool = True,
-        capturable: bool = False,
-        preset: str | None = None,
-        master_weights: bool | None = None,
-        master_weight_dtype: torch.dtype | None = None,
         exp_avg_dtype: torch.dtype | None = None,
         exp_avg_sq_dtype: torch.dtype | None = None,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool | None = None,
         set_grad_none: bool | None = None,
-        max_skipped_in_a_row: int = 10,
-        ema_decay: float = 0.0,
+        **common: Unpack[CommonOptions],
     ) -> None:
         if amsgrad:
             raise ConfigurationError("FusedAdam(amsgrad=True) is not supported; use Adam or AdamW")
         if set_grad_none is not None:
             warn_user("set_grad_none is deprecated; call zero_grad(set_to_none=...)", DeprecationWarning)
-        passed_options = {
-            "master_weights": master_weights,
-            "master_weight_dtype": master_weight_dtype,
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "store_param_remainders": store_param_remainders,
-        }
-        storage = chosen_options(type(self).__name__, preset, passed_options)
         self._set_to_none = set_grad_none is None or set_grad_none
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "bias_correction": bias_correction,
-                "adam_w_mode": adam_w_mode,
-            },
-            state_dtypes={EXP_AVG: storage.exp_avg_dtype, EXP_AVG_SQ: storage.exp_avg_sq_dtype},
-            capturable=capturable,
-            master_weights=storage.master_weights,
-            master_weight_dtype=storage.master_weight_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=storage.store_param_remainders,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            ema_decay=ema_decay,
-        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+        }
+        super().__init__(params, defaults, {EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}, **common)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients (and `decoupled_grad`, if used): set them to None (default) or to zero."""

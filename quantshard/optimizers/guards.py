@@ -188,8 +188,11 @@ def check_alike(param: Tensor, other: Tensor, name: str, what: str) -> None:
     Raises:
         ConfigurationError: they differ.
     """
-    if param.shape == other.shape and not (isinstance(param, DTensor) or isinstance(other, DTensor)):
-        return
+    if param.shape == other.shape and isinstance(param, DTensor) is isinstance(other, DTensor):
+        if not isinstance(param, DTensor) or (
+            param.placements == other.placements and param.device_mesh == other.device_mesh  # type: ignore[attr-defined]
+        ):
+            return
     if kind(param) != kind(other):
         raise ConfigurationError(f"{name} is {kind(param)} but its {what} is {kind(other)}; both must be the same")
     if isinstance(param, DTensor) and isinstance(other, DTensor):
@@ -221,6 +224,27 @@ def check_local(param: DTensor, values: Tensor, name: str, what: str) -> None:
         )
 
 
+class FlagLayout:
+    """The parameters of `GradientFlags`, and the ranks that share their gradients or step together.
+
+    Attributes:
+        names: names of the parameters, ordered by `indices`.
+        indices: indices of the parameters of each sharding group.
+        ranks: the process groups of all ranks that step together.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        names, params = zip(*entries, strict=True) if (entries := list(named)) else ((), ())
+        self.indices: dict[Groups, list[int]] = {}
+        for index, param in enumerate(params):
+            self.indices.setdefault(process_groups.sharding_group(param), []).append(index)
+        self.names = [names[index] for indices in self.indices.values() for index in indices]
+        self.ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
+        self.has_experts = any(map(process_groups.is_expert_parallel, params))
+        self.are_wide = [param.dtype is torch.float64 and components.quantized_local(param) is None for param in params]
+        self.device = private_torch.local_tensor(params[0]).device if params else torch.device("cpu")
+
+
 class GradientFlags:
     """For each gradient, whether any rank has it, whether any rank lacks it, and its worst problem (`TOO_LARGE`, ...).
 
@@ -228,7 +252,8 @@ class GradientFlags:
     `reduce`. Only `skips`, `large_gradient` and the checks wait for the device.
 
     Args:
-        gradients: name, parameter and gradient of every parameter that can have one.
+        layout: the parameters.
+        grads: this rank's gradient of each parameter, or None.
         reduction: collects the flags for one collective.
         exceeding: problems of the gradients, float32 [parameters]; computed here if None.
         wrong: other problems, float32, of the first len(wrong) parameters.
@@ -236,30 +261,28 @@ class GradientFlags:
 
     def __init__(
         self,
-        gradients: Iterable[tuple[str, Tensor, Tensor | None]],
+        layout: FlagLayout,
+        grads: Sequence[Tensor | None],
         reduction: FlatMax,
         exceeding: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        names, params, grads = zip(*entries, strict=True) if (entries := list(gradients)) else ((), (), ())
-        self._has_none = all(grad is None for grad in grads)
-        members: dict[Groups, list[int]] = {}
-        for index, param in enumerate(params):
-            members.setdefault(process_groups.sharding_group(param), []).append(index)
-        self._ranks = process_groups.united(dict.fromkeys(map(process_groups.stepping_group, params)))
-        self._spread = any(map(process_groups.is_expert_parallel, params))
-        self._names = [names[index] for indices in members.values() for index in indices]
+        self._layout, self._names = layout, layout.names
+        self._has_none = all([grad is None for grad in grads])
         self._parts: list[Tensor] = []
         self._sent: PendingFlag | None = None
-        if params:
-            flags = _flags_of(params, grads, private_torch.local_tensor(params[0]).device, exceeding)
+        if grads:
+            flags = _flags_of(layout, grads, exceeding)
             if wrong is not None:
                 flags[2, : len(wrong)] = torch.maximum(flags[2, : len(wrong)], wrong.to(flags.device))
-            columns = flags.unbind(1)
-            columns_by_group = [[columns[index] for index in indices] for indices in members.values()]
-            self._parts = [flags] if len(members) == 1 else [torch.stack(c, dim=1) for c in columns_by_group]
-        for group, part in zip(members, self._parts, strict=True):
-            reduction.add(part, group)
+            self._parts = (
+                [flags]
+                if len(layout.indices) == 1
+                else [torch.stack([flags[:, index] for index in indices], dim=1) for indices in layout.indices.values()]
+            )
+        for group, part in zip(layout.indices, self._parts, strict=True):
+            if group:
+                reduction.add(part, group)
 
     def gather(self) -> None:
         """Build `table` from the reduced flags.
@@ -270,12 +293,12 @@ class GradientFlags:
             self.table = torch.zeros(3, 0, dtype=torch.float32, device="cpu")
             return
         self.table = torch.cat(self._parts, dim=1) if len(self._parts) > 1 else self._parts[0]
-        if len(self._parts) > 1 or self._spread:
+        if len(self._parts) > 1 or self._layout.has_experts:
             # A rank outside the group of a bad gradient must skip too: add a column that summarizes all parameters.
             present, missing = self.table[0].amax(), (self.table[0] * self.table[1]).amax()
             any_parameter = torch.stack([present, missing, self.table[2].amax()]).unsqueeze(1)
             reduction = FlatMax()
-            reduction.add(any_parameter, self._ranks)
+            reduction.add(any_parameter, self._layout.ranks)
             reduction.reduce()
             self.table = torch.cat([self.table, any_parameter], dim=1)
             self._names = [*self._names, "a parameter of other ranks"]
@@ -411,35 +434,24 @@ def too_large(name: str) -> str:
     )
 
 
-def _flags_of(
-    params: Sequence[Tensor], grads: Sequence[Tensor | None], device: torch.device, exceeding: Tensor | None
-) -> Tensor:
-    flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=device), 0
-    for is_present, run in groupby(grad is not None for grad in grads):
+def _flags_of(layout: FlagLayout, grads: Sequence[Tensor | None], exceeding: Tensor | None) -> Tensor:
+    flags, index = torch.zeros(3, len(grads), dtype=torch.float32, device=layout.device), 0
+    # Filling runs on the device; a copy from the host would synchronize.
+    for is_present, run in groupby([grad is not None for grad in grads]):
         end = index + len(list(run))
         flags[0 if is_present else 1, index:end].fill_(1.0)
         index = end
     if exceeding is None:
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        columns = [zero] * len(grads)
+        columns = [torch.zeros((), dtype=torch.float32, device=layout.device)] * len(grads)
         for wide, largest in ((False, LARGEST_GRADIENT), (True, LARGEST_WIDE_GRADIENT)):
-            local_grads = {
+            present = {
                 index: private_torch.local_tensor(grad)
-                for index, (param, grad) in enumerate(zip(params, grads, strict=True))
-                if grad is not None and _is_wide(param) is wide
+                for index, (is_wide, grad) in enumerate(zip(layout.are_wide, grads, strict=True))
+                if grad is not None and is_wide is wide
             }
-            values = (
-                kernel_dispatch.exceeding(list(local_grads.values()), largest).to(device).unbind()
-                if local_grads
-                else ()
-            )
-            for index, value in zip(local_grads, values, strict=True):
+            values = kernel_dispatch.exceeding(list(present.values()), largest) if present else flags[2, :0]
+            for index, value in zip(present, values.to(layout.device).unbind(), strict=True):
                 columns[index] = value
         exceeding = torch.stack(columns)
     flags[2].copy_(exceeding)
     return flags
-
-
-def _is_wide(param: Tensor) -> bool:
-    """Whether optimizers compute in float64 for this parameter."""
-    return param.dtype is torch.float64 and components.quantized_local(param) is None

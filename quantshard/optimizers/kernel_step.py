@@ -1,4 +1,4 @@
-"""A step of Adam, Lion or Muon in multi-tensor kernels.
+"""A step of Adam, Lion or Muon in multi-tensor kernels, and the base of these optimizers.
 
 A plan per device holds the addresses of the tensors that a step reads and writes, and is rebuilt if one changes. It
 also keeps the tensors alive, so that no address is reused. `step.ParameterStep` handles what the kernels do not
@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,48 +23,55 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernels.optimizer.settings import SettingsRow, adam_row, lion_row, muon_row
-from quantshard.kernels.optimizer.stored import Algorithm, MatrixRegion, StepParameter
+from quantshard.kernels.optimizer.stored import (
+    Algorithm,
+    MatrixRegion,
+    SettingsRow,
+    StepParameter,
+    adam_row,
+    lion_row,
+    muon_row,
+)
 from quantshard.numerics.adam import Hyperparameters
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
 from quantshard.numerics.states import WEIGHT
-from quantshard.optimizers.guards import LARGEST_GRADIENT
+from quantshard.optimizers.elementwise import ElementwiseOptimizer
+from quantshard.optimizers.guards import LARGEST_GRADIENT, GradientFlags
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import GroupSettings, ParameterStep
+from quantshard.optimizers.step import GroupSettings, ParameterStep, StepPlan
+from quantshard.state_storage import chosen_options
 from quantshard.tensor import storage as storages
-from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM
+from quantshard.tensor.storage import DRAWS, KEY, WEIGHT_STREAM, QuantizedStorage
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 if kernels.USABLE:
     from quantshard.kernels.optimizer.plan import GRADIENT_DTYPES, StepLaunchPlan
 
 
 class MatrixWorkspace:
-    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one.
+    """bfloat16 memory for shards to orthogonalize. Buckets use it in turn, so its size is that of the largest one."""
 
-    `works`: the parameter steps of each bucket.
-    """
-
-    def __init__(self, works: Iterable[Sequence[ParameterStep]]) -> None:
-        locals_of = ([private_torch.local_tensor(item.param) for item in work] for work in works)
-        self._most = max(
-            (sum(_rounded_up(local.numel()) for local in local_tensors) for local_tensors in locals_of), default=0
-        )
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._flat: dict[torch.device, Tensor] = {}
 
     def views(self, device: torch.device, sizes: Mapping[int, tuple[int, int]]) -> dict[int, Tensor]:
         """Return a bfloat16 matrix of each size, aligned to 16 elements."""
         if device not in self._flat:
-            self._flat[device] = torch.empty(self._most, dtype=torch.bfloat16, device=device)
+            self._flat[device] = torch.empty(self._size, dtype=torch.bfloat16, device=device)
         matrices, offset = {}, 0
         for index, size in sizes.items():
             count = math.prod(size)
             matrices[index] = self._flat[device][offset : offset + count].view(size)
-            offset += _rounded_up(count)
+            offset += rounded_up(count)
         return matrices
 
 
-def _rounded_up(count: int) -> int:
+def rounded_up(count: int) -> int:
+    """Return the number of elements that a matrix of `count` elements occupies in a `MatrixWorkspace`."""
     return -(count // -16) * 16
 
 
@@ -85,12 +93,17 @@ class KernelStep:
     """The parameters of an optimizer that kernels update.
 
     Each step calls `take`, `exceeding`, `update` and `finished`, and for matrices of Muon `made_directions` and
-    `give_directions` before `update`.
+    `give_directions` before `update`. Plans are made again if the work or the address of a tensor has changed.
     """
 
     def __init__(self) -> None:
         self._planned: list[_DevicePlan] = []
-        self._signature: list[int] = []
+        self._planned_work: Sequence[ParameterStep] = ()
+        self._tensors: list[Tensor] = []
+        self._storages: list[QuantizedStorage] = []
+        self._drawing: list[QuantizedStorage] = []
+        self._addresses: list[int] = []
+        self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
         self._captured: list[StepLaunchPlan] = []  # kept alive: CUDA graphs read their tables by address
         self._work: Sequence[ParameterStep] = ()
         self._left: set[int] = set()
@@ -117,35 +130,66 @@ class KernelStep:
             UnsupportedOperationError: the step is being captured in a CUDA graph, and there is no plan for it yet.
         """
         self._work = ()
-        if not any(kernel_dispatch.has_kernels(private_torch.local_tensor(item.param)) for item in work):
+        if work is not self._planned_work:
+            states = [state for item in work for state in item.targets.values()]
+            self._tensors = [tensor for state in states for tensor in state.live()]
+            self._storages = [state.storage for state in states if state.storage is not None]
+            self._drawing = [item.storage for item in work if item.storage is not None and item.has_draws]
+        if work is not self._planned_work or self._addresses != self._current_addresses():
+            self._make_plans(work, is_bounded)
+        if not self._rows:
             return False
-        rows, numbers = _rows(work)
-        signature = _signature(work, numbers)
-        if signature != self._signature:
-            self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
-            self._planned = self._plans(work, numbers, len(rows), is_bounded)
-            self._signature = signature
+        rows = [_row(item.group, shape) for (_, shape), item in self._rows.items()]
         self._work, self._left, self._directions = work, set(range(len(work))), {}
         for device_plan in self._planned:
-            items = [work[index] for index in device_plan.places]
-            grads = [item.grad if _fits(item.grad, device_plan.plan.device) else None for item in items]
+            items, device = [work[index] for index in device_plan.places], device_plan.plan.device
+            grads = [item.grad for item in items]
+            grads = [
+                grad if grad is None or (grad.dtype in GRADIENT_DTYPES and grad.device == device) else None
+                for grad in grads
+            ]
             self._left.difference_update(
-                index
-                for index, item, grad in zip(device_plan.places, items, grads, strict=True)
-                if grad is not None or item.grad is None
+                [
+                    index
+                    for index, item, grad in zip(device_plan.places, items, grads, strict=True)
+                    if grad is not None or item.grad is None
+                ]
             )
-            draws = [_draw(item) if grad is not None else 0 for item, grad in zip(items, grads, strict=True)]
-            grads_by_index = dict(zip(device_plan.places, grads, strict=True))
-            with_grads = [index for index in device_plan.sizes if grads_by_index[index] is not None]
-            if with_grads:
+            # the next random draw of a quantized weight without a master
+            draws = [
+                int(item.storage.state[DRAWS]) if item.has_draws and grad is not None else 0  # type: ignore[union-attr]
+                for item, grad in zip(items, grads, strict=True)
+            ]
+            sizes = {
+                index: size
+                for index, size in device_plan.sizes.items()
+                if work[index].grad is not None and index not in self._left
+            }
+            if sizes:
                 assert workspace is not None
-                self._directions |= workspace.views(
-                    device_plan.plan.device, {index: device_plan.sizes[index] for index in with_grads}
-                )
-            device_plan.plan.take(
-                grads, rows, seed, draws, [self._directions.get(index) for index in device_plan.places]
-            )
+                self._directions |= workspace.views(device, sizes)
+            directions = [self._directions.get(index) for index in device_plan.places]
+            device_plan.plan.take(grads, rows, seed, draws, directions)
         return True
+
+    def _current_addresses(self) -> list[int]:
+        """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
+        tensors = [*self._tensors]
+        for storage in self._storages:  # their entries can be replaced
+            tensors += storage.components.values()
+            tensors += storage.state.values()
+        return [tensor.data_ptr() for tensor in tensors] + [int(storage.state[KEY]) for storage in self._drawing]
+
+    def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
+        self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
+        self._planned, self._rows, numbers = [], {}, list[int]()
+        if any(kernel_dispatch.has_kernels(item.local) for item in work):
+            for item in work:
+                shape = tuple(item.param.shape) if isinstance(item.group.settings, MuonSettings) else ()
+                self._rows.setdefault((item.number, shape), item)
+                numbers.append([*self._rows].index((item.number, shape)))
+            self._planned = self._plans(work, numbers, len(self._rows), is_bounded)
+        self._planned_work, self._addresses = work, self._current_addresses()
 
     @staticmethod
     def _plans(
@@ -156,11 +200,10 @@ class KernelStep:
     ) -> list[_DevicePlan]:
         parameters_by_device: dict[torch.device, list[tuple[int, StepParameter]]] = {}
         for index, item in enumerate(work):
-            local = private_torch.local_tensor(item.param)
             bounded = is_bounded is not None and is_bounded(item.param)
-            parameter = _parameter(item, numbers[index], bounded) if kernel_dispatch.has_kernels(local) else None
+            parameter = _parameter(item, numbers[index], bounded) if kernel_dispatch.has_kernels(item.local) else None
             if parameter is not None:
-                parameters_by_device.setdefault(local.device, []).append((index, parameter))
+                parameters_by_device.setdefault(item.local.device, []).append((index, parameter))
         device_plans = []
         for device, pairs in parameters_by_device.items():
             plan, indices = (
@@ -229,7 +272,7 @@ class KernelStep:
         """Release the work and its gradients. If the step was applied, record the parameters that kernels wrote."""
         for index, item in enumerate(self._work if applied else ()):
             if index not in self._left and item.grad is not None:
-                item.weight.written(drawn=item.source is item.weight)
+                item.written()
         self._work, self._directions = (), {}
 
 
@@ -240,27 +283,12 @@ def exceeding(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     return torch.stack(flags) if flags else zero.new_empty(0)
 
 
-def _rows(work: Sequence[ParameterStep]) -> tuple[list[SettingsRow], list[int]]:
-    """Return the distinct settings of a step, and the row number of each parameter."""
-    rows: dict[tuple[int, tuple[int, ...]], SettingsRow] = {}
-    numbers: list[int] = []
-    row_numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    for item in work:
-        group, settings = item.group, item.group.settings
-        shape = tuple(item.param.shape) if isinstance(settings, MuonSettings) else ()
-        key = group.number, shape
-        if key not in row_numbers:
-            row_numbers[key] = len(row_numbers)
-            rows[key] = _row(settings, group, shape)
-        numbers.append(row_numbers[key])
-    return list(rows.values()), numbers
-
-
-def _row(settings: Any, of: GroupSettings, shape: tuple[int, ...]) -> SettingsRow:
+def _row(group: GroupSettings, shape: tuple[int, ...]) -> SettingsRow:
+    settings = group.settings
     if isinstance(settings, MuonSettings):
-        return muon_row(settings, of.step, of.ema_decay, shape)
+        return muon_row(settings, group.step, group.ema_decay, shape)
     if isinstance(settings, LionSettings):
-        return lion_row(settings, of.step, of.ema_decay)
+        return lion_row(settings, group.step, group.ema_decay)
     assert isinstance(settings, Hyperparameters)
     return adam_row(settings)
 
@@ -269,26 +297,6 @@ def _algorithm(settings: Any) -> Algorithm:
     if isinstance(settings, MuonSettings):
         return Algorithm.MUON
     return Algorithm.LION if isinstance(settings, LionSettings) else Algorithm.ADAM
-
-
-def _signature(work: Sequence[ParameterStep], numbers: Sequence[int]) -> list[int]:
-    """Return the values that plans depend on and that can change after a state is created."""
-    signature: list[int] = []
-    for item, number in zip(work, numbers, strict=True):
-        signature.append(number)
-        for state in item.targets.values():
-            signature += state.signature()
-    return signature
-
-
-def _fits(grad: Tensor | None, device: torch.device) -> bool:
-    return grad is not None and grad.dtype in GRADIENT_DTYPES and grad.device == device
-
-
-def _draw(item: ParameterStep) -> int:
-    """Return the number of the next random draw of a quantized weight without a master; 0 for others."""
-    storage = item.weight.storage
-    return int(storage.state[DRAWS]) if storage is not None and item.source is item.weight else 0
 
 
 def _shared(
@@ -331,3 +339,76 @@ def _rectangle(param: Tensor) -> MatrixRegion | None:
     return MatrixRegion(
         (global_shape[0], math.prod(global_shape[1:])), (origin[0], sum(origin[1:])), (shape[0], math.prod(shape[1:]))
     )
+
+
+# ------------------------------------------------------------------------------------------------------- optimizers
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments of `FusedAdam`, `Lion` and `Muon` with their defaults; `FusedAdam` describes them."""
+
+    preset: str | None  # None
+    master_weights: bool | None  # True
+    master_weight_dtype: torch.dtype | None  # float32
+    store_param_remainders: bool | None  # False
+    use_decoupled_grad: bool  # False
+    capturable: bool  # False
+    max_skipped_in_a_row: int  # 10
+    ema_decay: float  # 0.0
+
+
+class KernelOptimizer(ElementwiseOptimizer):
+    """Base of `FusedAdam`, `Lion` and `Muon`. Steps run in kernels where possible, with the bits of `update`.
+
+    Args:
+        params: parameters, (name, parameter) pairs or groups.
+        defaults: group entries for groups that do not set them.
+        state_dtypes: dtype of each state, by role; None for the preset's, or float32.
+        common: see `CommonOptions`.
+    """
+
+    kernel_formula: ClassVar[Any] = None
+    """The `update` that the kernels implement. A subclass that overrides `update` runs in PyTorch."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        state_dtypes: Mapping[str, torch.dtype | None],
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: dict[str, Any] = dict(common)
+        explicit = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
+        for name in ("master_weights", "master_weight_dtype", "store_param_remainders"):
+            explicit[name] = options.pop(name, None)
+        storage = chosen_options(type(self).__name__, options.pop("preset", None), explicit)
+        super().__init__(
+            params,
+            defaults,
+            state_dtypes={role: getattr(storage, f"{role}_dtype") for role in state_dtypes},
+            master_weights=storage.master_weights,
+            master_weight_dtype=storage.master_weight_dtype,
+            store_param_remainders=storage.store_param_remainders,
+            **options,
+        )
+
+    @cached_property
+    def _kernels(self) -> KernelStep:
+        return KernelStep()
+
+    @property
+    def _has_kernels(self) -> bool:
+        return type(self).update is type(self).kernel_formula
+
+    def _is_bounded(self, param: Tensor) -> bool:
+        """Return the argument `bounded` of `numerics.adam.adam` for a parameter."""
+        return False
+
+    def _measured(self, plan: StepPlan) -> tuple[GradientFlags, list[ParameterStep]]:
+        if not self._has_kernels or not self._kernels.take(plan.items, self._seed, self._is_bounded):
+            return super()._measured(plan)
+        flags = self._flags(plan, FlatMax(), self._kernels.exceeding())
+        return flags, self._kernels.update(flags.bad() if self._capturable else flags.send())
+
+    def _finished(self, applied: bool) -> None:
+        self._kernels.finished(applied)

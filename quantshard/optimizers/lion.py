@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import suggests_names
 from quantshard.numerics.adam import EXP_AVG
 from quantshard.numerics.lion import STATES, LionSettings, lion
-from quantshard.optimizers import options
-from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from quantshard.numerics.states import EMA_DECAY
+from quantshard.optimizers.kernel_step import CommonOptions, KernelOptimizer
 from quantshard.optimizers.step import Update
-from quantshard.presets import chosen_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lion(KernelOptimizer):
@@ -32,7 +33,7 @@ class Lion(KernelOptimizer):
         lr: learning rate. `group["lr"]` can be set between steps, as LR schedulers do.
         betas: decay of the mean whose sign is the update, and of the mean that is stored.
         weight_decay: decoupled weight decay.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the storage of the moment and the masters, as in
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of the moment and the masters, as in
             `FusedAdam`. Both mean the same for Lion: an FP8 moment and 16-bit masters.
         exp_avg_dtype: dtype of the moment: float32 (default), float16, bfloat16 or uint8 (FP8).
         capturable, master_weights, master_weight_dtype, use_decoupled_grad, store_param_remainders,
@@ -44,8 +45,8 @@ class Lion(KernelOptimizer):
     """
 
     states = STATES
+    checked_numbers = ("lr", "weight_decay", "betas", EMA_DECAY)
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],
@@ -54,34 +55,10 @@ class Lion(KernelOptimizer):
         weight_decay: float = 0.0,
         *,
         exp_avg_dtype: torch.dtype | None = None,
-        capturable: bool = False,
-        preset: str | None = None,
-        master_weights: bool | None = None,
-        master_weight_dtype: torch.dtype | None = None,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool | None = None,
-        max_skipped_in_a_row: int = 10,
-        ema_decay: float = 0.0,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        passed_options = {
-            "exp_avg_dtype": exp_avg_dtype,
-            "master_weights": master_weights,
-            "master_weight_dtype": master_weight_dtype,
-            "store_param_remainders": store_param_remainders,
-        }
-        storage = chosen_options(type(self).__name__, preset, passed_options)
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay},
-            state_dtypes={EXP_AVG: storage.exp_avg_dtype},
-            capturable=capturable,
-            master_weights=storage.master_weights,
-            master_weight_dtype=storage.master_weight_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=storage.store_param_remainders,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            ema_decay=ema_decay,
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, {EXP_AVG: exp_avg_dtype}, **common)
 
     def update(
         self, param: Tensor, grad: Tensor, master: Tensor, states: Mapping[str, Tensor], settings: LionSettings
@@ -97,11 +74,3 @@ class Lion(KernelOptimizer):
         beta1, beta2 = map(float, group["betas"])
         lr = group["lr"] if self._capturable else float(group["lr"])
         return LionSettings(lr, beta1, beta2, float(group["weight_decay"]))
-
-    def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Validate a group's hyperparameters with `options.check_lion`.
-
-        Raises:
-            ConfigurationError: a value is invalid, or large enough to make weights infinite.
-        """
-        options.check_lion(where, group, reads_rate)

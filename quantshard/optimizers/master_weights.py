@@ -6,7 +6,7 @@ one flat collective of amaxes. Afterwards every weight is the nearest quantizati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.errors import ConfigurationError
 from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER
-from quantshard.optimizers import guards, loading, options, parameter_registry, rounding
-from quantshard.optimizers.state import PLAIN_DTYPES, make_weight
+from quantshard.optimizers import guards, loading, rounding
+from quantshard.optimizers.base import SWITCHES, ParameterOptimizer, check_ranges
+from quantshard.optimizers.state import make_weight
+from quantshard.state_storage import PLAIN_DTYPES
 from quantshard.tensor import components
 
 UPDATES = "updates"
@@ -30,7 +32,7 @@ EMA_STEPS = "ema_steps"
 """Group entry that counts the steps of the averages, if `EMA_DECAY` is set."""
 
 
-class MasterWeights(torch.optim.Optimizer):
+class MasterWeights(ParameterOptimizer):
     """Run a `torch.optim` optimizer on float32 masters and write their nearest quantization to the model's weights.
 
         optimizer = MasterWeights(torch.optim.AdamW, model.parameters(), lr=1e-3, weight_decay=0.1)
@@ -74,130 +76,75 @@ class MasterWeights(torch.optim.Optimizer):
         ema_decay: float = 0.0,
         **settings: Any,
     ) -> None:
-        if not callable(optimizer_class):
-            original = type(optimizer_class).__name__
-            example = original if isinstance(optimizer_class, torch.optim.Optimizer) else "AdamW"
-            raise ConfigurationError(
-                f"MasterWeights({original} object): give the class first, which is built over the masters, then the "
-                f"parameters and its options: MasterWeights(torch.optim.{example}, params, lr=...)"
-            )
-        guards.keep_out_of_graphs(type(self))
-        options.check_any("MasterWeights", settings)  # clearer than the inner optimizer's error for strings
-        options.check_decay("MasterWeights", ema_decay)
+        self._set_up(max_skipped_in_a_row)
+        # clearer than the inner optimizer's error for strings
+        check_ranges("MasterWeights", {**settings, EMA_DECAY: ema_decay}, self.checked_numbers)
         self._own_entries: dict[str, Any] = {**OWN_ENTRIES, **(_average_entries(ema_decay) if ema_decay else {})}
-        self._averages_swapped_in = False
-        self._members, self._is_assigned = parameter_registry.ParameterRegistry("MasterWeights"), False
-        super().__init__(
-            parameter_registry.checked_params("MasterWeights", params), {}
-        )  # the inner optimizer fills in its defaults
+        super().__init__(params, {})  # the inner optimizer fills in its defaults
         self._make = lambda groups: optimizer_class(groups, **settings)
-        self._max_skipped_in_a_row = max_skipped_in_a_row
         self._masters: dict[Tensor, Tensor] = {}
         self._averages: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}
-        self._names: dict[Tensor, str] = {}
+        self._made_for: dict[Tensor, tuple[torch.dtype, torch.Size]] = {}
         self._overflown: Tensor | None = None  # see `_found_overflown`
         groups = self.param_groups
-        original = [dict(group) for group in groups]
         for group in groups:
-            self._adopt(group)
+            self._add_masters(group)
         self._inner = self._make([self._inner_group(group) for group in groups])
         self.param_groups = self._inner.param_groups  # share the list and its dicts
         self.defaults = self._inner.defaults
-        for group in original:
-            self._check_entries(group)
         for group, model_group in zip(self.param_groups, groups, strict=True):
             self._complete(group, model_group["params"])
+        self._is_built = True
         self._check_parameters()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and allocate its masters and states. A collective call where parameters are sharded.
 
         Raises:
-            ConfigurationError: the group has no parameters or one twice, or an invalid value.
+            ConfigurationError: the group has a parameter twice, or an option for all groups.
         """
-        is_built = hasattr(self, "_inner")  # False in the base class's constructor
-        if is_built:
+        if self._is_built:
             self._adopt_replaced_parameters()
-        group = parameter_registry.checked_group("MasterWeights", len(self.param_groups), param_group)
-        if is_built:
-            self._check_entries(group)
-        super().add_param_group(group)
-        if is_built:
+        super().add_param_group(self._checked_group(param_group, options=(*SWITCHES, *self.defaults)))
+        if self._is_built:
             group = self.param_groups.pop()
-            self._adopt(group)
+            self._add_masters(group)
             self._inner.add_param_group(self._inner_group(group))
             self._complete(self.param_groups[-1], group["params"])
             self._check_parameters()
-
-    def _check_entries(self, group: Mapping[str, Any]) -> None:
-        options.check_no_states(type(self), group, inner=self.defaults)
-        options.warn_of_typos("MasterWeights", group, {*self.defaults, *self._own_entries}, OWN_ENTRIES)
 
     @property
     def group_entries(self) -> tuple[str, ...]:
         """Group entries that a checkpoint must have although `defaults` lacks them."""
         return tuple(self._own_entries)
 
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped so far because a gradient was not finite."""
-        return int(self.param_groups[0]["skipped_steps"])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeights:
-        raise UnsupportedOperationError(
-            "a MasterWeights is not copied: its states belong to its parameters; build another one over the copied "
-            "model and load this one's state_dict() into it"
-        )
-
     def _check_parameters(self) -> None:
         guards.check_parameters((name, param) for param, name in self._names.items())
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def _adopt_replaced_parameters(self) -> None:
-        """Before every access to a state: create masters and states for parameters that replaced others in the groups
-        (see `parameter_registry`)."""
-        guards.check_own_weights("MasterWeights", self._averages_swapped_in)
-        swaps = self._members.replaced(self.param_groups, self._names, self._kept)
-        self._add_masters(self._members.recast())
-        if not swaps:
-            return
-        for swap in swaps:
-            self._inner.state.pop(self._masters.pop(swap.old, swap.old), None)
-            for mapping in (self._versions, self._averages, self.state):
-                mapping.pop(swap.old, None)
-            self._names[swap.new] = self._names.pop(swap.old)
-        for swap in swaps:
-            if swap.new.requires_grad:
-                self.initialize_state(swap.new)
-        for name in ("_masters", "_names"):
-            setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
+    def _has_updates(self) -> bool:
+        return any(int(state[UPDATES]) for state in self.state.values())
+
+    def _make_states(self) -> None:
+        for mapping in (self._masters, self._averages, self._made_for, self._names, self._versions):
+            mapping.clear()
+        self.state.clear()
+        self._inner.state.clear()
+        for group in self.param_groups:
+            self._add_masters(group)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self._masters:
+                    self.state[param] = self._blank_state(param, group)
         self._check_parameters()
 
-    @torch.no_grad()
-    def _add_masters(self, recast: list[Tensor]) -> None:
-        """Create masters for float32 parameters that a cast of the model made coarser."""
-        for param in recast:
-            if self._masters.get(param) is param and param.dtype in PLAIN_DTYPES:
-                self._masters[param] = self._new_master(param)
-                self._with_own(param, self.state[param], self.state[param][UPDATES])
-
-    def _kept(self) -> str:
-        """Describe the progress that new states would lose; empty if there is none."""
-        count = max((int(self.state[param][UPDATES]) for param in self._masters if param in self.state), default=0)
-        return parameter_registry.UPDATES if count > 0 else parameter_registry.VALUES if self._is_assigned else ""
-
-    def _adopt(self, group: dict[str, Any]) -> None:
+    def _add_masters(self, group: dict[str, Any]) -> None:
         """Record the names of a group's parameters and create their masters."""
-        options.check_group_decay("MasterWeights", group, self._is_averaging)
-        self._members.add(group["params"])
-        names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            self._names[param] = name
+        self._add_names(group)
+        for param in group["params"]:
             if param.requires_grad:
                 self._masters[param] = self._new_master(param)
-                self._versions[param] = guards.weight_version(param)
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._masters.get(param, param) for param in group["params"]]}
@@ -214,7 +161,8 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def _new_master(self, param: Tensor) -> Tensor:
         guards.check_trainable("MasterWeights", self._names[param], param, (*PLAIN_DTYPES, torch.float64))
-        self._members.record_states(param, of_any_dtype=True)
+        self._versions[param] = guards.weight_version(param)
+        self._made_for[param] = param.dtype, param.shape
         if components.quantized_local(param) is None and param.dtype in (torch.float32, torch.float64):
             return param
         master = guards.initial_master(param)
@@ -228,7 +176,6 @@ class MasterWeights(torch.optim.Optimizer):
         self._adopt_replaced_parameters()
         group = next(group for group in self.param_groups if any(candidate is param for candidate in group["params"]))
         self._masters[param] = self._new_master(param)
-        self._versions[param] = guards.weight_version(param)
         self.state[param] = self._blank_state(param, group)
 
     def _alone(self, tensor: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
@@ -281,12 +228,7 @@ class MasterWeights(torch.optim.Optimizer):
             ConfigurationError: averages are already kept, or the decay is invalid.
         """
         self._adopt_replaced_parameters()
-        options.check_decay("MasterWeights.begin_average", decay)
-        if self._is_averaging or not decay:
-            raise ConfigurationError(
-                f"MasterWeights.begin_average({decay}): "
-                + ("averages are kept already; set group['ema_decay']" if decay else "a decay of 0 keeps no average")
-            )
+        self._check_begins(decay)
         self._own_entries |= _average_entries(decay)
         for group in self.param_groups:
             counts = (int(self.state[param][UPDATES]) for param in group["params"] if param in self._masters)
@@ -336,9 +278,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         self._adopt_replaced_parameters()
         self._overflown = None
-        self._is_assigned |= loading.load_optimizer_state(
-            self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
-        )
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
 
     # Step ------------------------------------------------------------------------------------------------------------
@@ -365,14 +305,11 @@ class MasterWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, group in enumerate(self.param_groups):
-            where = f"MasterWeights: group {number} has been given numbers that make no step: group"
-            options.check_any(where, group)
-            options.check_decay(where, group.get(EMA_DECAY, 0.0))
-            options.check_group_decay("MasterWeights", group, self._is_averaging)
+            check_ranges(f"MasterWeights: param_groups[{number}]", group, self.checked_numbers)
         self._check_ours()
         reduction = FlatMax()
-        gradients = ((self._names[param], param, param.grad) for param in self._masters)
-        flags = guards.GradientFlags(gradients, reduction, wrong=self._overflown)
+        layout = guards.FlagLayout((self._names[param], param) for param in self._masters)
+        flags = guards.GradientFlags(layout, [param.grad for param in self._masters], reduction, wrong=self._overflown)
         reduction.reduce()
         flags.gather()
         flags.warn_of_no_gradient()
@@ -406,34 +343,24 @@ class MasterWeights(torch.optim.Optimizer):
         self._adopt_replaced_parameters()
         return super().state_dict()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set the gradients to None (default) or to zero."""
-        self._adopt_replaced_parameters()
-        super().zero_grad(set_to_none)
-
     def _check_ours(self) -> None:
         """Check that nothing but this optimizer has changed the parameters."""
         for param, name in self._names.items():
             if param not in self._masters:
                 if param.grad is not None:
-                    raise ConfigurationError(
-                        f"{name} was frozen when this MasterWeights was built and has a gradient now; call "
-                        "initialize_state(parameter) when you unfreeze it"
-                    )
+                    self._raise_for_frozen(param)
                 continue
             if param.grad is not None:
-                self._members.check_stored(param, name)
+                if self._made_for[param] != (param.dtype, param.shape):
+                    self._check_fits(param, self._made_for[param], self._masters[param] is param)
                 guards.check_alike(param, param.grad, name, "gradient")
             if self._versions.setdefault(param, guards.weight_version(param)) != guards.weight_version(param):
-                self._take_over(param, name)
+                self._take_over(param)
 
-    def _take_over(self, param: Tensor, name: str) -> None:
+    def _take_over(self, param: Tensor) -> None:
         """Copy values that others wrote to a plain parameter into its master."""
         if components.quantized_local(param) is not None:
-            raise ConfigurationError(
-                f"{name} was given new values after this MasterWeights was built, and the next step would "
-                "overwrite them with its masters; load the optimizer's state too, or reseed_masters()"
-            )
+            self._raise_for_new_values(param)
         if self._masters[param] is not param:
             master = private_torch.local_tensor(self._masters[param]).detach()
             rounding.adopt(master, private_torch.local_tensor(param).detach(), master.to(param.dtype))

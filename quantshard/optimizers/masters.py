@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,39 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard.collectives.delayed_scaling import MISMATCHES
-from quantshard.errors import (
-    ConfigurationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    UnsupportedOperationError,
-)
+from quantshard.errors import ConfigurationError, NonFiniteGradientError, RankMismatchError
 from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, ROUNDING_SEED, WEIGHT, StateSpec
-from quantshard.optimizers import guards, loading, options, parameter_registry
+from quantshard.optimizers import guards, loading
+from quantshard.optimizers.base import ParameterOptimizer, check_ranges
 from quantshard.optimizers.capturable import COUNTERS, BadStepRecord, make_numbers, make_tensors
-from quantshard.optimizers.state import (
-    PLAIN_DTYPES,
-    OptimizerState,
-    assign,
-    check_dtype,
-    make_average,
-    make_master,
-    make_state,
-    make_weight,
-)
-from quantshard.optimizers.step import rounded_roles
-from quantshard.presets import check_remainders
+from quantshard.optimizers.state import OptimizerState, assign, make_average, make_master, make_state, make_weight
+from quantshard.optimizers.step import StepPlan, rounded_roles
+from quantshard.state_storage import PLAIN_DTYPES, check_dtype, check_remainders
 from quantshard.tensor import components
 
 
-class PendingStep(NamedTuple):
-    """A step whose flags the host has not read yet. `kept`: `MasterOptimizer._kept` before the step, in case it was
-    skipped."""
-
-    flags: guards.GradientFlags
-    kept: str
-
-
-class MasterOptimizer(torch.optim.Optimizer):
+class MasterOptimizer(ParameterOptimizer):
     """Holds parameters with their masters and `states`. `ElementwiseOptimizer` documents the arguments and adds the
     step."""
 
@@ -54,9 +32,6 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     group_entries = (ROUNDING_SEED,)
     """Group entries that a checkpoint must have if this optimizer has them, although `defaults` lacks them."""
-
-    more_entries: tuple[str, ...] = ()
-    """Group entries that are allowed in addition to `defaults`."""
 
     rate_dtype = torch.float32
     """Dtype of learning rates that are tensors (`capturable`)."""
@@ -75,10 +50,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         max_skipped_in_a_row: int = 10,
         ema_decay: float = 0.0,
     ) -> None:
-        guards.keep_out_of_graphs(type(self))
-        self._name, dtypes = type(self).__name__, dict(state_dtypes or {})
-        flags = {"capturable": capturable, "master_weights": master_weights, "use_decoupled_grad": use_decoupled_grad}
-        options.check_flags(self._name, **flags, store_param_remainders=store_param_remainders)
+        self._set_up(max_skipped_in_a_row)
+        dtypes = dict(state_dtypes or {})
         if "lr" not in defaults:
             raise ConfigurationError(f"{self._name}(defaults={sorted(defaults)}): give lr, the learning rate")
         self._roles = [spec.role for spec in self.states]
@@ -99,41 +72,33 @@ class MasterOptimizer(torch.optim.Optimizer):
         if store_param_remainders:
             check_remainders(self._name, master_weights, master_weight_dtype)
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
-        self._max_skipped_in_a_row = max_skipped_in_a_row
-        options.check_decay(self._name, ema_decay)
+        check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
         averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
-        self._members, self._kept = parameter_registry.ParameterRegistry(self._name), ""
-        super().__init__(
-            parameter_registry.checked_params(self._name, params),
-            {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)},
-        )
+        super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
         if capturable:
             self.register_state_dict_post_hook(make_numbers)  # first, so that later hooks see numbers
         self._states: dict[Tensor, dict[str, OptimizerState]] = {}
         self._weights: dict[Tensor, OptimizerState] = {}
-        self._versions: dict[Tensor, int] = {}
-        self._names: dict[Tensor, str] = {}
+        self._made_for: dict[Tensor, tuple[torch.dtype, torch.Size]] = {}
         self._streams: dict[Tensor, int] = {}
-        self._blank: set[Tensor] = set()  # parameters with new states and no gradient yet
+        self._plan: StepPlan | None = None  # of `step`; None after a state was added or removed
         self._last_bad_step = BadStepRecord()
-        self._unread: PendingStep | None = None  # the last step, if its flags are still on the device
+        self._unread: guards.GradientFlags | None = None  # flags of the last step, if they are still on the device
         self._late_error: Exception | None = None
         self._told_skipped = -1  # if capturable: number of skipped steps at the last error about them
-        self._averages_swapped_in = False
-        for group in self.param_groups:
-            self._adopt(group)
-        self._check_parameters()
+        self._is_built = True
+        self._make_states()
 
-    def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Validate a group's values: by default lr and weight decay must be finite and not negative, and no number NaN.
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values: by default those in `checked_numbers` must be in their range.
 
-        `where`: start of the error messages. `reads_rate`: False if reading lr would wait for a device.
+        `where`: start of the error messages.
 
         Raises:
             ConfigurationError: a value is invalid.
         """
-        checked = group if reads_rate else {key: value for key, value in group.items() if key != "lr"}
-        options.check_any(where, checked, signed=False)
+        # a learning rate on a device is checked there (`capturable.wrong_rates`)
+        check_ranges(where, group, [name for name in self.checked_numbers if name != "lr" or not self._capturable])
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
         """Return the states of a group's parameters: all of `states`, unless a subclass overrides this."""
@@ -145,20 +110,16 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Add a group and allocate its states. A collective call where parameters are sharded.
 
         Raises:
-            ConfigurationError: the group has no parameters or one twice, an invalid value, or options for masters or
-                states, which have no effect in a group.
+            ConfigurationError: the group has a parameter twice, an invalid value, or an option for all groups.
         """
-        is_built = hasattr(self, "_states")  # False in the base class's constructor
-        if is_built:
+        if self._is_built:
             self._adopt_replaced_parameters()
             self._read_flags()  # a skipped step counts in the present groups only
-        group = parameter_registry.checked_group(self._name, len(self.param_groups), param_group)
-        options.check_no_states(type(self), group)
-        options.warn_of_typos(self._name, group, {*self.defaults, *self.more_entries}, COUNTERS)
-        self.check_group(self._name, {**self.defaults, **group})
+        group = self._checked_group(param_group)
+        self.check_group(f"{self._name}: param_groups[{len(self.param_groups)}]", {**self.defaults, **group})
         super().add_param_group(group)
-        if is_built:
-            self._adopt(self.param_groups[-1])
+        if self._is_built:
+            self._add_states(self.param_groups[-1])
             self._check_parameters()
 
     @property
@@ -173,7 +134,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if self._capturable:
             self._raise_for_bad_steps()
         self._read_flags()
-        return int(self.param_groups[0]["skipped_steps"])
+        return super().skipped_steps
 
     @property
     def large_gradient(self) -> str:
@@ -190,21 +151,15 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _read_flags(self) -> None:
         """Wait for the flags of the last step, and count the step as skipped if the device skipped it."""
-        pending, self._unread = self._unread, None
-        if pending is None:
+        flags, self._unread = self._unread, None
+        if flags is None:
             return
         try:
-            is_skipped = pending.flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
+            is_skipped = flags.skips(self.param_groups, self._max_skipped_in_a_row, deferred=True)
         except (NonFiniteGradientError, RankMismatchError) as error:
             is_skipped, self._late_error = True, error  # raised by the next step, which all ranks reach
         if is_skipped:
-            self._kept = pending.kept
-            self._last_bad_step.keep(pending.flags)
-
-    def _held_by_states(self) -> str:
-        """Describe the progress that new states would lose, not counting a step that the device skipped."""
-        self._read_flags()
-        return self._kept
+            self._last_bad_step.keep(flags)
 
     def _raise_late_error(self) -> None:
         """Raise, on all ranks, the error of the last step if only the device knew about it at the time."""
@@ -226,37 +181,33 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     # State -----------------------------------------------------------------------------------------------------------
 
-    def _adopt_replaced_parameters(self) -> None:
-        """Before every access to a state: create states for parameters that replaced others in the groups (see
-        `parameter_registry`)."""
-        guards.check_own_weights(self._name, self._averages_swapped_in)
-        swaps = self._members.replaced(self.param_groups, self._names, self._held_by_states)
-        self._add_masters(self._members.recast())
-        if not swaps:
-            return
-        for swap in swaps:
-            for mapping in (self._states, self._weights, self._versions, self.state):
-                mapping.pop(swap.old, None)
-            self._blank.discard(swap.old)
-            self._names[swap.new], self._streams[swap.new] = self._names.pop(swap.old), self._streams.pop(swap.old)
+    @property
+    def _is_averaging(self) -> bool:
+        return EMA_DECAY in self.defaults
+
+    def _has_updates(self) -> bool:
+        self._read_flags()
+        return any(int(group["step"]) for group in self.param_groups)
+
+    def _make_states(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._names and any(components.quantized_local(param) is not None for param in params):
+            for group in self.param_groups:
+                group.pop(ROUNDING_SEED, None)  # it derives from the keys of the present weights
+        for mapping in (self._states, self._weights, self._made_for, self._streams, self._names, self._versions):
+            mapping.clear()
+        self.state.clear()
         for group in self.param_groups:
-            if any(components.quantized_local(swap.new) is not None for swap in swaps):
-                group.pop(ROUNDING_SEED, None)  # drawn again from the new keys, as a new optimizer would
-        for swap in swaps:
-            if swap.new.requires_grad:
-                self._initialize(swap.new, self.param_groups[swap.group])
-        for name in ("_states", "_weights", "_names", "_streams"):
-            setattr(self, name, parameter_registry.reordered(getattr(self, name), self.param_groups))
+            self._add_states(group)
         self._check_parameters()
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        options.check_group_decay(self._name, group, EMA_DECAY in self.defaults)
-        self._members.add(group["params"])
-        names = group.get("param_names") or [f"parameter {len(self._names) + i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
+    def _add_states(self, group: dict[str, Any]) -> None:
+        """Make the names and states of a group's parameters."""
+        for number, param in enumerate(group["params"], len(self._names)):
             # One stream of random bits for each state, the master and the weight.
-            self._streams[param] = len(self._names) * (len(self._roles) + 2)
-            self._names[param] = name
+            self._streams[param] = number * (len(self._roles) + 2)
+        self._add_names(group)
+        for param in group["params"]:
             if param.requires_grad:
                 self._initialize(param, group)
         if self._seed is not None:
@@ -295,9 +246,9 @@ class MasterOptimizer(torch.optim.Optimizer):
             spec.role: make_state(param, self._dtypes[spec.role], spec.nonnegative) for spec in self.group_states(group)
         }
         self._states[param], self._weights[param] = states, make_weight(param)
-        self._blank.add(param)
+        self._made_for[param], self._plan = (param.dtype, param.shape), None
         self._add_master(param, remainders)
-        if EMA_DECAY in self.defaults:
+        if self._is_averaging:
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
         self._versions[param] = guards.weight_version(param)
         self.state[param] = {k: v for role, entry in states.items() for k, v in entry.tensors(role).items()}
@@ -309,24 +260,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         if master is not None:
             master.seed(guards.initial_master(param))
             states[MASTER] = master
-        is_joined = components.quantized_local(param) is None and master is not None and master.writes_weight
-        self._members.record_states(param, of_any_dtype=not is_joined)
         if self._seed is None and rounded_roles({**states, WEIGHT: self._weights[param]}):
             seed = guards.rounding_seed([param for group in self.param_groups for param in group["params"]])
             for group in self.param_groups:
                 group[ROUNDING_SEED] = seed
-
-    @torch.no_grad()
-    def _add_masters(self, recast: list[Tensor]) -> None:
-        """Create masters for float32 parameters that a cast of the model made coarser."""
-        has_seed = self._seed is not None
-        for param in recast:
-            if param in self._states and MASTER not in self._states[param] and param.dtype in PLAIN_DTYPES:
-                self._add_master(param, self._remainders)
-                master = self._states[param].get(MASTER)
-                self.state[param] |= {} if master is None else master.tensors(MASTER)
-        if self._seed is not None and not has_seed:
-            self._check_parameters()
 
     @torch.no_grad()
     def reseed_masters(self) -> None:
@@ -350,14 +287,10 @@ class MasterOptimizer(torch.optim.Optimizer):
             ConfigurationError: averages are already kept, or the decay is invalid.
         """
         self._adopt_replaced_parameters()
-        options.check_decay(f"{self._name}.begin_average", decay)
-        if EMA_DECAY in self.defaults or not decay:
-            raise ConfigurationError(
-                f"{self._name}.begin_average({decay}): "
-                + ("averages are kept already; set group['ema_decay']" if decay else "a decay of 0 keeps no average")
-            )
+        self._check_begins(decay)
         for entries in (self.defaults, *self.param_groups):
             entries[EMA_DECAY] = float(decay)
+        self._plan = None
         for param, states in self._states.items():
             states[AVERAGE] = make_average(param, states.get(MASTER, self._weights[param]))
             self.state[param] |= states[AVERAGE].tensors(AVERAGE)
@@ -367,6 +300,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._adopt_replaced_parameters()
         for entries in (self.defaults, *self.param_groups):
             entries.pop(EMA_DECAY, None)
+        self._plan = None
         for param, states in self._states.items():
             states.pop(AVERAGE, None)
             self.state[param].pop(AVERAGE, None)
@@ -374,12 +308,6 @@ class MasterOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._read_flags()
         return super().__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterOptimizer:
-        raise UnsupportedOperationError(
-            f"a {self._name} is not copied: its states belong to its parameters; build another one over the copied "
-            "model and load this one's state_dict() into it"
-        )
 
     def _check_parameters(self) -> None:
         seed = (
@@ -417,14 +345,12 @@ class MasterOptimizer(torch.optim.Optimizer):
             ConfigurationError: the state does not exist, or the shape or layout differs.
         """
         state, name = self._state_of(param, state_name), self._names[param]
-        if state_name not in (MASTER, AVERAGE):
-            self._blank.discard(param)
         if isinstance(param, DTensor) and not isinstance(unscaled_state, DTensor):
             guards.check_local(param, unscaled_state, name, state_name)
         else:
             guards.check_alike(param, unscaled_state, name, state_name)
         assign(state, private_torch.local_tensor(unscaled_state).to(private_torch.local_tensor(param).device).float())
-        self._kept = parameter_registry.VALUES
+        self._is_assigned = True
 
     @torch.no_grad()
     def seed_master(self, param: Tensor, values: Tensor) -> None:
@@ -435,7 +361,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             ConfigurationError: the parameter has no master.
         """
         self._state_of(param, MASTER).seed(values)
-        self._kept = parameter_registry.VALUES
+        self._is_assigned = True
 
     def _state_of(self, param: Tensor, state_name: str) -> OptimizerState:
         self._adopt_replaced_parameters()
@@ -486,9 +412,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         self._adopt_replaced_parameters()
         self._read_flags()
-        if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
-            self._kept = parameter_registry.VALUES
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._late_error = None  # a load recovers from it
         self._told_skipped = -1
-        self._blank.clear()  # treat loaded states as started
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import MAPPING, MODULE, NAMES, TEXT, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
-from quantshard.optimizers import parameter_registry
-from quantshard.presets import ADAMW, MUON
+from quantshard.state_storage import ADAMW, MUON
 
 ALGORITHM = "algorithm"
 """Group entry that chooses the algorithm: `MUON` or `ADAMW`."""
@@ -31,7 +29,7 @@ def completed(defaults: Mapping[str, Any], number: int, given: Mapping[str, Any]
         ConfigurationError: the algorithm is unknown; an entry has no effect; a parameter of a "muon" group is not a
             matrix; or an "adamw" group has no lr and Muon's lr does not suit it.
     """
-    group = parameter_registry.checked_group("Muon", number, given)
+    group = dict(given)
     algorithm = group.setdefault(ALGORITHM, defaults[ALGORITHM])
     if algorithm not in (MUON, ADAMW):
         raise ConfigurationError(f"Muon: group {number} has {ALGORITHM} = {algorithm!r}; use {MUON!r} or {ADAMW!r}")
@@ -63,7 +61,6 @@ def _check_matrices(number: int, params: Iterable[Any]) -> None:
         )
 
 
-@suggests_names
 def muon_groups(
     model: nn.Module,
     *,
@@ -88,9 +85,6 @@ def muon_groups(
     Raises:
         ConfigurationError: the head cannot be detected, or a name matches nothing.
     """
-    check_arguments("muon_groups", MODULE, model=model)
-    check_arguments("muon_groups", NAMES.or_none, head=head)
-    check_arguments("muon_groups", MAPPING.or_none, adamw=adamw)
     if unknown := sorted({*(adamw or {})} - {"lr", *ADAMW_SETTINGS}):
         raise ConfigurationError(
             f"muon_groups(adamw=...): {', '.join(map(repr, unknown))} is no entry of AdamW's groups; there are lr, "
@@ -138,7 +132,6 @@ def _is_tied(model: nn.Module, embedded: set[int]) -> bool:
 def _matching(named: Sequence[tuple[str, Tensor]], patterns: str | Iterable[str]) -> set[int]:
     matched = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        check_arguments("muon_groups", TEXT, head=pattern)
         ids = [id(param) for name, param in named if any(fnmatchcase(prefix, pattern) for prefix in _prefixes(name))]
         if not ids:
             raise ConfigurationError(

@@ -8,31 +8,40 @@ extra memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import suggests_names
 from quantshard.collectives.flat_max import FlatMax
+from quantshard.errors import ConfigurationError
 from quantshard.numerics import adam, muon
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
-from quantshard.numerics.muon import MOMENTUM_BUFFER, MuonSettings
-from quantshard.numerics.states import StateSpec
-from quantshard.optimizers import guards, kernel_step, matrix_groups, options
+from quantshard.numerics.muon import MOMENTUM_BUFFER, RATE_FACTORS, MuonSettings
+from quantshard.numerics.states import EMA_DECAY, StateSpec
+from quantshard.optimizers import guards, kernel_step, matrix_groups
 from quantshard.optimizers.adam_optimizer import AdamOptimizer
-from quantshard.optimizers.kernel_step import KernelStep, MatrixWorkspace
+from quantshard.optimizers.base import check_ranges
+from quantshard.optimizers.kernel_step import CommonOptions, KernelStep, MatrixWorkspace, rounded_up
 from quantshard.optimizers.matrix_exchange import MatrixExchange, MatrixLayout, buckets
 from quantshard.optimizers.matrix_groups import ALGORITHM
 from quantshard.optimizers.rounding import TensorRegion
-from quantshard.optimizers.step import ParameterStep, Update, UpdateFormula
-from quantshard.presets import MUON, chosen_options
+from quantshard.optimizers.step import ParameterStep, StepPlan, Update, UpdateFormula
+from quantshard.state_storage import MUON
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 BUCKET_BYTES = 1 << 27
 """Size of the bfloat16 shards that a rank sends at once; it receives about as much (see `matrix_exchange.buckets`)."""
+
+
+SMALLEST_EPS = 2.0**-126
+"""Smallest eps of the orthogonalization: in bfloat16 smaller values are zero on some GPUs, and make zeros NaN."""
 
 
 class Muon(AdamOptimizer):
@@ -66,7 +75,7 @@ class Muon(AdamOptimizer):
         adjust_lr_fn: how the shape of a matrix scales the learning rate. "original" (same as None), or
             "match_rms_adamw", which makes lr and weight decay values suited to AdamW valid here, and lets "adamw"
             groups inherit this lr.
-        preset: "lean8" or "lean6" (`presets.PRESETS`), which sets the storage of masters, momentum and moments, as in
+        preset: "lean8" or "lean6" (`PRESETS`), which sets the storage of masters, momentum and moments, as in
             `FusedAdam`; momentum is bfloat16.
         momentum_buffer_dtype: dtype of the momentum: float32 (default), float16, bfloat16, or uint8 (FP8). The rounding
             errors of FP8 are amplified together with the smallest singular values and raise the loss
@@ -83,9 +92,7 @@ class Muon(AdamOptimizer):
     states = (*muon.STATES, *adam.STATES)
     # Rates are multiplied before they are rounded.
     rate_dtype = torch.float64
-    more_entries = (*matrix_groups.ADAMW_SETTINGS,)
 
-    @suggests_names
     def __init__(
         self,
         params: Iterable[Any],
@@ -101,54 +108,24 @@ class Muon(AdamOptimizer):
         momentum_buffer_dtype: torch.dtype | None = None,
         exp_avg_dtype: torch.dtype | None = None,
         exp_avg_sq_dtype: torch.dtype | None = None,
-        capturable: bool = False,
-        preset: str | None = None,
-        master_weights: bool | None = None,
-        master_weight_dtype: torch.dtype | None = None,
-        use_decoupled_grad: bool = False,
-        store_param_remainders: bool | None = None,
-        max_skipped_in_a_row: int = 10,
-        ema_decay: float = 0.0,
+        **common: Unpack[CommonOptions],
     ) -> None:
-        passed_options = {
-            "momentum_buffer_dtype": momentum_buffer_dtype,
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "master_weights": master_weights,
-            "master_weight_dtype": master_weight_dtype,
-            "store_param_remainders": store_param_remainders,
-        }
-        storage = chosen_options(type(self).__name__, preset, passed_options)
         self._directions: dict[Tensor, Tensor] = {}
-        self._buckets: list[MatrixBucket] = []
-        self._bucketed: list[Tensor] = []
+        self._matrix_plan: MatrixPlan | None = None
         self._captured: list[KernelStep] = []  # kept alive: CUDA graphs read their tables by address
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-                ALGORITHM: MUON,
-            },
-            state_dtypes={
-                MOMENTUM_BUFFER: storage.momentum_buffer_dtype,
-                EXP_AVG: storage.exp_avg_dtype,
-                EXP_AVG_SQ: storage.exp_avg_sq_dtype,
-            },
-            capturable=capturable,
-            master_weights=storage.master_weights,
-            master_weight_dtype=storage.master_weight_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=storage.store_param_remainders,
-            max_skipped_in_a_row=max_skipped_in_a_row,
-            ema_decay=ema_decay,
-        )
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            ALGORITHM: MUON,
+        }
+        state_dtypes = {MOMENTUM_BUFFER: momentum_buffer_dtype, EXP_AVG: exp_avg_dtype, EXP_AVG_SQ: exp_avg_sq_dtype}
+        super().__init__(params, defaults, state_dtypes, **common)
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
@@ -158,8 +135,8 @@ class Muon(AdamOptimizer):
         Raises:
             ConfigurationError: also if a parameter of a "muon" group is not a matrix, or an "adamw" group has no lr.
         """
-        number = len(self.param_groups)
-        super().add_param_group(matrix_groups.completed(self.defaults, number, param_group))
+        group = matrix_groups.completed(self.defaults, len(self.param_groups), self._checked_group(param_group))
+        super().add_param_group(group)
 
     def group_states(self, group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
         """Return the states of a group's parameters: momentum, or Adam's moments."""
@@ -186,16 +163,27 @@ class Muon(AdamOptimizer):
             adjust_lr_fn=group["adjust_lr_fn"] or "original",
         )
 
-    def check_group(self, where: str, group: Mapping[str, Any], reads_rate: bool = True) -> None:
-        """Validate a group's hyperparameters with `options.check_muon` or `options.check_adam`.
+    def check_group(self, where: str, group: Mapping[str, Any]) -> None:
+        """Validate a group's values.
 
         Raises:
-            ConfigurationError: a value is invalid, or large enough to make weights infinite.
+            ConfigurationError: a value is invalid.
         """
-        if group[ALGORITHM] == MUON:
-            options.check_muon(where, group, reads_rate)
-        else:
-            super().check_group(where, group, reads_rate)
+        if group[ALGORITHM] != MUON:
+            super().check_group(where, group)
+            return
+        check_ranges(where, group, ("weight_decay", "momentum", EMA_DECAY, *(() if self._capturable else ("lr",))))
+        if group["adjust_lr_fn"] not in (None, *RATE_FACTORS):
+            raise ConfigurationError(
+                f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r} is invalid: use {', '.join(RATE_FACTORS)} or None"
+            )
+        if not SMALLEST_EPS <= group["eps"] < math.inf:
+            raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
+        if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
+            raise ConfigurationError(
+                f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps "
+                "and finite coefficients"
+            )
 
     # Step ------------------------------------------------------------------------------------------------------------
 
@@ -207,48 +195,35 @@ class Muon(AdamOptimizer):
         new = muon.muon(master, self._directions[param], tuple(param.shape), settings)
         return new, {MOMENTUM_BUFFER: buffer}
 
-    def _measured(self, work: list[ParameterStep]) -> tuple[guards.GradientFlags, list[ParameterStep]]:
-        matrix_indices: list[int] = []
-        adam_indices: list[int] = []
-        for index, item in enumerate(work):
-            (matrix_indices if isinstance(item.group.settings, MuonSettings) else adam_indices).append(index)
-        buckets = self._buckets_of([work[index].param for index in matrix_indices])
-        work_by_bucket = [[work[matrix_indices[number]] for number in bucket.numbers] for bucket in buckets]
-        workspace = MatrixWorkspace(work_by_bucket)
-        in_kernels = [
-            bucket.kernels.take(bucket_work, self._seed, workspace=workspace)
-            for bucket_work, bucket in zip(work_by_bucket, buckets, strict=True)
-        ]
-        adam_work = [work[index] for index in adam_indices]
-        adam_in_kernels = self._has_kernels and self._kernels.take(adam_work, self._seed, self._is_bounded)
+    def _measured(self, plan: StepPlan) -> tuple[guards.GradientFlags, list[ParameterStep]]:
+        matrices = self._current_matrix_plan(plan)
+        workspace = MatrixWorkspace(matrices.workspace_size)
+        in_kernels = [bucket.kernels.take(bucket.work, self._seed, workspace=workspace) for bucket in matrices.buckets]
+        adam_in_kernels = self._has_kernels and self._kernels.take(matrices.others, self._seed, self._is_bounded)
         parts = [
-            *(
-                ([matrix_indices[number] for number in bucket.numbers], bucket.kernels, uses_kernels)
-                for bucket, uses_kernels in zip(buckets, in_kernels, strict=True)
-            ),
-            (adam_indices, self._kernels, adam_in_kernels),
+            *[(each.indices, each.kernels, used) for each, used in zip(matrices.buckets, in_kernels, strict=True)],
+            (matrices.other_indices, self._kernels, adam_in_kernels),
         ]
         on_kernels = any(uses_kernels for _, _, uses_kernels in parts)
-        flags = self._flags(work, FlatMax(), _exceeding(work, parts) if on_kernels else None)
+        flags = self._flags(plan, FlatMax(), _exceeding(plan.items, parts) if on_kernels else None)
         skips = _StepSkip(flags, on_kernels, self._capturable)
         if not on_kernels and not self._capturable and skips.on_host:
             # The caller reads the same flags, and warns.
             return flags, []
-        for bucket_work, bucket, uses_kernels in zip(work_by_bucket, buckets, in_kernels, strict=True):
-            self._step_matrices(bucket_work, bucket, skips, uses_kernels)
+        for bucket, uses_kernels in zip(matrices.buckets, in_kernels, strict=True):
+            self._step_matrices(bucket, skips, uses_kernels)
         if adam_in_kernels:
             return flags, self._kernels.update(skips.on_device)
-        _measure(adam_work)
-        return flags, adam_work
+        _measure(matrices.others)
+        return flags, matrices.others
 
-    def _step_matrices(
-        self, work: list[ParameterStep], bucket: MatrixBucket, skips: _StepSkip, on_kernels: bool
-    ) -> None:
+    def _step_matrices(self, bucket: MatrixBucket, skips: _StepSkip, on_kernels: bool) -> None:
         """Orthogonalize the momentum of a bucket and update its parameters; a skipped step leaves them unchanged or
         restores them.
 
         A collective call if the matrices are sharded.
         """
+        work = bucket.work
         kernel_directions = bucket.kernels.made_directions() if on_kernels else {}
         directions = self._orthogonalized(work, bucket.exchange, kernel_directions)
         self._directions = dict(zip((item.param for item in work), directions, strict=True))
@@ -285,37 +260,59 @@ class Muon(AdamOptimizer):
 
     def _finished(self, applied: bool) -> None:
         super()._finished(applied)
-        for bucket in self._buckets:
+        for bucket in () if self._matrix_plan is None else self._matrix_plan.buckets:
             bucket.kernels.finished(applied)
 
-    def _buckets_of(self, params: list[Tensor]) -> Sequence[MatrixBucket]:
-        """Return the buckets of `params`, reusing the ones of the last step if the parameters are the same."""
-        if [*map(id, params)] != [*map(id, self._bucketed)]:
-            self._captured += [bucket.kernels for bucket in self._buckets if bucket.kernels.is_captured]
-            layouts = [MatrixLayout.of(param) for param in params]
-            layouts_by_bucket = [
-                (numbers, [layouts[number] for number in numbers]) for numbers in buckets(layouts, BUCKET_BYTES)
-            ]
-            self._buckets = [
-                MatrixBucket(numbers, MatrixExchange(bucket_layouts), KernelStep())
-                for numbers, bucket_layouts in layouts_by_bucket
-            ]
-            for bucket in self._buckets:
-                for position, number in enumerate(bucket.numbers):
-                    bucket.exchange.check_part(position, TensorRegion.of_local(params[number]))
-            self._bucketed = params
-        return self._buckets
+    def _current_matrix_plan(self, plan: StepPlan) -> MatrixPlan:
+        """Return the buckets of a step's matrices; made again if the plan of the step was."""
+        if self._matrix_plan is None or self._matrix_plan.plan is not plan:
+            if self._matrix_plan is not None:
+                self._captured += [bucket.kernels for bucket in self._matrix_plan.buckets if bucket.kernels.is_captured]
+            self._matrix_plan = MatrixPlan.of(plan)
+        return self._matrix_plan
 
 
 class MatrixBucket(NamedTuple):
     """Matrices that are orthogonalized together.
 
-    `numbers`: indices among all matrices of the step. `exchange`: gathers and scatters them. `kernels`: updates them.
+    `indices`: indices among the parameters of the step. `work`: their steps. `exchange`: gathers and scatters them.
+    `kernels`: updates them.
     """
 
-    numbers: list[int]
+    indices: list[int]
+    work: list[ParameterStep]
     exchange: MatrixExchange
     kernels: KernelStep
+
+
+class MatrixPlan(NamedTuple):
+    """The parameters of a step: buckets of matrices, and the others, which Adam steps.
+
+    `workspace_size`: number of elements of the largest bucket; see `MatrixWorkspace`.
+    """
+
+    plan: StepPlan
+    buckets: list[MatrixBucket]
+    workspace_size: int
+    other_indices: list[int]
+    others: list[ParameterStep]
+
+    @staticmethod
+    def of(plan: StepPlan) -> MatrixPlan:
+        """Divide the parameters of a step into buckets."""
+        items = plan.items
+        matrices = [i for i, item in enumerate(items) if isinstance(item.group.settings, MuonSettings)]
+        others = [i for i, item in enumerate(items) if not isinstance(item.group.settings, MuonSettings)]
+        layouts = [MatrixLayout.of(items[i].param) for i in matrices]
+        result = []
+        for numbers in buckets(layouts, BUCKET_BYTES):
+            indices = [matrices[number] for number in numbers]
+            exchange = MatrixExchange([layouts[number] for number in numbers])
+            for position, index in enumerate(indices):
+                exchange.check_part(position, TensorRegion.of_local(items[index].param))
+            result.append(MatrixBucket(indices, [items[index] for index in indices], exchange, KernelStep()))
+        sizes = [sum(rounded_up(item.local.numel()) for item in bucket.work) for bucket in result]
+        return MatrixPlan(plan, result, max(sizes, default=0), others, [items[i] for i in others])
 
 
 class _StepSkip:

@@ -16,23 +16,18 @@ from torch import Tensor
 
 from quantshard import numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
-from quantshard.errors import ConfigurationError
-from quantshard.formats import Format, Orientation, OrientedCodes
+from quantshard.formats import Orientation, OrientedCodes
 from quantshard.kernels.optimizer.stored import PlainTensor, ScaledTensor, StoredTensor
 from quantshard.numerics import split_codes
-from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX, StateKind
+from quantshard.numerics.states import REMAINDER_SUFFIX, StateKind
 from quantshard.optimizers import rounding
 from quantshard.optimizers.rounding import StateDraw, TensorRegion
-from quantshard.presets import is_split
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import STATE_CELLS, state_cell
+from quantshard.state_storage import needs_master, splits, state_cell, stored_dtype
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage, Remainder
-
-PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
+from quantshard.tensor.storage import AMAX_HISTORY, QuantizedStorage, Remainder
 
 
 class OptimizerState(ABC):
@@ -76,14 +71,6 @@ class OptimizerState(ABC):
     def shared(self) -> Mapping[str, tuple[dist.ProcessGroup, ...]]:
         """Components with blocks that several ranks share, and the process groups of these ranks."""
         return {}
-
-    def signature(self) -> list[int]:
-        """Return the tensor addresses, which kernels use until they change."""
-        return [tensor.data_ptr() for tensor in self.live()]
-
-    def written(self, drawn: bool) -> None:
-        """Record that kernels wrote the parameter. `drawn`: it was rounded stochastically."""
-        torch.autograd.graph.increment_version(private_torch.local_tensor(self.owner))
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -275,16 +262,6 @@ class QuantizedWeight(QuantizedState):
         history = self.storage.state.get(AMAX_HISTORY)
         return [*self.storage.components.values(), *([] if history is None else [history])]
 
-    def signature(self) -> list[int]:
-        # A load writes the key in place, at the same address.
-        return [*super().signature(), int(self.storage.state[KEY])]
-
-    def written(self, drawn: bool) -> None:
-        super().written(drawn)
-        self.storage.mark_written()
-        if drawn:
-            self.storage.state[DRAWS].add_(1)
-
     def write(self, values: Tensor, begun: Requantization | None, draw: StateDraw | None = None) -> None:
         assert begun is not None
         begun.commit(values, None if draw is None else storages.rounding_words(self.storage))
@@ -349,50 +326,6 @@ class SplitState(OptimizerState):
     def seed(self, values: Tensor) -> None:
         storage = self.storage
         self.low.copy_(split_codes.low_bytes(values, self._codes, storage.touched(), storage.shard.origin))
-
-
-def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
-    """Check that states of this role can have the dtype.
-
-    Raises:
-        ConfigurationError: the dtype is not supported.
-    """
-    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
-    if dtype not in allowed:
-        option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
-        raise ConfigurationError(
-            f"{optimizer}({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
-            + (" (uint8: FP8)" if torch.uint8 in allowed else "")
-        )
-
-
-def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
-    """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
-
-    0 if every element has its own exponent. See `Encoding.floor`. `nonnegative`: see `StateSpec`.
-    """
-    cell = state_cell(dtype, nonnegative)
-    return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
-
-
-def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
-    """Return the dtype in which a state is stored: scaled dtypes are for 2-D parameters, others use float32 instead."""
-    return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
-
-
-def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:
-    """Whether a parameter has less precision than a master would have."""
-    return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
-
-
-def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bool:
-    """Whether a master can be stored as only the bits that its parameter lacks (`store_param_remainders`).
-
-    A bfloat16 parameter lacks 16 bits of a float32, whatever the dtype of other masters; an 8-bit quantized weight
-    lacks the low 8 bits of a 16-bit master. `weight`: format of the parameter; None if it is not quantized and has
-    `dtype`.
-    """
-    return dtype is torch.bfloat16 if weight is None else is_split(weight, master)
 
 
 def make_state(param: Tensor, dtype: torch.dtype, nonnegative: bool = False) -> OptimizerState:

@@ -7,6 +7,7 @@ write, so that no copy of the model is needed in between.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,9 +21,11 @@ from quantshard.collectives.flat_max import FlatMax
 from quantshard.errors import ConfigurationError
 from quantshard.numerics import averages
 from quantshard.numerics.states import AVERAGE, MASTER, WEIGHT, StateSpec
+from quantshard.optimizers.guards import FlagLayout
 from quantshard.optimizers.rounding import StateDraw
 from quantshard.optimizers.state import OptimizerState
 from quantshard.tensor.requantize import Requantization
+from quantshard.tensor.storage import DRAWS
 
 Update = tuple[Tensor, Mapping[str, Tensor]]
 """New values of a master, and new values of its states by role."""
@@ -73,32 +76,70 @@ class GroupSettings:
 
 
 class ParameterStep:
-    """One parameter's part of a step: call `measure` first, run the reduction, then call `finish`.
+    """One parameter's part of a step: call `begin` and `measure`, run the reduction, then call `finish`.
 
-    `targets`: the states to write, by role, including the weight unless its master writes it. `stream`: stream number
-    of the first role's random bits under `seed`; the other roles follow.
+    Args:
+        param: the parameter.
+        states: its states by role.
+        weight: the parameter as a state.
+        number: index of its group.
+        formula: the update rule.
+        stream: stream number of the first role's random bits; the other roles follow.
+
+    Attributes:
+        source: the state that the formula reads as master: a master, or the weight.
+        targets: the states to write, by role, including the weight unless its master writes it.
+        local: this rank's tensor of the parameter.
     """
 
     def __init__(
         self,
         param: Tensor,
-        grad: Tensor | None,
         states: Mapping[str, OptimizerState],
         weight: OptimizerState,
-        group: GroupSettings,
+        number: int,
         formula: UpdateFormula,
-        seed: int | None,
         stream: int,
     ) -> None:
-        self.param = param
-        self.grad = None if grad is None else private_torch.local_tensor(grad)
-        self.group, self.formula = group, formula
-        self.seed, self.stream = seed, stream
-        self.weight, self.source = weight, states.get(MASTER, weight)
+        self.param, self.local = param, private_torch.local_tensor(param)
+        self.number, self.formula, self.stream = number, formula, stream
+        self.states, self.weight, self.source = states, weight, states.get(MASTER, weight)
         self.targets = dict(states)
         if not self.source.writes_weight:
             self.targets[WEIGHT] = weight
+        self.storage = weight.storage
+        self.has_draws = self.storage is not None and self.source is weight
+        self.grad: Tensor | None = None
         self.begun: dict[str, Requantization | None] = {}
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the parameter is quantized."""
+        return self.storage is not None
+
+    @property
+    def depends_on_dtype(self) -> bool:
+        """Whether the master holds only the bits that a plain parameter of its dtype lacks."""
+        return self.storage is None and self.source.writes_weight
+
+    def version(self) -> int:
+        """See `guards.weight_version`."""
+        if self.storage is None:
+            return private_torch.in_place_changes(self.param)
+        return self.storage.seen_version()
+
+    def written(self) -> None:
+        """Record that kernels wrote the parameter."""
+        torch.autograd.graph.increment_version(self.local)
+        if self.storage is not None:
+            self.storage.mark_written()
+            if self.has_draws:
+                self.storage.state[DRAWS].add_(1)
+
+    def begin(self, grad: Tensor | None, group: GroupSettings, seed: int | None) -> None:
+        """Begin a step. `seed`: of the optimizer's random bits; None if nothing is rounded stochastically."""
+        self.grad = None if grad is None else private_torch.local_tensor(grad)
+        self.group, self.seed, self.begun = group, seed, {}
 
     @property
     def average(self) -> OptimizerState | None:
@@ -162,3 +203,28 @@ class ParameterStep:
         before = self.average.read()
         after = averages.moved(before, self.source.read(), self.group.share)
         self.average.write(after if skip is None else torch.where(skip, before, after), None)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all steps of an optimizer share, until a state or a local tensor of a parameter is replaced.
+
+    `items`: the parameters with states. `frozen`: those without. `flags`: the names and ranks of `items`.
+    """
+
+    items: list[ParameterStep]
+    frozen: list[Tensor]
+    flags: FlagLayout
+
+    def release_gradients(self) -> None:
+        """Drop the references to gradients and new values of a step."""
+        for item in self.items:
+            item.grad, item.begun = None, {}
+
+    def is_current(self) -> bool:
+        """Return whether all parameters still have their local tensors and storages."""
+        locals_now = [*map(private_torch.local_tensor, [item.param for item in self.items])]
+        storages_now = [getattr(local, "quantized_storage", None) for local in locals_now]
+        return all(map(operator.is_, locals_now, [item.local for item in self.items])) and all(
+            map(operator.is_, storages_now, [item.storage for item in self.items])
+        )

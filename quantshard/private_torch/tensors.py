@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -35,6 +36,7 @@ _assert = private_name("torch._assert_async", "experts whose tokens are counted 
 _takes_data = private_name("torch._has_compatible_shallow_copy_type", "moving or casting a quantized tensor's module")
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_version_of = operator.attrgetter("_version")
 
 disabled_torch_function = private_name("torch._C._disabled_torch_function_impl", _TENSOR)
 """A `__torch_function__` that does nothing, so that a tensor subclass that works at the dispatch level has no overhead
@@ -120,7 +122,7 @@ def in_place_changes(tensor: Tensor) -> int:
 def count_in_place_changes(tensors: Iterable[Tensor]) -> int:
     """How often plain tensors were changed in place, in total. Inference mode does not count, and gives 0."""
     try:
-        return sum([tensor._version for tensor in tensors])
+        return sum(map(_version_of, tensors))
     except RuntimeError:
         return 0
 

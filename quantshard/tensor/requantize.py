@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quantshard import kernel_dispatch, limits, private_torch, sharding
-from quantshard.argument_kinds import ITERABLE, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import history_amax, record_amax_
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups, sharding_group, united
@@ -80,7 +79,6 @@ class Requantization:
         record_amax_(history, amax.view(()))
 
 
-@suggests_names
 def requantize_(
     weights: Iterable[tuple[Tensor, Tensor]],
     *,
@@ -106,7 +104,6 @@ def requantize_(
         UnsupportedOperationError: a weight is an unsharded copy of FSDP2; or a CUDA graph is being captured without
             `assume_finite`.
     """
-    check_arguments("requantize_", ITERABLE, weights=weights, plain=plain)
     reduction, bad = FlatMax(), None
     weights = [(weight, _checked_values(weight, values)) for weight, values in weights]
     all_values = [*weights, *plain]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard import kernel_dispatch, limits, numerics, private_torch
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
-from quantshard.formats import Format, Orientation, Role
+from quantshard.formats import Orientation, Role
 from quantshard.kernel_dispatch import RandomWords
 from quantshard.numerics import RandomBits, split_codes
 from quantshard.recipe import QuantSpec
@@ -38,24 +37,6 @@ differs between ranks adds rank * STREAMS_PER_RANK."""
 
 # one count for all storages: no two writes of a process share a version
 _versions = count(1)
-
-
-class GemmKey:
-    """Format and rectangle of a GEMM operand, as a key of caches.
-
-    `operand_layout` makes one instance per format and rectangle, so caches compare keys by identity and never hash
-    formats or shards. `narrow_scales`: whether scales have 8 bits.
-    """
-
-    __slots__ = ("format", "narrow_scales", "shard")
-
-    def __init__(self, fmt: Format, shard: Shard) -> None:
-        self.format, self.shard = fmt, shard
-        self.narrow_scales = fmt.copies[Orientation.ROWWISE].scale.encoding.bits == 8
-
-
-operand_layout = lru_cache(4096)(GemmKey)
-"""The only `GemmKey` of a format and a rectangle."""
 
 
 class Remainder(NamedTuple):
@@ -90,7 +71,8 @@ class QuantizedStorage:
         source: the storage that a gather or a move made this one from.
         mesh: the tensor-parallel axis of a shard that tensor parallelism alone cut. Shards of FSDP2 have none:
             `arithmetic` finds their DTensors among FSDP2's parameters.
-        layout: cached result of `gemm_key`.
+        products: the native products that have this operand on the left, with the facts that they were planned for.
+            The plan of a layer shares this list between all operands that it makes.
     """
 
     cell: QuantSpec
@@ -104,16 +86,8 @@ class QuantizedStorage:
     fetch: Callable[[Orientation], dict[str, Tensor]] | None = None
     source: ReferenceType[QuantizedStorage] | None = None
     mesh: DeviceMesh | None = None
-    layout: GemmKey | None = field(default=None, repr=False)
+    products: list[Any] | None = field(default=None, repr=False)
     _in_place: int | None = field(default=None, init=False, repr=False)  # PyTorch's version counters, summed
-    _views: dict[tuple[str, Callable[[Tensor], Tensor]], Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def gemm_key(self) -> GemmKey:
-        """The cache key of this storage as a GEMM operand."""
-        self.layout = operand_layout(self.cell.format, self.shard)
-        return self.layout
 
     def mark_written(self) -> None:
         """Record that the components have new values, and drop the initial values.
@@ -203,16 +177,6 @@ class QuantizedStorage:
         """Device of the components."""
         return next(iter(self.components.values())).device
 
-    def view(self, name: str, how: Callable[[Tensor], Tensor]) -> Tensor:
-        """A component transformed by `how`. The result is cached if it is a view."""
-        part, key = self.components[name], (name, how)
-        view, address = self._views.get(key), part.data_ptr()
-        if view is None or view.data_ptr() != address:
-            view = how(part)
-            if view.data_ptr() == address:
-                self._views[key] = view
-        return view
-
     def has(self, which: Orientation) -> bool:
         """True if the codes of that copy are present: a gather may bring only the copy that the pass needs."""
         copy = self.cell.format.copies.get(which)
@@ -294,7 +258,6 @@ class QuantizedStorage:
         self.state, self.high_precision = source.state, source.high_precision
         self.version, self.gathered, self.captured = source.version, source.gathered, source.captured
         self.fetch, self.source, self.mesh, self._in_place = source.fetch, source.source, source.mesh, source._in_place
-        self._views, self.layout = source._views, None
 
     @torch.no_grad()
     def write(

@@ -20,7 +20,8 @@ import quantshard as qs
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager
 from quantshard.checkpoints.inspect.verify import verify
-from quantshard.checkpoints.untrusted.reader import DamagedError, SafeReader
+from quantshard.checkpoints.metadata import DamagedError
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.optimizers import FusedAdam, MasterWeights
@@ -295,7 +296,7 @@ def test_activation_checkpointing_is_turned_on_or_off(kind: str, there: bool, by
             dcp.save({"model": source.state_dict(), "optimizer": saved.state_dict()}, checkpoint_id=tmp_path / "c")
     else:
         checkpoints.save(tmp_path / "c", source, saved)
-        (stored,) = SafeReader(tmp_path / "c").object("optimizer.param_groups.0.param_names")[:1]
+        (stored,) = SafeReader(tmp_path / "c").value("optimizer.param_groups.0.param_names")[:1]
         assert stored == "0.weight"
     assert kind != "FusedAdam" or CheckpointModel(tmp_path / "c").has_master("0.weight")
     names = own.param_groups[0]["param_names"]

@@ -22,13 +22,12 @@ from quantshard.checkpoints import save
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.inspect.inspection import inspect_checkpoint
 from quantshard.checkpoints.inspect.verify import verify
-from quantshard.checkpoints.untrusted.metadata import read_metadata
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Role
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tools.cli import inspect as inspect_command
-from quantshard.tools.cli import verify as verify_command
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES, Case, build, optimizer_of
@@ -224,7 +223,7 @@ def read_changed(path: Path, key: str, value: torch.Tensor) -> Any:
 
 def without(key: str) -> Callable[[Path], None]:
     def remove(path: Path) -> None:
-        found = read_metadata(path)
+        found = SafeReader(path).metadata
         del found.state_dict_metadata[key]
         for index in [index for index in found.storage_data if index.fqn == key]:
             del found.storage_data[index]
@@ -272,17 +271,6 @@ def test_what_is_wrong(checkpoints: dict[str, Path], tmp_path: Path, damage: str
     inspect_checkpoint(path)
 
 
-def test_a_flipped_bit_is_found_without_a_manifest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoints["mxfp8"], tmp_path / "c"))
-    file = path / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    master = built("mxfp8", exp_avg_dtype=torch.uint8)[1].state_dict()["state"][0]["master_param"]
-    content[content.index(master.numpy().tobytes()) + 9] ^= 4
-    file.write_bytes(content)
-    (problem,) = verify(path).problems
-    assert "optimizer.state.0.master_param cannot be read" in problem
-
-
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="not a complete checkpoint"):
@@ -297,7 +285,6 @@ def command(name: str, *arguments: Any) -> Any:
     app = typer.Typer()
     app.callback()(lambda: None)
     inspect_command.register(app)
-    verify_command.register(app)
     return CliRunner().invoke(app, [name, *map(str, arguments)])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ import xxhash
 from quantshard import checkpoints
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
-from quantshard.checkpoints.untrusted.reader import DamagedError
+from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 from tests.checkpoints.small import built
 
 CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b""}
@@ -171,25 +170,18 @@ def test_a_load_reads_the_metadata_once(tmp_path: Path, monkeypatch: pytest.Monk
             checkpoints.load(tmp_path / "c", model, optimizer, verify=verify)
 
 
-def test_a_file_that_is_cut_or_gone_is_named_with_what_lies_in_it(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_or_gone_is_named(tmp_path: Path) -> None:
     """And with both lengths: that of the manifest, or else the least that its pieces need."""
     path = tmp_path / "c"
     checkpoints.save(path, *built("mxfp8"))
     file = path / "__0_0.distcp"
     length, model = file.stat().st_size, built("mxfp8")[0]
-    held = r"of 'model\.0\.bias', 'model\.0\.weight', 'model\.0\.weight_draws' and [0-9]+ more; restore that file"
-    for has_manifest, expected in ((True, f"{length} bytes"), (False, "[0-9]+ bytes or more")):
-        if not has_manifest:
-            (path / MANIFEST).unlink()
-        content = file.read_bytes()
-        file.write_bytes(content[:1000])
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.load(path, model)
-        cut = rf"{path}: its file '__0_0\.distcp' is cut short: 1000 bytes of [0-9]+; it should have {expected}, {held}"
-        assert re.match(cut, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
-        file.unlink()
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.load(path, model)
-        gone = rf"{path}: its file '__0_0\.distcp' is missing; it should have {expected}, {held}"
-        assert re.match(gone, str(caught.value)) and ".metadata" not in str(caught.value), caught.value
-        file.write_bytes(content)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=rf"__0_0\.distcp has 1000 bytes, and manifest.json says {length}"):
+        checkpoints.load(path, model)
+    (path / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is cut short: 1000 bytes of [0-9]+"):
+        checkpoints.load(path, model)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path}: its file __0_0\.distcp is missing; restore it"):
+        checkpoints.load(path, model)

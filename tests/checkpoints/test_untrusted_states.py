@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from quantshard.checkpoints import Manager, load, rank_state, save
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
 from quantshard.checkpoints.rank_state import RandomGenerators
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.optimizers import MasterWeights
 from tests.checkpoints.small import built, written
@@ -194,24 +194,6 @@ def test_settings_that_can_stand_there(tmp_path: Path, kind: str, name: str, val
     assert torch.equal(optimizer.param_groups[0]["a tensor"], torch.full((2,), 2.0))
 
 
-@pytest.mark.parametrize("value", ["fast", None, [1, 2], torch.zeros(2)], ids=repr)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_counts_of_another_type_for_stock_optimizers(tmp_path: Path, value: Any) -> None:
-    """A state's number is refused by its key, before anything is written."""
-    path = tmp_path / "c"
-    model, optimizer = stepped(STOCK["AdamW"], 2)
-    for state in optimizer.state.values():
-        state["step"] = 2
-    save(path, model, optimizer)
-    (path / MANIFEST).unlink()
-    change_object(path, "optimizer.state.0.step", value)
-    model, optimizer = stepped(STOCK["AdamW"], 3)
-    before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.step is .*, where this optimizer has a number"):
-        load(path, model, optimizer)
-    assert whole(model, optimizer) == before
-
-
 @pytest.mark.parametrize("value", [None, "fast", torch.zeros(2)])
 def test_settings_that_stay_on_the_device(tmp_path: Path, value: Any) -> None:
     path = written(tmp_path / "c", "mxfp8")
@@ -253,21 +235,16 @@ def make_object(path: Path, key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("value", [7, 7.0, torch.tensor(7.0)], ids=repr)
+@pytest.mark.parametrize("name", ["step", "exp_avg"])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, value: Any) -> None:
-    """Old versions of PyTorch counted steps in numbers; other states are tensors alone."""
-    path = tmp_path / "c"
+def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, name: str) -> None:
+    path, key = tmp_path / "c", f"optimizer.state.0.{name}"
     save(path, *stepped(STOCK["AdamW"], 2))
     (path / MANIFEST).unlink()
-    make_object(path, "optimizer.state.0.step", value)
-    model, optimizer = stepped(STOCK["AdamW"], steps)
-    load(path, model, optimizer)
-    assert [float(state["step"]) for state in optimizer.state.values()] == [7.0, 2.0]
-    make_object(path, key := "optimizer.state.0.exp_avg", SafeReader(path).tensor("optimizer.state.0.exp_avg"))
+    make_object(path, key, SafeReader(path).value(key))
     model, optimizer = stepped(STOCK["AdamW"], steps)
     before = whole(model, optimizer)
-    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch.float32 \[3, 4\] here"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch.float32 .* here"):
         load(path, model, optimizer)
     assert whole(model, optimizer) == before
 
@@ -276,7 +253,7 @@ def test_states_of_stock_optimizers_in_objects(tmp_path: Path, steps: int, value
 def test_a_tensor_in_an_object_is_not_passed_over(tmp_path: Path, key: str) -> None:
     path = written(tmp_path / "c", "mxfp8")
     model, optimizer = built("mxfp8", seed=4)
-    make_object(path, key, SafeReader(path).tensor(key))
+    make_object(path, key, SafeReader(path).value(key))
     before = whole(model, optimizer)
     with pytest.raises(CheckpointError, match=rf"{re.escape(key)} is no tensor there and torch\.\S+ \[.*\] here"):
         load(path, model, optimizer)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import FileSystemWriter, _async_process_execut
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from quantshard import private_torch, recipe
-from quantshard.checkpoints import Manager, pending
+from quantshard.checkpoints import Manager, background
 from quantshard.checkpoints import manager as managers
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
@@ -259,7 +259,7 @@ def one_cannot_begin(folder: str) -> list[str]:
 
     with Manager(folder, async_="thread") as manager, mock.patch.object(managers.saving, "write_checkpoint", write):
         manager.save(1, run.model, run.optimizer)
-        with mock.patch.object(pending, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
+        with mock.patch.object(background, "POLL_SECONDS", 0.1), pytest.raises(CheckpointError) as raised:
             manager.wait()
         ended.set()
         return [str(raised.value), str(manager.steps())]

@@ -21,13 +21,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from quantshard import checkpoints, private_torch
+from quantshard.checkpoints.background import Stager
 from quantshard.checkpoints.disk import commit, ownership, store
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.manager import Manager
-from quantshard.checkpoints.staging import Stager
-from quantshard.checkpoints.untrusted import reader
 from quantshard.errors import CheckpointError
 from tests.distributed import durability
 from tests.distributed.models import Case
@@ -173,7 +173,7 @@ def interrupted(case: Case, folder: str) -> list[str]:
             "restore": lambda: manager.restore(run.model, run.optimizer),
         }
         for name, load in loads.items():
-            with signalled(reader.SafePlanner, "commit_tensor", is_last):
+            with signalled(DefaultLoadPlanner, "commit_tensor", is_last):
                 found.append(f"{name}: {raised(load)}")
         manager.restore(run.model, run.optimizer)
         manager.save(2, run.model, run.optimizer)

@@ -121,13 +121,7 @@ def refused() -> dict[str, str]:
         optimizer.param_groups[0]["params"] = list(model.parameters())
         told[name] = message_of(optimizer.step, ConfigurationError)
     model = build("mxfp8")
-    optimizer = FusedAdam(model.named_parameters())
-    if rank == 0:
-        bias = model[0].bias
-        optimizer.set_scaled_state(bias, "master_param", torch.ones(131))
     shard(model)
-    optimizer.param_groups[0]["params"] = list(model.parameters())
-    told["one rank"] = message_of(optimizer.state_dict, ConfigurationError)
     optimizer = FusedAdam(model.named_parameters())
     if rank == 0:
         model[2].bias.grad = cut_like(model[2].bias, torch.ones(7))
@@ -153,10 +147,7 @@ def test_an_optimizer_from_before_trains_as_one_from_after() -> None:
     for ranks, of_ranks in runs.items():
         for rank, (_, _, told) in enumerate(of_ranks):
             for name in ("FusedAdam", "MasterWeights"):
-                assert "0.weight (group 0, position 0, shape (131, 70)) was replaced" in told[name], (ranks, rank)
-                assert "before the first step" in told[name]
-            words = "values that were loaded or set" if rank == 0 else "what another rank has"
-            assert words in told["one rank"], (ranks, rank)
+                assert "before the first step" in told[name], (ranks, rank)
 
 
 # --------------------------------------------------------------------------------------- masters that are set by hand

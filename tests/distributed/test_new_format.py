@@ -15,7 +15,7 @@ import quantshard as qs
 from quantshard import formats
 from quantshard.errors import FallbackError
 from quantshard.formats import E5M2, E8M0, FORMATS, Encoding
-from quantshard.gemm import backend, scaled_products
+from quantshard.gemm import hardware
 from quantshard.gemm.operands import quantize_operand
 from quantshard.numerics import decode
 from quantshard.recipe import QuantSpec
@@ -93,20 +93,18 @@ def test_codes_of_other_widths_are_refused() -> None:
 
 def test_its_native_product_is_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """On hardware that multiplies MXFP8 of E4M3 it is emulated, and says so, until the table of products has it."""
-    monkeypatch.setattr(scaled_products, "capability_of", lambda device: BLACKWELL)
+    monkeypatch.setattr(hardware, "capability_of", lambda device: BLACKWELL)
     gpu = torch.device("cuda", 0)
     with added() as recipe:
-        assert backend.gemm_path(qs.recipe.resolve("mxfp8").weight, gpu)[0] == "native"
-        path, why = backend.gemm_path(recipe.weight, gpu)
+        assert hardware.gemm_path(qs.recipe.resolve("mxfp8").weight, gpu)[0] == "native"
+        path, why = hardware.gemm_path(recipe.weight, gpu)
         assert path == "emulated" and why == f"PyTorch has no E5M2 matrix product with the scales of {SQUARES}"
         pair = FORMATS[VECTORS], FORMATS[SQUARES]
-        assert scaled_products.product_of_formats(*pair) is None
-        kind = scaled_products.stored_kind(FORMATS[VECTORS])
-        mxfp8 = scaled_products.product_of_formats(FORMATS["mxfp8_1x32"], FORMATS["mxfp8_1x32"])
-        monkeypatch.setitem(scaled_products.NATIVE, (kind, kind), mxfp8)
-        assert (
-            scaled_products.product_of_formats(*pair) is mxfp8 and backend.gemm_path(recipe.weight, gpu)[0] == "native"
-        )
+        assert hardware.product_of_formats(*pair) is None
+        kind = hardware.stored_kind(FORMATS[VECTORS])
+        mxfp8 = hardware.product_of_formats(FORMATS["mxfp8_1x32"], FORMATS["mxfp8_1x32"])
+        monkeypatch.setitem(hardware.NATIVE, (kind, kind), mxfp8)
+        assert hardware.product_of_formats(*pair) is mxfp8 and hardware.gemm_path(recipe.weight, gpu)[0] == "native"
 
 
 def test_strict_and_explain_name_it() -> None:

@@ -112,7 +112,7 @@ def by_muon(axes: dict[str, int], kernels: bool, cases: list[str]) -> list[dict[
         with prepared_once(), kernels_on(*(["cpu"] if kernels else [])):
             for number in range(2):
                 muon_case.step(model, optimizer, number)
-        steps = [optimizer._kernels, *(bucket.kernels for bucket in optimizer._buckets)]
+        steps = [optimizer._kernels, *(bucket.kernels for bucket in optimizer._matrix_plan.buckets)]
         assert all(bool(each._planned) == kernels and not each._left for each in steps)
         found.append(bits(model, optimizer))
     return found

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import quantshard as qs
 from quantshard.optimizers import FusedAdam, Lion
-from quantshard.presets import PRESETS
+from quantshard.state_storage import PRESETS
 from tests.distributed.models import bits, set_gradients
 from tests.distributed.pool import run_ranks
 from tests.optimizers.test_lion import SETTINGS
@@ -31,7 +31,7 @@ adam: Callable[..., Optimizer] = partial(FusedAdam, lr=1e-2, weight_decay=0.1)
 CASES: list[tuple[str, Callable[..., Optimizer], Callable[..., Optimizer]]] = [
     *((recipe, *[partial(Lion, **SETTINGS, exp_avg_dtype=dtype)] * 2)
       for recipe, dtype in (("block", torch.float32), ("mxfp8", torch.uint8))),
-    *((recipe, partial(adam, preset=preset), partial(adam, **PRESETS[preset].arguments))
+    *((recipe, partial(adam, preset=preset), partial(adam, **PRESETS[preset].arguments()))
       for recipe, preset in zip(("mxfp8", "block"), PRESETS, strict=True)),
 ]  # fmt: skip
 """Recipe, the optimizer of the run that is saved, and that of the run that loads."""

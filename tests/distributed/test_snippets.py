@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import quantshard
 from quantshard import optimizers
-from quantshard.modules.base.devices import default_device
+from quantshard.modules.base.initialization import default_device
 from quantshard.optimizers import FusedAdam
 from quantshard.tools import cli
 from tests.distributed.models import Case, batch, bits, build

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint import _async_process_executor
 
 from quantshard import private_torch
 from quantshard.checkpoints import loading, manager, rank_state, saving
+from quantshard.checkpoints.background import Stager
 from quantshard.checkpoints.disk import commit, manifest, store
-from quantshard.checkpoints.staging import Stager
 from quantshard.optimizers import FusedAdam
 from tests.distributed.forked import forked_savers
 from tests.distributed.models import Case, build, optimizer_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.disk.manifest import MANIFEST
 from tests.fuzz.kinds import CONFIG, Kind, Mutant
 
 HEAVY = ", heavy"
@@ -18,7 +18,6 @@ _MIB = 1 << 20
 _FILE = {"bytes": 1, "xxh3_128": "0" * 32}
 _MANY_FILES = {"quantshard": 1, "files": {f"f{n}": _FILE for n in range(200_000)}, "world_size": 1, "torch": "2",
                "saved_at": "x"}  # fmt: skip
-_CONTAINERS = [b"\x80\x04" + one * (16 * _MIB // len(one)) + b"." for one in (b"]", b"\x8f", b"}", b"}NNs")]
 _TOML = [
     b"".join(b"k%d = 1\n" % n for n in range(1_300_000)), b"a." * (8 * _MIB - 8) + b"a = 1\n",
     b"a = " + b"[" * 100_000, b"[" + b"a." * 100_000 + b"a]\n", b'a = "' + b"\\n" * (8 * _MIB - 8) + b'"\n',
@@ -28,7 +27,6 @@ MUTANTS: dict[str, list[Mutant]] = {
     "metrics.jsonl": [{"metrics.jsonl": 20 << 30}],
     "statistics.jsonl": [{"statistics.jsonl": 20 << 30}],
     "manifest.json, mxfp8": [{MANIFEST: json.dumps(_MANY_FILES).encode()}, {MANIFEST: None}],
-    ".metadata, mxfp8": [{METADATA_FILE: content, MANIFEST: None} for content in _CONTAINERS],
     "config.json": [{"config.json": json.dumps(CONFIG | {"num_hidden_layers": 10**n}).encode()} for n in (6, 12)],
     "config.toml": [{"config.toml": content} for content in _TOML],
 }

@@ -1,21 +1,17 @@
 """How a file is changed: its bytes, or what they say.
 
-What a file says is a tree: plain values of JSON and TOML, or the records of a pickle (`quantshard`'s `pickles.py`).
-A tree is changed at any of its places: the value there becomes another of any type and magnitude, a copy of another
-place's, or is left out.
+What a file says is a tree of plain values. It is changed at any of its places: the value there becomes another of any
+type and magnitude, a copy of another place's, or is left out.
 """
 
 from __future__ import annotations
 
 import copy
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
-
-from quantshard.checkpoints.untrusted.pickles import PERSISTENT, PickleRecord
 
 NUMBERS = [-(2**63), -1, 0, 1, 2, 3, 7, 16, 255, 2**20, 2**24, 2**31, 2**40, 2**60, 2**62 - 1, 2**62, 2**63 - 1, 2**64]
 FLOATS = [-0.0, 0.5, 1e308, -1e308, float("inf"), float("nan")]
@@ -43,22 +39,6 @@ PLAIN: SearchStrategy[Any] = st.one_of(
 """A value where another was expected."""
 
 
-@st.composite
-def records(draw: DrawFn, names: tuple[str, ...]) -> Any:
-    """A value of a pickle where another was expected: tuples and bytes, too, and calls of what may be named."""
-    kind = draw(st.integers(0, 4))
-    if kind == 0:
-        return draw(st.sampled_from([(), (1,), (2**61, 2**61), (2**61, 2**61, 0), (-1, 3), b"", b"\xff", {1}, {"a"}]))
-    if kind == 1:
-        record = PickleRecord(draw(st.sampled_from(names)))
-        if draw(st.booleans()):
-            record.args = draw(st.sampled_from([(), (1,), ("x",), ((2, 3),), (None,) * 6, ([1, [2], 3],)]))
-        if record.args is not None and draw(st.integers(0, 3)) == 0:
-            record.state = draw(PLAIN)
-        return record
-    return draw(PLAIN)
-
-
 Place = tuple[Any, ...]
 
 
@@ -68,8 +48,6 @@ def children(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from tree.items()
     elif isinstance(tree, list | tuple):
         yield from enumerate(tree)
-    elif isinstance(tree, PickleRecord):
-        yield from ((which, part) for which in ("args", "state", "items") if (part := getattr(tree, which)) is not None)
 
 
 def places(tree: Any, limit: int = 20_000) -> list[Place]:
@@ -88,7 +66,7 @@ def places(tree: Any, limit: int = 20_000) -> list[Place]:
 def at(tree: Any, place: Place) -> Any:
     """What stands at a place."""
     for by in place:
-        tree = getattr(tree, by) if isinstance(tree, PickleRecord) else tree[by]
+        tree = tree[by]
     return tree
 
 
@@ -97,8 +75,7 @@ def put(tree: Any, place: Place, change: Callable[[Any, Any], Any]) -> Any:
     by, rest = place[0], place[1:]
     if not rest:
         return change(tree, by)
-    child = put(getattr(tree, by) if isinstance(tree, PickleRecord) else tree[by], rest, change)
-    return replaced(tree, by, child)
+    return replaced(tree, by, put(tree[by], rest, change))
 
 
 def replaced(parent: Any, by: Any, value: Any) -> Any:
@@ -106,10 +83,7 @@ def replaced(parent: Any, by: Any, value: Any) -> Any:
     if isinstance(parent, tuple):
         return (*parent[:by], value, *parent[by + 1 :])
     found = copy.copy(parent)
-    if isinstance(parent, PickleRecord):
-        setattr(found, by, value)
-    else:
-        found[by] = value
+    found[by] = value
     return found
 
 
@@ -117,8 +91,6 @@ def without(parent: Any, by: Any) -> Any:
     """A parent that lacks a child."""
     if isinstance(parent, tuple):
         return parent[:by] + parent[by + 1 :]
-    if isinstance(parent, PickleRecord):
-        return replaced(parent, by, () if by == "args" else None)
     found = copy.copy(parent)
     del found[by]
     return found
@@ -147,42 +119,6 @@ def trees(draw: DrawFn, tree: Any, values: SearchStrategy[Any] = PLAIN) -> Any:
         if how:
             tree = put(tree, place, lambda p, by: replaced(p, by, value))  # noqa: B023
     return tree
-
-
-def pickled(value: Any) -> bytes:
-    """A pickle of plain values and records, as `pickles.load_pickle` reads it."""
-    return b"\x80\x04" + _pickled(value) + b"."
-
-
-def _pickled(value: Any) -> bytes:
-    if value is None or isinstance(value, bool):
-        return {None: b"N", True: b"\x88", False: b"\x89"}[value]
-    if isinstance(value, int):
-        content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        return b"\x8a" + bytes([len(content)]) + content
-    if isinstance(value, float):
-        return b"G" + struct.pack(">d", value)
-    if isinstance(value, str | bytes):
-        content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
-        return (b"X" if isinstance(value, str) else b"B") + struct.pack("<I", len(content)) + content
-    if isinstance(value, list | tuple | set):
-        inner = b"(" + b"".join(map(_pickled, value))
-        begin, end = {list: (b"]", b"e"), tuple: (b"", b"t"), set: (b"\x8f", b"\x90")}[type(value)]
-        return begin + inner + end
-    if isinstance(value, dict):
-        return b"}" + _items(value)
-    assert isinstance(value, PickleRecord)
-    if value.name == PERSISTENT:
-        return _pickled(value.args[0] if isinstance(value.args, tuple) and value.args else None) + b"Q"
-    module, _, name = value.name.rpartition(".")
-    found = b"c" + f"{module}\n{name}\n".encode()
-    found += b"" if value.args is None else _pickled(value.args) + b"R"
-    found += b"" if not isinstance(value.items, dict) else _items(value.items)
-    return found + (b"" if value.state is None else _pickled(value.state) + b"b")
-
-
-def _items(value: dict[Any, Any]) -> bytes:
-    return b"(" + b"".join(_pickled(key) + _pickled(held) for key, held in value.items()) + b"u"
 
 
 REPEATED = (b"[", b"[],", b'{"a":', b"{},", b"0,", b"\n", b"\0", b"a.", b"]", b"}NNs", b"\x8f", b"(", b"\x85")

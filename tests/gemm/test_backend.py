@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from quantshard import formats, kernel_dispatch, private_torch, sharding
 from quantshard.errors import ConfigurationError
 from quantshard.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, Orientation
-from quantshard.gemm import backend, operands, scaled_products
+from quantshard.gemm import backend, hardware, operands
 from quantshard.modules import Linear, autocast, quantized_model_init
 from quantshard.numerics import decode, swizzling, unpack
 from quantshard.recipe import DelayedScaling, Float8CurrentScaling, Gemm, MMParams, QuantSpec, Recipe, resolve
 from quantshard.sharding import ceil_div
-from quantshard.tensor.storage import QuantizedStorage, operand_layout
+from quantshard.tensor.storage import QuantizedStorage
 from tests.covering import exhaustive
 
 TYPES = F.ScalingType
@@ -122,7 +122,7 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         if torch.cuda.get_device_capability() != request.param:
             pytest.skip(f"the GPU is not of capability {request.param}")
     else:
-        monkeypatch.setattr(scaled_products, "capability_of", lambda device: request.param)
+        monkeypatch.setattr(hardware, "capability_of", lambda device: request.param)
         monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
     yield request.param
 
@@ -251,14 +251,12 @@ def test_reasons(why: str, pair: tuple[str, str], shapes: tuple[tuple[int, int],
     (left, right), (of_left, of_right) = (FORMATS[name] for name in pair), (sharding.whole(shape) for shape in shapes)
     if "crosses" in why:
         of_right = of_right.piece(0, 100, 100)
-    told = backend.product_plan(
-        operand_layout(left, of_left), True, operand_layout(right, of_right), True, HOPPER, torch.bfloat16, None, False
-    )
+    told = backend.plan_product(left, of_left, True, right, of_right, True, HOPPER, torch.bfloat16, None, False)
     assert isinstance(told, str) and why in told
     rowwise = FORMATS["fp8_1xrow"]  # has no codes for dgrad
     for fmt, as_stored, native in ((FORMATS["fp8_e4m3"], False, True), (rowwise, True, True), (rowwise, False, False)):
-        layout = operand_layout(fmt, sharding.whole((8, 8)))
-        told = backend.product_plan(layout, True, layout, as_stored, HOPPER, torch.float32, None, False)
+        operand = fmt, sharding.whole((8, 8))
+        told = backend.plan_product(*operand, True, *operand, as_stored, HOPPER, torch.float32, None, False)
         assert isinstance(told, str) != native and (native or "no codes" in told)
 
 
@@ -315,7 +313,7 @@ def test_a_plan_serves_what_it_was_made_for_alone(monkeypatch: pytest.MonkeyPatc
     other = quantized(100, 256, "fp8_128x128", 3)
     nothing = torch.zeros(100, dtype=torch.bfloat16)
     for there in (HOPPER, None, BLACKWELL, HOPPER):
-        monkeypatch.setattr(scaled_products, "capability_of", lambda device, there=there: there)
+        monkeypatch.setattr(hardware, "capability_of", lambda device, there=there: there)
         for weight, dtype, bias in itertools.product(
             (whole, piece, other), (torch.bfloat16, torch.float32), (None, nothing, nothing.float())
         ):
@@ -325,9 +323,10 @@ def test_a_plan_serves_what_it_was_made_for_alone(monkeypatch: pytest.MonkeyPatc
             assert found.dtype is dtype and len(calls) == (there == HOPPER)
             if calls:
                 assert (calls[0][8] is None) == (bias is None or bias.dtype != dtype or dtype is torch.float32)
-    before = backend.product_plan.cache_info()
-    backend.matmul(quantized(4, 256, "fp8_1x128", 5), quantized(100, 256, "fp8_128x128", 6), dtype, transpose_b=True)
-    assert backend.product_plan.cache_info()[:2] == (before.hits + 1, before.misses)
+    vector.products = []
+    for weight in (whole, other, whole):
+        backend.matmul(vector, weight, dtype, transpose_b=True)
+    assert len(vector.products) == 1
 
 
 @pytest.mark.parametrize(
@@ -353,7 +352,7 @@ def test_which_products_may_sum_fast(
     real, seen = private_torch.scaled_mm if ON_GPU else stand_in, []
     monkeypatch.setattr(private_torch, "scaled_mm", lambda *a: seen.append(a[-1]) or real(*a))
     if not ON_GPU:
-        monkeypatch.setattr(scaled_products, "capability_of", lambda device: HOPPER)
+        monkeypatch.setattr(hardware, "capability_of", lambda device: HOPPER)
     with quantized_model_init(enabled=False, recipe=recipe):
         layer = Linear(128, 128, bias=False, params_dtype=dtype, device=DEVICE)
     x = torch.randn(16, 128, dtype=dtype, device=DEVICE, requires_grad=True)
@@ -386,7 +385,7 @@ def test_the_transposed_copy_serves_wgrad(capability: tuple[int, int]) -> None:
 def test_paths_are_named(capability: tuple[int, int]) -> None:
     device = torch.device("cuda")
     native = {
-        name: backend.gemm_path(resolve(name).weight, device)[0] for name in ("current", "block", "mxfp8", "nvfp4")
+        name: hardware.gemm_path(resolve(name).weight, device)[0] for name in ("current", "block", "mxfp8", "nvfp4")
     }
     hopper = capability == HOPPER
     assert native == {
@@ -395,7 +394,7 @@ def test_paths_are_named(capability: tuple[int, int]) -> None:
         "mxfp8": "emulated" if hopper else "native",
         "nvfp4": "emulated" if hopper else "native",
     }
-    path, reason = backend.gemm_path(resolve("mxfp8").weight, device)
+    path, reason = hardware.gemm_path(resolve("mxfp8").weight, device)
     assert ("not yet run on this hardware" in reason) == (not hopper), "only H200s were there"
     assert path == "native" or "9.0" in reason
 
@@ -490,10 +489,10 @@ def test_small_layers_on_kernels(sizes: tuple[int, int, int], recipe: str) -> No
 
 
 STRIDES: dict[Any, Callable[[int, int], tuple[int, int]]] = {
-    scaled_products.by_rows: lambda rows, blocks: (1, 1),
-    scaled_products.by_rows_right: lambda rows, blocks: (rows, 1),
-    scaled_products.by_columns: lambda rows, blocks: (1, rows),
-    scaled_products.by_four: lambda rows, blocks: (1, ceil_div(blocks, 4) * 4),
+    hardware.by_rows: lambda rows, blocks: (1, 1),
+    hardware.by_rows_right: lambda rows, blocks: (rows, 1),
+    hardware.by_columns: lambda rows, blocks: (1, rows),
+    hardware.by_four: lambda rows, blocks: (1, ceil_div(blocks, 4) * 4),
 }
 """The strides of a layout, by the rows and columns of the grid before."""
 
@@ -516,23 +515,23 @@ def as_found(grid: Tensor) -> Iterator[Tensor]:
 def test_strides_of_scales(layout: Callable[[Tensor], Tensor]) -> None:
     """Exactly those that are promised, also of a dim of one entry, whatever the strides of the grid."""
     for size, k in itertools.product(SIZES, (*SIZES, 512, 640)):
-        if layout in (scaled_products.by_rows, scaled_products.by_rows_right):
+        if layout in (hardware.by_rows, hardware.by_rows_right):
             shape = (size, 1)
         else:
-            shape = (ceil_div(size, 128) if layout is scaled_products.by_four else size, ceil_div(k, 128))
+            shape = (ceil_div(size, 128) if layout is hardware.by_four else size, ceil_div(k, 128))
         grid = torch.rand(shape)
         for found in as_found(grid):
             assert torch.equal(found, grid)
             laid = layout(found)
             assert laid.stride() == STRIDES[layout](*shape), (shape, found.stride())
-            turned = laid if layout in (scaled_products.by_rows, scaled_products.by_columns) else laid.t()
+            turned = laid if layout in (hardware.by_rows, hardware.by_columns) else laid.t()
             assert torch.equal(turned[:, : shape[1]], grid)
 
 
 def test_scales_of_every_native_product_have_a_layout_that_is_tested() -> None:
     """Or none: one scale, and the flat bytes of the swizzle."""
-    layouts = {side.layout for native in scaled_products.NATIVE.values() for side in (native.left, native.right)}
-    assert layouts - {scaled_products.as_single, scaled_products.as_e8m0, scaled_products.as_e4m3} == STRIDES.keys()
+    layouts = {side.layout for native in hardware.NATIVE.values() for side in (native.left, native.right)}
+    assert layouts - {hardware.as_single, hardware.as_e8m0, hardware.as_e4m3} == STRIDES.keys()
 
 
 def test_the_swizzle() -> None:
@@ -547,12 +546,12 @@ def test_the_swizzle() -> None:
 
 def test_rows_name_the_formats_that_recipes_use() -> None:
     """Every weight format of a named recipe has a native product on some GPU."""
-    kinds = {kind for pair in scaled_products.NATIVE for kind in pair}
+    kinds = {kind for pair in hardware.NATIVE for kind in pair}
     for name in ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4"):
         cell = resolve(name).weight
         assert cell is not None
-        kind = scaled_products.stored_kind(cell.format)
-        assert kind in kinds or scaled_products.flat(kind) in kinds, name
+        kind = hardware.stored_kind(cell.format)
+        assert kind in kinds or hardware.flat(kind) in kinds, name
     assert formats.ALL not in (128, 32, 16)
 
 
@@ -573,11 +572,11 @@ def test_a_layer_is_native_if_all_its_products_are(
     name: str, emulated: tuple[Gemm, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recipe mixed by GEMM may have formats that no product takes together, which strict mode and explain tell."""
-    monkeypatch.setattr(scaled_products, "capability_of", lambda device: HOPPER)
+    monkeypatch.setattr(hardware, "capability_of", lambda device: HOPPER)
     recipe, device = resolve(name), torch.device("meta")
-    assert backend.emulated_gemms(recipe, HOPPER) == emulated
-    path, why = backend.gemm_path(recipe.weight, device, recipe)
+    assert hardware.emulated_gemms(recipe, HOPPER) == emulated
+    path, why = hardware.gemm_path(recipe.weight, device, recipe)
     assert path == ("emulated" if emulated else "native") and (
-        "emulated" in backend.fallbacks(None, recipe, device)
+        "emulated" in hardware.fallbacks(None, recipe, device)
     ) == bool(emulated)
     assert not emulated or name.startswith("nvfp4") or emulated[0].value in why

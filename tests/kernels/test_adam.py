@@ -21,13 +21,12 @@ from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.formulas import quotient_by_root
 from quantshard.kernels.optimizer.parameters import StepPasses, passes_of
 from quantshard.kernels.optimizer.plan import StepLaunchPlan
-from quantshard.kernels.optimizer.settings import adam_row
-from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter, adam_row
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import state_cell
+from quantshard.state_storage import state_cell
 from quantshard.tensor import storage as storages
 from quantshard.tensor.requantize import Requantization
 from quantshard.tensor.storage import AMAX_HISTORY, WEIGHT_STREAM, QuantizedStorage

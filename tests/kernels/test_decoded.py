@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 import quantshard as qs
 from quantshard import recipe
-from quantshard.gemm import operands, producers, scaled_products
+from quantshard.gemm import hardware, operands, producers
 from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
@@ -35,10 +35,8 @@ BF16 = torch.bfloat16
 def emulated(yes: bool) -> Iterator[None]:
     """Within it operands are taken to be of products that are emulated, or of native ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(producers.OperandKind, "is_emulated", lambda *_: yes)
-        producers.plan_operand.cache_clear()
+        patch.setattr(producers, "is_emulated", lambda *_: yes)
         yield
-    producers.plan_operand.cache_clear()
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -56,7 +54,7 @@ def test_they_are_what_their_codes_stand_for(name: str, role: TensorRole) -> Non
     def made(yes: bool) -> GemmOperands:
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         with emulated(yes):
-            return gemm_operands(x, role, call, state, OperandUsage(True, True, nan_flag=passing == 2, passing=passing))
+            return gemm_operands(x, role, call, state, OperandUsage(True, True, transient=passing))
 
     found, before = made(True), made(False)
     assert found.second.transposed and before.second.transposed
@@ -133,16 +131,16 @@ def test_which_hardware_has_no_product_of_an_operand(monkeypatch: pytest.MonkeyP
     cells: dict[str, Callable[[tuple[int, int] | None, torch.dtype], bool]] = {}
     for recipe_name in ("mxfp8", "nvfp4", "current", "block"):
         cell, _ = recipe.resolve(recipe_name).activations[TensorRole.GRAD_OUTPUT]
-        cells[recipe_name] = lambda capability, dtype, cell=cell: producers.OperandKind(dtype, capability).is_emulated(
-            cell
-        )
+        cells[recipe_name] = lambda capability, dtype, cell=cell: producers.is_emulated(cell, dtype, capability)
     hopper = {found: asked((9, 0), BF16) for found, asked in cells.items()}
     assert hopper == {"mxfp8": True, "nvfp4": True, "current": False, "block": False}
     blackwell = {found: asked((10, 0), BF16) for found, asked in cells.items()}
     assert blackwell == {"mxfp8": False, "nvfp4": False, "current": False, "block": True}
     assert not any(asked(None, BF16) or asked((9, 0), torch.float32) for asked in cells.values())
-    assert not producers.OperandKind(BF16, (9, 0)).is_emulated(None)
-    cell, _ = recipe.resolve("rowwise").activations[TensorRole.GRAD_OUTPUT]
-    kind = producers.OperandKind(BF16, (9, 0), turned=True)
-    assert kind.is_emulated(cell, True) and not kind.is_emulated(cell)
-    assert scaled_products.capability_of(torch.device("cpu")) is None
+    assert not producers.is_emulated(None, BF16, (9, 0))
+    rowwise, role, usage = recipe.resolve("rowwise"), TensorRole.GRAD_OUTPUT, OperandUsage(True, True, transient=2)
+    monkeypatch.setattr(hardware, "capability_of", lambda device: (9, 0))
+    plan = producers.KernelPlan(rowwise, role, usage, values(32, 64), False, False)
+    assert plan.one is not None and plan.one.spec.decoded and plan.two is not None and not plan.two.spec.decoded
+    monkeypatch.undo()
+    assert hardware.capability_of(torch.device("cpu")) is None

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantshard as qs
 from benchmarks import host
 from quantshard.errors import ConfigurationError, FallbackError, UnsupportedOperationError
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.recipe import Recipe, resolve
 from quantshard.tensor.quantized_tensor import quantize_weight
 from tests.covering import exhaustive
@@ -77,7 +77,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]
 
     def run(function: Callable[[], Any]) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(backend, "LARGEST_GROUPED", -1)
+            patch.setattr(hardware, "LARGEST_GROUPED", -1)
             return function()
 
     return run
@@ -480,7 +480,7 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_strict_and_explain_tell_of_experts_one_by_one(monkeypatch: pytest.MonkeyPatch, apart: Callable) -> None:
     """Where they could be computed at once, but for the recipe."""
-    monkeypatch.setattr(backend, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
+    monkeypatch.setattr(hardware, "gemm_path", lambda cell, device, recipe=None: ("native", "tried"))
     two_copies = resolve(RECIPES["mxfp8 two copies"])
 
     def strictly(rule: Recipe, count: int = 4) -> None:
@@ -523,5 +523,5 @@ def test_what_goes_one_by_one(calls: list[int], apart: Callable) -> None:
     plain = qs.GroupedLinear(2, IN, OUT, params_dtype=torch.bfloat16, device=DEVICE)
     forward(plain, [7, 2])
     assert not calls
-    assert backend.is_faster_together(128 * 128, 128, (2048, 768))
-    assert not backend.is_faster_together(8 * 2048, 8, (14336, 4096))
+    assert hardware.is_faster_together(128 * 128, 128, (2048, 768))
+    assert not hardware.is_faster_together(8 * 2048, 8, (14336, 4096))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, numerics
 from quantshard.formats import ALL, FORMATS, Format, Orientation, Role, Scaling
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ from quantshard.kernels.fused.activation import quantize_gradients
 from quantshard.kernels.fused.epilogue import KernelOutputs
 from quantshard.kernels.quantize import amax, dequantize, transpose
 from quantshard.kernels.quantize.matrix import quantize_matrix
-from quantshard.kernels.quantize.targets import Poison, QuantizedOutput, QuantizeRequest, QuantizeSpec
+from quantshard.kernels.quantize.targets import QuantizedOutput, QuantizeRequest, QuantizeSpec
 from quantshard.numerics import RandomBits
 from tests.covering import exhaustive
 from tests.kernels.asked import request_of
@@ -258,19 +258,24 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("-inf"), 0), (float("nan"), -1)])
-@pytest.mark.parametrize("nan_flag", ["amax", "apart"])
-def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(
-    nan_flag: Poison, odd: float | None, at: int
-) -> None:
+@pytest.mark.parametrize("merges", [False, True])
+def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(merges: bool, odd: float | None, at: int) -> None:
     """By its own amax, or found in the same pass, in the tile that stores the scale or another; codes stay."""
     fmt, x = FORMATS["fp8_e5m2"], values((300, 530))
     if odd is not None:
         x[at, at] = odd
-    known = numerics.block_amax(x if nan_flag == "amax" else values((300, 530)), (ALL, ALL))
+    known = numerics.block_amax(values((300, 530)) if merges else x, (ALL, ALL))
     grids = {"scale_inv": known}
     given = numerics.encode_scales(grids, fmt, Scaling(), x.dtype)["scale_inv"]
-    scale = torch.zeros(1, 1, device=DEVICE) if nan_flag == "apart" else None
-    spec = QuantizeSpec(fmt.copies[Orientation.ROWWISE], Scaling(), transposed=True, given="amaxes", nan_flag=nan_flag)
+    scale = torch.zeros(1, 1, device=DEVICE) if merges else None
+    spec = QuantizeSpec(
+        fmt.copies[Orientation.ROWWISE],
+        Scaling(),
+        transposed=True,
+        given="amaxes",
+        nan_from_amax=not merges,
+        merges_scale=merges,
+    )
     request = QuantizeRequest(spec, on_device(known), scale=scale)
     ((found, _),) = quantize_gradients([x.to(DEVICE)], [KernelOutputs(request, nan_flag=scale)])
     assert found is not None
@@ -432,10 +437,10 @@ def test_scales_lie_as_products_read_them() -> None:
     """What `producers` has kernels store by columns is what a scaled product wants so, and nothing else."""
     sides = [
         (kind, side)
-        for kinds, n in scaled_products.NATIVE.items()
+        for kinds, n in hardware.NATIVE.items()
         for kind, side in zip(kinds, (n.left, n.right), strict=True)
     ]
-    wanted = {kind for kind, side in sides if side.layout is scaled_products.by_columns}
+    wanted = {kind for kind, side in sides if side.layout is hardware.by_columns}
     assert wanted
     for copy in (copy for fmt in FORMATS.values() for copy in fmt.copies.values()):
         kind = (copy.codes.encoding.name, copy.scale.encoding.name, *copy.block)

@@ -20,8 +20,9 @@ pytest.importorskip("triton")
 import quantshard as qs
 from quantshard import kernel_dispatch, numerics, private_torch
 from quantshard.formats import E8M0, FORMATS, Orientation
-from quantshard.gemm import backend, producers, scaled_products, weight_operands
+from quantshard.gemm import backend, hardware, producers
 from quantshard.gemm.operands import Operand, OperandUsage
+from quantshard.gemm.producers import KernelPlan
 from quantshard.kernels import workspace
 from quantshard.kernels.quantize.swizzle import SwizzleRequest
 from quantshard.modules.contexts.recompute import LinearContext
@@ -52,13 +53,9 @@ pytestmark = [
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, int]]]:
     """What the GPU is, under "is": tests set it."""
     gpu = {"is": BLACKWELL}
-    monkeypatch.setattr(scaled_products, "capability_of", lambda device: gpu["is"])
+    monkeypatch.setattr(hardware, "capability_of", lambda device: gpu["is"])
     monkeypatch.setattr(private_torch, "scaled_mm", stand_in)
-    for each in (backend.product_plan, producers.plan_operand):
-        each.cache_clear()
     yield gpu
-    for each in (backend.product_plan, producers.plan_operand):
-        each.cache_clear()
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -188,7 +185,7 @@ def test_weights_are_laid_out_by_the_kernel_that_quantizes(
             module = qs.LayerNormMLP(160, 288, activation="swiglu", bias=False, **options)
     x, dy, found = values(160, 160), values(160, 160 if kind == "gated" else 288, seed=1), []
     for is_large in (False, True):
-        monkeypatch.setattr(weight_operands, "is_large", lambda codes, large=is_large: large)
+        monkeypatch.setattr(backend, "is_large", lambda codes, large=is_large: large)
         launches.clear()
         found.append(stepped(copy.deepcopy(module), x, dy, name))
         assert Counter(kernel for kernel, _ in launches)["swizzle_kernel"] == (most if is_large else apart)
@@ -238,7 +235,7 @@ def test_gradients_of_several_weights_are_those_of_each(
     torch.manual_seed(0)
     of_weights, call = [weight_state(None, DEVICE) for _ in range(4)], LinearContext(resolve(name), None, False)
     grads = [values(64, 96, seed=part) for part in range(4)]
-    asked = [OperandUsage(True, True, bias, True)] * 4
+    asked = [OperandUsage(True, True, bias)] * 4
     found, counted = [], []
     for together in (True, False):
         state = LinearState([copy.deepcopy(each) for each in of_weights], None, None, True)
@@ -275,9 +272,9 @@ def test_what_a_kernel_makes_is_measured_as_what_is_there(
     found = []
     for given in (source, source.measured()):
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
-        asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True, nan_flag=True), 0, gate)
+        asked = OperandRequest(TensorRole.GRAD_OUTPUT, call, state, OperandUsage(True, True), 0, gate)
         launches.clear()
-        found.append(asked.of(given))
+        found.append(asked.run(given))
         assert [kernel for kernel, _ in launches] == [
             "activate_backward_kernel" if given is source else "amax_kernel", "quantize_kernel",
         ]  # fmt: skip
@@ -299,13 +296,9 @@ def test_they_stand_for_the_same_values(name: str, role: TensorRole, products: d
         state = LinearState([copy.deepcopy(of_weight)], None, None, True)
         with pytest.MonkeyPatch.context() as patch:
             if stored:
-                patch.setattr(producers.OperandKind, "is_ready", lambda *_: False)
-            producers.plan_operand.cache_clear()
-            made = gemm_operands(
-                x, role, call, state, OperandUsage(True, True, nan_flag=role is TensorRole.GRAD_OUTPUT)
-            )
+                patch.setattr(producers, "is_ready", lambda *_: False)
+            made = gemm_operands(x, role, call, state, OperandUsage(True, True))
         found.append((made.first, made.second.operand))
-    producers.plan_operand.cache_clear()
     for ready, before in zip(*found, strict=True):
         assert isinstance(ready, QuantizedStorage) and isinstance(before, QuantizedStorage)
         part = ready.cell.format.copies[Orientation.ROWWISE]
@@ -320,11 +313,14 @@ def test_what_is_not_ready(products: dict[str, tuple[int, int]]) -> None:
     """Squares under scales of 8 bits, which are laid out for every row when they are read; sizes that are padded; what
     others than products read; and what no product of the GPU reads."""
     mx, square, tensor = (QuantSpec(FORMATS[name]) for name in ("mxfp8_1x32", "mxfp8_32x32", "fp8_e4m3"))
-    kind = producers.OperandKind(BF16, BLACKWELL)
-    assert kind.is_ready(mx, (32, 64)) and not kind.is_ready(square, (32, 64))
-    assert not any(kind.is_ready(mx, shape) for shape in ((0, 64), (24, 64), (32, 72)))
-    assert kind.is_ready(tensor, (32, 64)) and not kind._replace(stored=True).is_ready(tensor, (32, 64))
-    assert not kind._replace(capability=HOPPER).is_ready(mx, (32, 64))
+    assert producers.is_ready(mx, (32, 64), BLACKWELL) and not producers.is_ready(square, (32, 64), BLACKWELL)
+    assert not any(producers.is_ready(mx, shape, BLACKWELL) for shape in ((0, 64), (24, 64), (32, 72)))
+    assert producers.is_ready(tensor, (32, 64), BLACKWELL) and not producers.is_ready(mx, (32, 64), HOPPER)
+    for is_stored in (False, True):
+        plan = KernelPlan(
+            resolve("current"), TensorRole.INPUT, OperandUsage(True, True), values(32, 64), False, is_stored
+        )
+        assert plan.one is not None and plan.one.spec.ready == (not is_stored)
 
 
 def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[str, tuple[int, int]]) -> None:
@@ -336,7 +332,7 @@ def test_a_second_scale_is_nan_for_a_gradient_that_is_not_finite(products: dict[
         LinearState([weight_state(None, DEVICE)], None, None, True),
     )
     for role in (TensorRole.GRAD_OUTPUT, TensorRole.INPUT):
-        made = gemm_operands(x, role, call, state, OperandUsage(True, True, nan_flag=role is TensorRole.GRAD_OUTPUT))
+        made = gemm_operands(x, role, call, state, OperandUsage(True, True))
         assert made.nan_flag is None
         found = made.first
         assert isinstance(found, QuantizedStorage)

@@ -14,9 +14,8 @@ from torch import Tensor
 import quantshard as qs
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.gemm import operands
-from quantshard.modules.activation_storage import AS_IS, STORAGES, ActivationStorage
+from quantshard.modules.activation_storage import ACTIVATION_CELLS, AS_IS, STORAGES, ActivationStorage
 from quantshard.modules.layernorm_mlp import ACTIVATIONS, activate, activate_stored, is_gated
-from quantshard.state_cells import ACTIVATION_CELLS
 from tests.modules.test_mlp import bytes_kept
 
 FP8 = STORAGES["fp8"]

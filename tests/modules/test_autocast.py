@@ -241,11 +241,6 @@ def test_a_recipe_in_the_place_of_enabled_is_refused(context, given):
         context(given)
 
 
-def test_calibrating_is_refused():
-    with pytest.raises(ConfigurationError, match=r"calibrating=True"):
-        autocast(calibrating=True)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outside_the_dequantized_weight_is_used(name, dtype):
@@ -505,11 +500,6 @@ def test_planned_histories_survive_meta(how):
     with autocast(recipe=DELAYED):
         layer(data().to(layer.weight.device))
     assert [h[-1].item() for h in histories(layer)] == [amax(data()), 0.0, amax(layer.weight)]
-
-
-def test_histories_that_would_differ_between_ranks_are_refused():
-    with pytest.raises(ConfigurationError, match="reduce_amax=False"):
-        recipes.DelayedScaling(reduce_amax=False)
 
 
 # Threads

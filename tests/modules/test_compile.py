@@ -26,7 +26,7 @@ import quantshard as qs
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import FP8_E4M3, Scaling
 from quantshard.modules.contexts import context
-from quantshard.modules.gemms.structure import structure_of
+from quantshard.modules.gemms.operator_arguments import structure_of
 from quantshard.recipe import Gemm, QuantSpec, TableRecipe, TensorRole, resolve
 from tests.covering import exhaustive
 from tests.distributed.models import RECIPES

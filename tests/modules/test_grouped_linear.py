@@ -153,7 +153,7 @@ def test_ways_to_call() -> None:
     with qs.autocast(recipe="current"):
         wanted = layer(x.reshape(12, IN), [7, 0, 1, 4])
         assert torch.equal(layer(x, torch.tensor([7, 0, 1, 4])), wanted.view(3, 4, OUT))
-        assert torch.equal(layer(x, (7, 0, 1, 4), is_first_microbatch=None), wanted.view(3, 4, OUT))
+        assert torch.equal(layer(x, (7, 0, 1, 4)), wanted.view(3, 4, OUT))
         out, biases = grouped("current", return_bias=True)(x, [7, 0, 1, 4])
         assert torch.equal(out, grouped("current", bias=False)(x, [7, 0, 1, 4]))
         assert [bias.shape for bias in biases] == [(OUT,)] * 4
@@ -176,14 +176,7 @@ def test_splits_that_do_not_fit(splits: Any, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"sequence_parallel": True}, "gather the tokens before the dispatch"),
-        ({"single_grouped_weight": True}, "each expert has a weight of its own"),
-        ({"single_grouped_bias": True}, "each expert has a weight of its own"),
-        ({"ub_overlap_rs": True}, "not overlapped"),
-        ({"experts": 0}, "there must be 1 or more"),
-        ({"parallel_mode": "diagonal"}, "use one of"),
-    ],
+    [({"experts": 0}, "there must be 1 or more"), ({"parallel_mode": "diagonal"}, "use one of")],
 )
 def test_arguments_that_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -5,6 +5,8 @@ are bounded by float32 accumulation: each of the K products and the sums of them
 (K + 2) u times the sum of magnitudes in any order; the result is then rounded once to the output's dtype.
 """
 
+import copy
+import pickle
 from dataclasses import dataclass, replace
 
 import pytest
@@ -251,3 +253,28 @@ def test_return_bias_and_no_bias():
     torch.testing.assert_close(plain(x), out + 1.5, rtol=0, atol=4 * U)
     torch.manual_seed(0)
     assert torch.equal(Linear(IN, OUT, bias=False)(x), out)
+
+
+def test_plans_stay_with_the_layer():
+    """They are made once for a recipe, for each use of an operand, and copies of the layer make their own."""
+    recipe = recipes.Float8CurrentScaling()
+    fast = recipes.Float8CurrentScaling(fp8_gemm_dgrad=recipes.MMParams(use_split_accumulator=False))
+    with quantized_model_init(recipe=recipe):
+        layer = Linear(32, 48, bias=False, device="cpu")
+
+    def planned(used):
+        x = torch.ones(16, 32, requires_grad=True)
+        with autocast(recipe=used):
+            layer(x).sum().backward()
+        return layer.gemm_plans.planned
+
+    first = planned(recipe)
+    plans = dict(first.plans)
+    assert first.recipe == recipe and len(plans) == 2  # of the input and of the gradient
+    again = planned(replace(recipe))
+    assert again.plans is first.plans and again.plans == plans, "an equal recipe needs no other plans"
+    other = planned(fast)
+    assert other.recipe == fast and other.plans.keys() == plans.keys()
+    assert not {*other.plans.values()} & {*plans.values()}
+    for made in (copy.deepcopy(layer).gemm_plans, pickle.loads(pickle.dumps(layer.gemm_plans))):
+        assert not made.planned.plans

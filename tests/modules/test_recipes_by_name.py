@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import quantshard as qs
 from quantshard.errors import ConfigurationError, FallbackError
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 
@@ -239,7 +239,7 @@ def test_explain_and_plan_go_by_what_a_layer_was_quantized_by(by_name: bool, mon
     planned = qs.plan(model, {"dp": 2}, capability=(9, 0)).rows
     assert [row.gemm for row in planned] == emulated and "wgrad" in planned[0].gemm_reason
     assert all("emulated" in row.fallbacks for row in planned if row.gemm == "emulated")
-    monkeypatch.setattr(scaled_products, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(hardware, "capability_of", lambda device: (9, 0))
     assert [row.gemm for row in qs.explain(model).rows] == emulated
     around = qs.explain(model, recipe="current").rows  # decides for layers without a recipe of their own
     assert [row.gemm for row in around] == (emulated if by_name else ["native"] * 2)
@@ -287,7 +287,7 @@ def hooked(how: str) -> nn.Module:
 
 WRONG: dict[str, tuple[object, Callable[[], nn.Module], str]] = {
     "a typo": (
-        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) none of the 7 linear layers.*did you mean 'down'",
+        {"*.dwn": "block", "*": "mxfp8"}, Model, r"'\*\.dwn'\) .*none of the 7 linear layers.*did you mean 'down'",
     ),
     "another number": (
         {"blocks.7.up": "bf16", "*": "mxfp8"}, Model, r"'blocks\.7\.up'\) matches none.*the first is 'blocks\.0\.up'",

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quantshard as qs
 from quantshard import private_torch
-from quantshard.errors import ConfigurationError, TorchVersionError, UnsupportedOperationError
+from quantshard.errors import TorchVersionError, UnsupportedOperationError
 from quantshard.modules.contexts import context
 from quantshard.private_torch import recomputation
 from quantshard.private_torch.lookup import MissingName
@@ -143,15 +143,6 @@ def test_a_function_that_does_more_the_second_time_raises() -> None:
         out = checkpoint(function, x(), use_reentrant=True)
     with pytest.raises(UnsupportedOperationError, match="'weight' more often than the first forward"):
         out.sum().backward()
-
-
-def test_transformer_engines_arguments() -> None:
-    layer = linear("current")
-    with qs.autocast(recipe="current"):
-        assert torch.equal(qs.checkpoint(layer, x(), distribute_saved_activations=False, tp_group=None), layer(x()))
-        assert torch.equal(qs.checkpoint(layer, x(), use_reentrant=True), layer(x()))
-    with pytest.raises(ConfigurationError, match="distribute_saved_activations=True"):
-        qs.checkpoint(layer, x(), distribute_saved_activations=True)
 
 
 def one_step(way: Callable[..., Tensor], recipe: Any = DELAYED) -> list[Tensor]:

@@ -16,7 +16,7 @@ from quantshard.modules import (
     autocast,
     quantized_model_init,
 )
-from quantshard.modules.base.module import WeightSpec
+from quantshard.modules.base.initialization import WeightSpec
 from quantshard.numerics import distributions
 from tests.covering import exhaustive, in_turns
 
@@ -148,9 +148,7 @@ def test_another_module_in_the_place_of_the_mlp():
     h = x + F.dropout(module.self_attention(x), 0.5)
     assert torch.equal(out, h + F.dropout(module.layernorm_mlp(h), 0.5))
     for method in ("set_device_mesh", "set_tensor_parallel_group"):
-        with pytest.raises(
-            ConfigurationError, match=rf"TransformerLayer\.{method}: the Linear inside has no such method"
-        ):
+        with pytest.raises(AttributeError, match=rf"'Linear' object has no attribute '{method}'"):
             getattr(module, method)(None)
     module.self_attention = torch.nn.Identity()
     module.self_attention.forward = lambda x, *args, **kwargs: x

@@ -2,8 +2,6 @@
 of a run without them.
 """
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from torch import nn
 from quantshard import Linear, autocast, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, rounding
-from tests.covering import exhaustive
 
 OPTIMIZERS = {
     "masters": lambda params: FusedAdam(params, lr=1e-3),
@@ -159,7 +156,7 @@ def test_a_model_that_is_cast_keeps_its_masters_or_is_refused(how, steps_before)
     before = model.weight.detach().clone()
     model.half()
     if how in NEEDS_DTYPE:
-        with pytest.raises(ConfigurationError, match=r"weight had dtype torch.bfloat16 when .* has torch.float16 now"):
+        with pytest.raises(ConfigurationError, match=r"weight was torch.bfloat16 .* is now torch.float16"):
             step(optimizer, model.weight, 9)
         assert torch.equal(model.weight, before.half())
         model.bfloat16()
@@ -194,7 +191,8 @@ def test_a_parameter_that_is_given_another_shape_is_refused(how):
     model.weight.data = torch.ones(8, 9, device=DEVICE, dtype=torch.bfloat16)
     model.weight.grad = None
     with pytest.raises(
-        ConfigurationError, match=r"weight had shape \(7, 9\) when its states were made and has \(8, 9\)"
+        ConfigurationError,
+        match=r"weight was torch.bfloat16 \(7, 9\) when its states were made, and is now torch.bfloat16 \(8, 9\)",
     ):
         step(optimizer, model.weight, 1)
 
@@ -210,48 +208,14 @@ def test_a_frozen_parameter_may_be_cast_before_it_is_trained(how):
     assert 0 < (model.weight.float() - before.float()).abs().max() < 0.01
 
 
-def normalization_after_a_cast(make, dtype, steps_before):
-    """Weight and optimizer of a norm that is cast from float32 and takes 40 steps of 1e-4, too small for 16
-    bits."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("make", [FusedAdam, Lion, lambda params: MasterWeights(torch.optim.AdamW, params)])
+def test_a_parameter_without_a_master_may_not_be_cast(make):
+    """In 16 bits it would lose small updates."""
     model = nn.LayerNorm(64, bias=False, device=DEVICE, dtype=torch.float32)
     optimizer = make(model.named_parameters())
-    for _ in range(steps_before):
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
-    model.to(dtype)
-    for _ in range(40):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.step()
-    return model.weight, optimizer
-
-
-@pytest.mark.parametrize(
-    ("dtype", "steps_before"),
-    exhaustive(itertools.product((torch.bfloat16, torch.float16), (0, 1)), [(torch.bfloat16, 1)]),
-)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0),
-        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, ema_decay=0.5),
-        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, store_param_remainders=True),
-        lambda params: FusedAdam(params, lr=1e-4, weight_decay=0.0, master_weights=False),
-        lambda params: Lion(params, lr=1e-4, weight_decay=0.0),
-        lambda params: Muon([{"params": params, "algorithm": "adamw", "lr": 1e-4, "weight_decay": 0.0}]),
-        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-4, weight_decay=0.0),
-        lambda params: MasterWeights(torch.optim.AdamW, params, lr=1e-4, weight_decay=0.0, ema_decay=0.5),
-    ],
-    ids=["FusedAdam", "average", "remainders", "without masters", "Lion", "Muon", "MasterWeights", "average of any"],
-)
-def test_small_updates_add_up_after_a_cast_to_16_bits(make, dtype, steps_before):
-    weight, optimizer = normalization_after_a_cast(make, dtype, steps_before)
-    assert weight.dtype is dtype
-    assert abs(weight.float().mean() - 0.9960) < 5e-4
-    other = nn.LayerNorm(64, bias=False, device=DEVICE, dtype=dtype)
-    built_later = make(other.named_parameters())
-    built_later.load_state_dict(optimizer.state_dict())
-    assert optimizer.state[weight].keys() == built_later.state[other.weight].keys()
+    model.bfloat16()
+    with pytest.raises(ConfigurationError, match=r"weight was torch.float32 .* build the optimizer after the model is"):
+        step(optimizer, model.weight, 0)
 
 
 def test_a_parameter_that_became_float64_is_refused() -> None:
@@ -260,5 +224,5 @@ def test_a_parameter_that_became_float64_is_refused() -> None:
     optimizer = FusedAdam([("weight", param)], lr=1e-2)
     param.data = param.data.double()
     param.grad = torch.ones_like(param)
-    with pytest.raises(ConfigurationError, match=r"weight had dtype torch.float32 .* has torch.float64 now"):
+    with pytest.raises(ConfigurationError, match=r"weight was torch.float32 .* is now torch.float64"):
         optimizer.step()

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from quantshard import checkpoints
 from quantshard.errors import NonFiniteGradientError
 from quantshard.optimizers import FusedAdam, MasterWeights
-from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import exhaustive
 from tests.interpreter import kernels_on, prepared_once
 from tests.late_flags import flags_come_late, read_flags

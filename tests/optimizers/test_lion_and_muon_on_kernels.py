@@ -20,7 +20,7 @@ from quantshard.errors import NonFiniteGradientError
 from quantshard.numerics.lion import LionSettings
 from quantshard.optimizers import Lion, Muon, kernel_step, step
 from quantshard.optimizers import muon as muon_module
-from quantshard.optimizers.kernel_optimizer import KernelOptimizer
+from quantshard.optimizers.kernel_step import KernelOptimizer
 from tests.covering import in_turns
 from tests.distributed.models import RECIPES
 from tests.distributed.test_fused_adam import MASTERS, MOMENTS
@@ -69,7 +69,7 @@ BUILDERS: Mapping[str, Callable[..., KernelOptimizer]] = {"lion": lion, "muon": 
 def planned(optimizer: KernelOptimizer) -> int:
     """How many parameters kernels take; nothing of them is left to PyTorch."""
     kernels = [optimizer._kernels]
-    kernels += [bucket.kernels for bucket in optimizer._buckets] if isinstance(optimizer, Muon) else []
+    kernels += [bucket.kernels for bucket in optimizer._matrix_plan.buckets] if isinstance(optimizer, Muon) else []
     assert all(each._left == set() and not each._work and not each._directions for each in kernels)
     return sum(len(plan.places) for each in kernels for plan in each._planned)
 
@@ -178,7 +178,7 @@ def test_a_muon_that_a_graph_holds_keeps_its_tables() -> None:
             set_grads(params, number)
             optimizer.step()
             if number == 0:
-                [former] = [bucket.kernels for bucket in optimizer._buckets]
+                [former] = [bucket.kernels for bucket in optimizer._matrix_plan.buckets]
                 former._planned[0].plan._captured.append(torch.zeros(1))
                 optimizer.add_param_group(added)
     assert optimizer._captured == [former]
@@ -219,7 +219,11 @@ def test_buckets_share_the_room_of_one(one_a_bucket: None) -> None:
             patch.setattr(kernel_step.KernelStep, "give_directions", noted)
             set_grads(params, 0)
             optimizer.step()
-            assert len(optimizer._buckets) == 4 and len(starts) == 4 * len(devices) and len(set(starts)) == len(devices)
+            assert (
+                len(optimizer._matrix_plan.buckets) == 4
+                and len(starts) == 4 * len(devices)
+                and len(set(starts)) == len(devices)
+            )
             results.append(everything(params, optimizer))  # type: ignore[arg-type]
             params["w1"].grad[0, 0] = float("nan")  # type: ignore[index]
             with pytest.raises(NonFiniteGradientError):

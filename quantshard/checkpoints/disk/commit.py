@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, FileEntry, Manifest
 from quantshard.checkpoints.disk.ownership import OwnershipToken
@@ -75,7 +74,6 @@ class SaveTarget:
         return self.hidden("tmp") if self.store.renames else self.path
 
 
-@suggests_names
 def is_complete(path: Path_) -> bool:
     """Whether a checkpoint was written completely, by quantshard or by plain DCP.
 
@@ -85,7 +83,6 @@ def is_complete(path: Path_) -> bool:
     Raises:
         CheckpointError: the path cannot be accessed.
     """
-    check_arguments("is_complete", PATH, path=path)
     store, store_path = locate(path)
     try:
         if not store.is_file(store.join(store_path, METADATA_FILE)):

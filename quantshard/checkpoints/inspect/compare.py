@@ -4,8 +4,8 @@ One process reads both, one entry at a time. Tensors are assembled from their sh
 their bytes instead of their values: NaNs with equal bits are equal, and 0 differs from -0. Entries that are not tensors
 (an optimizer's groups, the step) are compared by value, and their floats by bits; no code of the files is executed.
 
-Optimizer states that are stored as codes of different formats are compared by value, e.g. second moments of earlier
-versions. States of single ranks (RNG states) are compared only if the same number of ranks wrote both checkpoints.
+Optimizer states that are stored as codes of different formats are compared by value. States of single ranks (RNG
+states) are compared only if the same number of ranks wrote both checkpoints.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import numerics
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import rank_state
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
-from quantshard.checkpoints.untrusted.reader import SafeReader, decoded, why_unread
+from quantshard.checkpoints.safe_read import SafeReader
+from quantshard.errors import CheckpointError
 from quantshard.formats import Orientation
 from quantshard.recipe import QuantSpec
-from quantshard.state_cells import scaled_state, stored_state_cell
+from quantshard.state_storage import scaled_state, stored_state_cell
 
 _STATES = "optimizer.state."
 
@@ -88,7 +86,6 @@ class Comparison:
         return self.differences[0] if self.differences else None
 
 
-@suggests_names
 def compare(path_a: Path_, path_b: Path_) -> Comparison:
     """Compare two checkpoints of `torch.distributed.checkpoint` bit by bit, whether quantshard wrote them or not.
 
@@ -97,9 +94,8 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
     Raises:
         CheckpointError: a checkpoint is missing, incomplete or damaged.
     """
-    check_arguments("compare", PATH, path_a=path_a, path_b=path_b)
-    a, b = (SafeReader(path, read_metadata(path)) for path in (path_a, path_b))
-    entries_a, entries_b = a.read_metadata().state_dict_metadata, b.read_metadata().state_dict_metadata
+    a, b = (SafeReader(path) for path in (path_a, path_b))
+    entries_a, entries_b = a.entries, b.entries
     differences: list[Difference] = []
     num_tensors = num_objects = num_bytes = 0
     keys = _compared(entries_a, entries_b)
@@ -123,10 +119,14 @@ def compare(path_a: Path_, path_b: Path_) -> Comparison:
             difference = _described(key, entry_a, entry_b)
             if difference is None:
                 num_bytes += entry_a.size.numel() * entry_a.properties.dtype.itemsize
-                difference = _bits(key, _tensor(key, a), _tensor(key, b))
+                difference = _bits(key, a.value(key), b.value(key))
         elif type(entry_a) is type(entry_b):
             num_objects += 1
-            difference = _objects(key, a, b)
+            try:
+                what = _first_unequal(a.value(key), b.value(key), "")
+            except CheckpointError as error:
+                what = f"they cannot be compared: {error}"
+            difference = None if what is None else Difference(key, what)
         else:
             kinds = [
                 "a tensor" if isinstance(entry, TensorStorageMetadata) else "not a tensor"
@@ -169,7 +169,7 @@ def _values(key: str, cells: tuple[QuantSpec, QuantSpec], *readers: SafeReader) 
     """Compare the float32 values of a state that is stored in two formats."""
     values = []
     for cell, reader in zip(cells, readers, strict=True):
-        parts = {part.name: _tensor(key + part.key_suffix, reader) for part in cell.format.components}
+        parts = {part.name: reader.value(key + part.key_suffix) for part in cell.format.components}
         copy = cell.format.copies[Orientation.ROWWISE]
         rows, cols = parts[copy.codes.name].shape
         values.append(numerics.dequantize(copy, parts, (rows, cols)))
@@ -221,40 +221,12 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return float(distance.where(a.double() != b.double(), 0.0).max())
 
 
-def _tensor(key: str, reader: SafeReader) -> Tensor:
-    with reader.damage_named(key):
-        return reader.tensor(key)
-
-
 def _element(flat: Tensor, at: int) -> str:
     """An element as a value, and as its bits with the most significant byte first."""
     part = flat[at : at + 1]
     bits = bytes(part.view(torch.uint8).tolist())[::-1].hex()
     value = part.float() if part.is_floating_point() and part.itemsize == 1 else part
     return f"{value.item()!r} (0x{bits})"
-
-
-def _content(key: str, reader: SafeReader) -> bytes:
-    with reader.damage_named(key):
-        return reader.content(key)
-
-
-def _objects(key: str, a: SafeReader, b: SafeReader) -> Difference | None:
-    contents = [_content(key, reader) for reader in (a, b)]
-    if contents[0] == contents[1]:
-        return None
-    objects, needs_code = [], []
-    for reader, content in zip((a, b), contents, strict=True):
-        try:
-            with reader.damage_named(key):
-                objects.append(decoded(key, content))
-        except NeedsCodeError as error:
-            needs_code.append(f"that in {reader.given} needs code to be read ({why_unread(key, error)})")
-    if needs_code:
-        sizes = " and ".join(str(len(content)) for content in contents)
-        return Difference(key, f"objects whose {sizes} bytes differ; {needs_code[0]}")
-    what = _first_unequal(objects[0], objects[1], "")
-    return None if what is None else Difference(key, what)
 
 
 def _first_unequal(a: Any, b: Any, where: str) -> str | None:

@@ -7,7 +7,6 @@ time, so the largest chunk determines the memory needed.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,11 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 
 from quantshard import numerics, sharding
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Component, Encoding, Format, Role
 from quantshard.recipe import format_of_tag
-from quantshard.state_cells import stored_state_cell
+from quantshard.state_storage import stored_state_cell
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES, read_format_tag
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -71,12 +70,12 @@ def groups(reader: SafeReader) -> list[TensorGroup]:
     Raises:
         CheckpointError: a format tag cannot be read.
     """
-    entries = reader.read_metadata().state_dict_metadata
+    entries = reader.entries
     group_by_name: dict[str, TensorGroup] = {}
     for key, entry in entries.items():
         weight = key.removesuffix(FORMAT_SUFFIX)
         if key.endswith(FORMAT_SUFFIX) and _is_tag(entry) and weight in entries:
-            group_by_name[weight] = _weight(weight, reader.tensor(key), entries)
+            group_by_name[weight] = _weight(weight, reader.value(key), entries)
     for key, entry in entries.items():
         if STATE_MARK in key and isinstance(entry, TensorStorageMetadata):
             cell = stored_state_cell(key, entry.properties.dtype, entries)
@@ -246,7 +245,7 @@ def _second_divisor(component: Component) -> float:
 
 def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
     """The total size of the values of a group's entries, in bytes."""
-    entries, total = reader.read_metadata().state_dict_metadata, 0
+    entries, total = reader.entries, 0
     for key in (*group.parts.values(), *group.others):
         entry = entries[key]
         if isinstance(entry, TensorStorageMetadata):
@@ -256,16 +255,5 @@ def group_bytes(reader: SafeReader, group: TensorGroup) -> int:
 
 def chunks(reader: SafeReader, group: TensorGroup) -> int:
     """The number of chunks that the codes, or the values, are stored in."""
-    entry = reader.read_metadata().state_dict_metadata[group.parts.get("codes", group.name)]
+    entry = reader.entries[group.parts.get("codes", group.name)]
     return len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 0
-
-
-def opened(path: str | os.PathLike[str]) -> SafeReader:
-    """A reader of a checkpoint, after its metadata has been read.
-
-    Raises:
-        CheckpointError: the metadata cannot be read.
-    """
-    reader = SafeReader(path)
-    reader.read_metadata()
-    return reader

@@ -11,12 +11,12 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from quantshard.checkpoints import rank_state
-from quantshard.checkpoints.disk import manifest
+from quantshard.checkpoints.disk.manifest import Manifest
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.inspect.contents import STATE_MARK, TensorGroup, TensorStatistics
-from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
 WEIGHT, STATE, RANK = "weight", "state", "rank state"
@@ -121,15 +121,14 @@ def inspect_checkpoint(path: Path_, data: bool = True) -> Inspection:
     Raises:
         CheckpointError: the directory is not a checkpoint, or is damaged.
     """
-    reader = contents.opened(path)
-    entries = reader.read_metadata().state_dict_metadata
+    reader = SafeReader(path)
+    entries = reader.entries
     rows = [_row(reader, group, kind_of(group.name, entries), data) for group in contents.groups(reader)]
     object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
-    return Inspection(str(path), tuple(rows), tuple(sorted(object_keys)), _run(path))
+    return Inspection(str(path), tuple(rows), tuple(sorted(object_keys)), _run(reader.manifest))
 
 
-def _run(path: Path_) -> dict[str, Any] | None:
-    run_manifest = manifest.read_manifest(path)
+def _run(run_manifest: Manifest | None) -> dict[str, Any] | None:
     if run_manifest is None:
         return None
     names = ("step", "mesh", "recipe", "world_size", "torch", "saved_at")

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk import manifest, transfer
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
-from quantshard.checkpoints.untrusted.extras import EXTRA
-from quantshard.checkpoints.untrusted.pickles import NeedsCodeError
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 
 
@@ -20,8 +18,7 @@ class Verification:
     """The result of `verify`.
 
     `checksums`: whether files were compared with the checksums of a manifest. `tensors`: number of tensors; a quantized
-    one counts once. `bytes`: size of their values. `problems`: defects, in words. `notes`: entries of the caller that
-    need code to be read, which a load leaves out.
+    one counts once. `bytes`: size of their values. `problems`: defects, in words.
     """
 
     path: str
@@ -31,7 +28,6 @@ class Verification:
     others: int
     bytes: int
     problems: tuple[str, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -39,7 +35,6 @@ class Verification:
         return not self.problems
 
 
-@suggests_names
 def verify(path: Path_) -> Verification:
     """Check one checkpoint. Not a collective call. Every byte is read, one chunk at a time.
 
@@ -51,11 +46,10 @@ def verify(path: Path_) -> Verification:
 
     Defects of the checkpoint never raise: they are listed in `problems`.
     """
-    check_arguments("verify", PATH, path=path)
     problems = manifest.problems(path)
     checksums = manifest.exists(path)
     try:
-        reader = contents.opened(path)
+        reader = SafeReader(path)
         groups = contents.groups(reader)
     except CheckpointError as error:
         # the manifest's error can be raised again here
@@ -70,15 +64,12 @@ def verify(path: Path_) -> Verification:
             wrong = [*group.wrong, str(error)]
         transfer.moved(size)
         problems += [line if line.startswith(group.name) else f"{group.name}: {line}" for line in wrong]
-    entries = reader.read_metadata().state_dict_metadata
-    object_keys = [key for key, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
-    notes: list[str] = []
+    object_keys = [key for key, entry in reader.entries.items() if isinstance(entry, BytesStorageMetadata)]
     for key in object_keys:
         try:
-            reader.object(key)
+            reader.value(key)
         except CheckpointError as error:
-            is_note = isinstance(error, NeedsCodeError) and key.startswith(f"{EXTRA}.")
-            (notes if is_note else problems).append(str(error))
+            problems.append(str(error))
     return Verification(
         str(path),
         checksums,
@@ -87,5 +78,4 @@ def verify(path: Path_) -> Verification:
         others=len(object_keys),
         bytes=sum(sizes),
         problems=tuple(problems),
-        notes=tuple(notes),
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from quantshard.errors import ConfigurationError
 from quantshard.modules import DotProductAttention
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class UnsupportedArgument(NamedTuple):
@@ -129,7 +131,7 @@ _because(["apply_rotary_pos_emb"], _NO_CONTEXT_PARALLEL, cp_size=1, cp_rank=0)
 # fmt: on
 
 
-class Adapted(nn.Module):
+class ModuleAdapter(nn.Module):
     """Mixin that gives a module of quantshard the arguments of its TransformerEngine counterpart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,8 +142,8 @@ class Adapted(nn.Module):
         return super().forward(*args, **supported(f"{_owner(self)}.forward", kwargs))
 
 
-class AdaptedAttention(Adapted):
-    """`Adapted`, for modules that contain attention."""
+class AttentionAdapter(ModuleAdapter):
+    """`ModuleAdapter`, for modules that contain attention."""
 
     def __init__(self, *args: Any, window_size: Sequence[int] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -165,6 +167,30 @@ class AdaptedAttention(Adapted):
         core = next(module for module in self.modules() if isinstance(module, DotProductAttention))
         if tuple(window_size) != (-1, 0) or "causal" not in (mask_type or core.attn_mask_type):
             raise ConfigurationError(f"{owner}(window_size={window_size}) is not supported: {_NO_SLIDING_WINDOW}")
+
+
+class NormAdapter(nn.Module):
+    """Mixin for LayerNorm and RMSNorm; the old names of two arguments are `hidden_size` and `dtype`."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        super().__init__(shape, eps, bool(sequence_parallel), params_dtype or dtype, zero_centered_gamma, **kwargs)
+
+
+def adapted(kind: type[_Module], adapter: type[nn.Module], path: str) -> type[_Module]:
+    """Create a subclass of a module's class with an adapter, under the same name. `path`: the module that has it."""
+    return type(kind.__name__, (adapter, kind), {"__module__": path, "__doc__": kind.__doc__})
 
 
 def _owner(module: nn.Module) -> str:

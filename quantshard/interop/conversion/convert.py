@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from quantshard import sharding
-from quantshard.argument_kinds import MODULE, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.interop.conversion import checks, fusion, gated_mlp
 from quantshard.interop.conversion.forward import enter_recipe, leave_recipe
@@ -34,7 +33,6 @@ WHERE = ("linear", "fused")
 """Values of `modules=`."""
 
 
-@suggests_names
 def convert(
     model: nn.Module,
     recipe: Recipes = AUTO,
@@ -150,7 +148,6 @@ def check_modules(function: str, modules: object) -> None:
         raise ConfigurationError(f"{function}(modules={modules!r}): choose one of: {', '.join(WHERE)}")
 
 
-@suggests_names
 def revert(model: nn.Module) -> int:
     """Undo `convert`: replace quantized layers by plain `nn.Linear` layers with the dequantized weights.
 
@@ -162,7 +159,6 @@ def revert(model: nn.Module) -> int:
     Raises:
         ConfigurationError: the model is sharded, or contains no layer made by `convert`.
     """
-    check_arguments("revert", MODULE, model=model)
     checks.check_unsharded(model, "revert")
     layers = [module for module in model.modules() if isinstance(module, ConvertedLinear)]
     if not layers:

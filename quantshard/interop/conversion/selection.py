@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quantshard import private_torch
-from quantshard.argument_kinds import NAMES, ArgumentKind, check_arguments
 from quantshard.modules.contexts.layer_recipes import (
     HIGH_PRECISION,
     Recipes,
@@ -35,8 +34,6 @@ ADAPTERS = "lora_"
 Filter = Callable[[nn.Module, str], bool] | Sequence[str] | str
 """The layers to convert. A function can have an attribute `leaves_out`, the reason reported for layers it rejects."""
 
-_FILTER = ArgumentKind(f"{NAMES.wanted}, or a function of module and name", (*NAMES.types, Callable))
-
 
 @dataclass(frozen=True)
 class LayerChoice:
@@ -61,7 +58,6 @@ def choices(model: nn.Module, recipes: Recipes, filter: Filter | None) -> list[L
     layer_recipes = recipes_of("convert", recipes, list(layers.items()))
     if isinstance(filter, str):
         filter = [filter]
-    check_arguments("convert", _FILTER.or_none, filter=filter)
     if filter is not None and not callable(filter):
         check_patterns("convert(filter=", filter, list(layers))
     weight_users, head = _users_of_weights(model), _output_layer(model)

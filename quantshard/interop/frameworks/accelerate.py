@@ -31,13 +31,11 @@ from torch.optim import Optimizer
 
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.from_rank0 import load_from_rank0
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import read_whole
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
-from quantshard.foreign import read_json
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, read_json
 from quantshard.tensor import components
 
 OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]
@@ -383,9 +381,8 @@ def _check_sharded_state(given: Mapping[str, Any]) -> None:
     if "SHARDED" not in str(given["fsdp_plugin"].state_dict_type) or not (folder / ".metadata").is_file():
         return
     try:
-        metadata = read_metadata(folder)
-        keys = [key for key in metadata.state_dict_metadata if key.endswith(components.FORMAT_SUFFIX)]
-        tags = read_whole(folder, metadata, keys) if keys else {}
+        reader = SafeReader(folder)
+        tags = reader.read(key for key in reader.entries if key.endswith(components.FORMAT_SUFFIX))
     except CheckpointError:
         # written by another program, or damaged; PyTorch raises
         return

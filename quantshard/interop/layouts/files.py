@@ -24,9 +24,9 @@ from torch import Tensor
 from quantshard import foreign
 from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import is_inside, why
-from quantshard.checkpoints.untrusted.entries import is_shape
+from quantshard.checkpoints.metadata import is_shape
 from quantshard.errors import CheckpointError
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 
 SUFFIX: Final = ".safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -151,7 +151,7 @@ def read_layout_json(path: Path, kind: str = "configuration") -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, too long or not a JSON object.
     """
-    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError, wide=True)
+    return foreign.read_json(path, FILE_BYTES[kind], raising=CheckpointError)
 
 
 class SafetensorsFiles:
@@ -191,7 +191,7 @@ class SafetensorsFiles:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():
-            if not is_inside(file) or "/" in file or not file.endswith(SUFFIX):
+            if not is_inside(file) or not file.endswith(SUFFIX):
                 raise CheckpointError(
                     f"{self.folder / INDEX}: {tensor} is said to lie in {file!r}, which is not the name of a "
                     "safetensors file beside it"

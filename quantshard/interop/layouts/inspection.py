@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints.disk.commit import is_complete
 from quantshard.checkpoints.disk.store import Path_, local, locate, why
 from quantshard.checkpoints.inspect import inspection
@@ -69,7 +68,6 @@ class _StoredWeight:
         return tuple(key for key in (self.codes, self.scale, self.second) if key is not None)
 
 
-@suggests_names
 def inspect(path: Path_, data: bool = True) -> Inspection:
     """Inspect a checkpoint directory, a safetensors file, or a directory of safetensors files.
 
@@ -82,7 +80,6 @@ def inspect(path: Path_, data: bool = True) -> Inspection:
     Raises:
         CheckpointError: `path` is neither a checkpoint nor safetensors, or is damaged.
     """
-    check_arguments("inspect", PATH, path=path)
     if _is_exported(path):
         return _SafetensorsInspector(SafetensorsFiles(local(path, "safetensors files"), any_dtype=True)).inspection(
             str(path), data

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from quantshard import numerics, private_torch
-from quantshard.argument_kinds import MODULE, PATH, check_kinds, suggests_names
 from quantshard.checkpoints.disk import agreement, transfer
 from quantshard.checkpoints.disk.store import local
-from quantshard.checkpoints.partial_load import covers_buffers, loading
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.formats import Orientation, Role
 from quantshard.interop.layouts import conversion, files, table
@@ -71,7 +69,6 @@ class Import:
         return lines
 
 
-@suggests_names
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
@@ -99,21 +96,17 @@ def load(
             cause is a non-finite value or a file that became unreadable.
         ConfigurationError: a parameter's shards are not where their offsets imply.
     """
-    agreement.run_on_all_ranks(lambda: check_kinds("load", path=(PATH, path), model=(MODULE, model)))
     components.check_offsets(model.named_parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # a forward without backward leaves the unsharded copies in place
             module.reshard()
-    with loading(f"the load of {path}", model) as load:
-        loader = agreement.run_on_all_ranks(
-            lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
-        )
-        loader.judge(lossy)
-        load.writes = True
+    loader = agreement.run_on_all_ranks(
+        lambda: _filled(_LayoutLoader(local(path, "safetensors files"), model, names, config))
+    )
+    loader.judge(lossy)
+    with agreement.writing_into("the model"):
         loader.write()
-        # all parameters are written, but the files have no buffers, which an earlier failed load may have changed
-        load.mends = not load.is_mixed or covers_buffers(model)
     return loader.report
 
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quantshard import numerics, sharding
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import SafeReader, decoded
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Role
 from quantshard.interop.layouts.table import cell_of_tag
 from quantshard.numerics import join_bfloat16, split_codes
 from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor import components
 from quantshard.tensor.components import FORMAT_SUFFIX, FORMAT_TAG_BYTES
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
@@ -61,8 +60,8 @@ class CheckpointModel:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
-        metadata = read_metadata(path)
-        self._reader, self._stored = SafeReader(path, metadata), metadata.state_dict_metadata
+        self._reader = SafeReader(path)
+        self._stored = self._reader.entries
         tensors = {k: v for k, v in self._stored.items() if isinstance(v, TensorStorageMetadata)}
         self._prefix = MODEL if any(key.startswith(MODEL) for key in tensors) else ""
         self._entries = {
@@ -155,11 +154,7 @@ class CheckpointModel:
         return self._states[name] + state
 
     def _object(self, key: str) -> Any:
-        if key not in self._stored:
-            return None
-        with self._reader.damage_named(key):
-            content = self._reader.content(key)
-        return decoded(key, content)
+        return self._reader.value(key) if key in self._stored else None
 
     def has_master(self, name: str) -> bool:
         """Return whether the optimizer kept a master of this weight and recorded its name."""
@@ -271,8 +266,8 @@ class CheckpointModel:
     def _any(self, key: str) -> Tensor:
         if not isinstance(self._stored.get(key), TensorStorageMetadata):
             raise CheckpointError(f"{self.path} is damaged: it has no tensor {key}")
-        with self._reader.damage_named(key):
-            return self._reader.tensor(key)
+        tensor: Tensor = self._reader.value(key)
+        return tensor
 
 
 def are_named(names: object, numbers: object) -> bool:

@@ -19,8 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from quantshard.argument_kinds import TEXT, check_arguments, meant
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError, meant
 from quantshard.foreign import shown
 from quantshard.formats import ALL, E2M1, E4M3, E8M0, FORMATS, FP32, Encoding, Format, Orientation, Scaling
 from quantshard.recipe import NAMES, QuantSpec, format_of_tag, resolve
@@ -356,7 +355,6 @@ def find(name: str, formats: set[str]) -> Layout:
     Raises:
         ConfigurationError: the layout does not exist, or no layout of the family is exact.
     """
-    check_arguments("export", TEXT, layout=name)
     if name in LAYOUTS:
         return LAYOUTS[name]
     family = [layout for layout in LAYOUTS.values() if layout.family == name]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.argument_kinds import MAPPING, PATH, WHOLE_NUMBER, ArgumentKind, check_arguments, suggests_names
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.store import local
 from quantshard.errors import CheckpointError, ConfigurationError
@@ -49,7 +48,6 @@ with the recorded amax, importing our own export restores every bit (`conversion
 
 HEAD: Final = "lm_head"
 CONFIGURATION: Final = "config.json"
-_CONFIGURATION = ArgumentKind(f"{MAPPING.wanted}, or {PATH.wanted}", (*MAPPING.types, *PATH.types))
 MOST, MOST_HEADS = 1 << 30, 1 << 16
 """Largest size and largest number of heads accepted in a configuration, which is untrusted input."""
 _EMBEDDING: Final = "model.embed_tokens.weight"
@@ -101,7 +99,6 @@ class Export:
         return lines + self.notes
 
 
-@suggests_names
 def export(
     checkpoint: str | os.PathLike[str],
     layout: str,
@@ -139,9 +136,6 @@ def export(
         ConfigurationError: an argument is invalid, a weight has no external name, or a weight cannot be written
             exactly. Nothing is left in `out`.
     """
-    check_arguments("export", PATH, checkpoint=checkpoint, out=out)
-    check_arguments("export", _CONFIGURATION.or_none, config=config)
-    check_arguments("export", WHOLE_NUMBER, max_shard_bytes=max_shard_bytes)
     if values not in (MASTERS, WEIGHTS, AVERAGES):
         raise ConfigurationError(f"export(values={values!r}): use {MASTERS!r}, {WEIGHTS!r} or {AVERAGES!r}")
     if max_shard_bytes < 1:

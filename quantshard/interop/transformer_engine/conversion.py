@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from quantshard import numerics, recipe
-from quantshard.argument_kinds import PATH, check_arguments, suggests_names
 from quantshard.checkpoints import saving
 from quantshard.checkpoints.disk import commit, manifest
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.inspect.contents import TensorGroup
-from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError
 from quantshard.formats import Format, Orientation, Scaling
 from quantshard.interop.layouts.conversion import InexactConversionError
@@ -41,7 +40,7 @@ from quantshard.numerics import split_codes
 from quantshard.numerics.adam import EXP_AVG_SQ
 from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers.state import assign, make_state
-from quantshard.state_cells import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY
 
@@ -77,7 +76,6 @@ class Conversion:
         ]
 
 
-@suggests_names
 def convert(
     source: Path_, like: Path_, out: Path_, *, model: str = "model", optimizer: str = "optimizer", lossy: bool = False
 ) -> Conversion:
@@ -99,7 +97,6 @@ def convert(
         CheckpointError: a file cannot be read, belongs to another model, or is not exact and `lossy` is False. Nothing
             is written.
     """
-    check_arguments("convert", PATH, source=source, like=like, out=out)
     if Path(out).exists():
         raise CheckpointError(f"{out} exists and is not overwritten; convert to another directory")
     job = _CheckpointConverter(

@@ -9,6 +9,7 @@ Earlier releases pickle a method instead and are rejected.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from quantshard import numerics
-from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import ALL, E2M1, E4M3, E5M2, E8M0, FP32, Encoding, Orientation
 from quantshard.sharding import ceil_div
@@ -25,6 +25,21 @@ _PACKAGE = "transformer_engine.pytorch."
 _ENUMS = (f"{_PACKAGE}constants.DType", "transformer_engine_torch.DType")
 _ELEMENTS = {7: E4M3, 8: E5M2, 10: E2M1}
 """TransformerEngine's DType number -> element encoding (`common/include/transformer_engine.h`)."""
+
+
+class RecordedCall:
+    """A call of a function or class of TransformerEngine that was not executed. A subclass per name, `name`."""
+
+    def __new__(cls, *args: Any) -> RecordedCall:
+        call = super().__new__(cls)
+        call.name, call.args = cls.__name__, args
+        return call
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore attributes, which only quantizers have."""
+
+    name: str
+    args: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,3 +281,9 @@ CALLS = frozenset(
     {*_BY_CALL, *_ENUMS, *(f"{_PACKAGE}tensor.{kind.module}.{name}" for kind in _KINDS for name in kind.quantizers)}
 )
 """All names, other than tensors, that can occur in a weight's pickle. A quantizer's content is ignored."""
+
+
+def recorded_calls() -> AbstractContextManager[None]:
+    """Let `torch.load(weights_only=True)` record calls of `CALLS` in the block, instead of rejecting them."""
+    stand_ins: list[Any] = [(type(name, (RecordedCall,), {}), name) for name in sorted(CALLS)]
+    return torch.serialization.safe_globals(stand_ins)  # type: ignore[no-untyped-call, no-any-return]

@@ -16,12 +16,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.inspect import contents
 from quantshard.checkpoints.inspect.contents import TensorGroup
-from quantshard.checkpoints.untrusted.entries import RecordedCall
-from quantshard.checkpoints.untrusted.metadata import read_metadata
-from quantshard.checkpoints.untrusted.reader import SafeReader
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.interop.layouts.source import are_named
-from quantshard.interop.transformer_engine.pieces import CALLS, WeightPiece, piece_of
+from quantshard.interop.transformer_engine.pieces import RecordedCall, WeightPiece, piece_of, recorded_calls
 from quantshard.interop.transformer_engine.weights import rows_of, values_of
 from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ
 from quantshard.numerics.states import MASTER
@@ -41,11 +39,10 @@ class TransformerEngineCheckpoint:
 
     def __init__(self, path: Path_, model: str, optimizer: str) -> None:
         self.path, self.model, self.optimizer = path, f"{model}." if model else "", f"{optimizer}."
-        self.metadata = read_metadata(path, packed=True)
-        self.reader = SafeReader(path, self.metadata)
-        self.entries = self.metadata.state_dict_metadata
+        self.reader = SafeReader(path, packed=True)
+        self.entries = self.reader.entries
         # planner_data has the order of the state dict, regardless of which rank wrote an entry
-        order = self.metadata.planner_data or self.entries
+        order = self.reader.metadata.planner_data or self.entries
         self.names = [
             key.removeprefix(self.model)
             for key in order
@@ -83,19 +80,18 @@ class TransformerEngineCheckpoint:
             return rows_of(self.pieces(source_key), half_index * rows, (half_index + 1) * rows)
         pieces: list[WeightPiece | tuple[tuple[int, ...], Tensor]] = []
         try:
-            for chunk, content in self.reader.stored(key, CALLS):
-                if not chunk.sizes.numel():
-                    continue
-                origin = tuple(chunk.offsets)
-                pieces.append(
-                    piece_of(content, origin, tuple(chunk.sizes))
-                    if isinstance(content, RecordedCall)
-                    else (origin, content)
-                )
+            with recorded_calls():
+                for chunk, value in self.reader.chunks(key):
+                    origin = tuple(chunk.offsets)
+                    if isinstance(value, RecordedCall) and chunk.sizes.numel():
+                        pieces.append(piece_of(value, origin, tuple(chunk.sizes)))
+                    elif chunk.sizes.numel():
+                        pieces.append((origin, self.reader.checked(key, chunk, value)))
         except CheckpointError as error:
             old = "getattr" in str(error)
             hint = "; TransformerEngine before 2.17 wrote it: load and save it with 2.17 or later" if old else ""
-            raise CheckpointError(f"{self.path}: {key}: {error}{hint}") from error
+            reason = str(error).removeprefix(f"{key} cannot be read: ")
+            raise CheckpointError(f"{self.path}: {key}: {reason}{hint}") from error
         return pieces
 
     def size(self, key: str) -> torch.Size:
@@ -119,10 +115,7 @@ class TransformerEngineCheckpoint:
             CheckpointError: the entry is damaged, or is neither.
         """
         if isinstance(self.entries.get(key), BytesStorageMetadata):
-            try:
-                return self.reader.object(key)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.path}: {error}") from error
+            return self.reader.value(key)
         return values_of(self.pieces(key), self.size(key))
 
     # The optimizer --------------------------------------------------------------------------------------------------
@@ -229,12 +222,11 @@ class TargetCheckpoint:
     """A checkpoint of the model to train: defines the entries and formats of the converted checkpoint."""
 
     def __init__(self, path: Path_) -> None:
-        self.path, self.reader = path, contents.opened(path)
-        self.metadata = self.reader.read_metadata()
-        self.entries = self.metadata.state_dict_metadata
+        self.path, self.reader = path, SafeReader(path)
+        self.entries = self.reader.entries
         self.groups: Mapping[str, TensorGroup] = {group.name: group for group in contents.groups(self.reader)}
         problems = [line for group in self.groups.values() for line in group.wrong]
-        self.paths: Mapping[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
+        self.paths: Mapping[str, tuple[str | int, ...]] = self.reader.metadata.planner_data or {}
         if not problems and not all(".".join(map(str, self.paths.get(key, ()))) == key for key in self.entries):
             problems = ["it does not say where entries stand in a state dict"]
         if problems:
@@ -246,9 +238,9 @@ class TargetCheckpoint:
         Raises:
             CheckpointError: the entry is missing or damaged.
         """
-        if isinstance(self.entries.get(key), BytesStorageMetadata):
-            return self.reader.object(key)
-        return self.reader.tensor(key)
+        if key not in self.entries:
+            raise CheckpointError(f"{self.path}: it has no entry {key}")
+        return self.reader.value(key)
 
     @cached_property
     def parameters(self) -> list[tuple[int, str, str]]:

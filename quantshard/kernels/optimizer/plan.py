@@ -32,8 +32,15 @@ from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer import step as kp
 from quantshard.kernels.optimizer.parameters import StepPasses, is_aligned, passes_of, step_kernel_config
-from quantshard.kernels.optimizer.settings import SETTINGS, SettingsRow, table_of
-from quantshard.kernels.optimizer.stored import Algorithm, ScaledTensor, StepParameter, StoredTensor
+from quantshard.kernels.optimizer.stored import (
+    SETTINGS,
+    Algorithm,
+    ScaledTensor,
+    SettingsRow,
+    StepParameter,
+    StoredTensor,
+    table_of,
+)
 from quantshard.kernels.tables import device_table
 from quantshard.numerics.states import AVERAGE, WEIGHT
 
@@ -55,7 +62,7 @@ class AmaxGrid(NamedTuple):
 
 @dataclass
 class _KernelLaunch:
-    """One kernel launch: kernel, constants, table, and the numbers of its parameters."""
+    """One kernel launch: kernel, constants, table, the numbers of its parameters, and options of the compiler."""
 
     kernel: Any
     how: ks.StepKernelConfig
@@ -63,6 +70,7 @@ class _KernelLaunch:
     table: Tensor
     entries: Tensor
     programs: int
+    options: dict[str, Any]
     redo: bool = False
 
 
@@ -188,7 +196,9 @@ class StepLaunchPlan:
         firsts = (0, *accumulate(programs))
         table = [self._row(*row) for row in zip(members, across, firsts, strict=False)]
         entries = km.entry_of_program(tuple(programs), self.device)
-        return _KernelLaunch(kernel, how, members, device_table(table, self.device), entries, firsts[-1], redo)
+        return _KernelLaunch(
+            kernel, how, members, device_table(table, self.device), entries, firsts[-1], launch_options(how), redo
+        )
 
     def _row(self, number: int, across: int, first: int) -> list[int]:
         parameter = self.parameters[number]
@@ -397,7 +407,7 @@ class StepLaunchPlan:
         if launch.programs == 0:
             return
         gradient_table, groups, _, _, settings = self._parts
-        options = launch_options(launch.how)
+        options = launch.options
         if launch.kernel is kp.requantize_kernel:
             grid = (len(launch.members), REDO_PROGRAMS) if launch.redo else (launch.programs,)
             launch_kernel(

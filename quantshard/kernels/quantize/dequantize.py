@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
 from quantshard.kernels.quantize.matrix import decode_scale, grid_of_tile, tile_of
-from quantshard.kernels.quantize.targets import WARPS, KernelConfig, Region, tiles, tiling
+from quantshard.kernels.quantize.targets import MOST_PLANS, WARPS, KernelConfig, Region, tiles, tiling
 from quantshard.numerics import Pair
 
 StoredParts = tuple[Mapping[str, Tensor], Pair, Pair]
@@ -101,6 +102,7 @@ def dequantize_matrices(
     return results
 
 
+@lru_cache(MOST_PLANS)
 def tiles_of(copy: OrientedCodes, device: torch.device) -> KernelConfig:
     """Return the config of tiles of whole blocks of this copy."""
     rows, cols = (1 if cover == ALL else cover for cover in copy.block)

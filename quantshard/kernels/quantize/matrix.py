@@ -23,7 +23,6 @@ from torch import Tensor
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
 from quantshard.kernels.launch import launch_kernel
-from quantshard.kernels.quantize import hadamard
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.kernels.quantize.swizzle import SwizzleRequest, swizzle_tile, swizzled
 from quantshard.kernels.quantize.targets import (
@@ -33,6 +32,7 @@ from quantshard.kernels.quantize.targets import (
     Targets,
     plan_quantization,
 )
+from quantshard.numerics.hadamard import HADAMARD_NEGATIVE
 
 NAN = tl.constexpr(0x7FC00000)
 """The bits of a NaN. As an integer they exceed the bits of every number."""
@@ -145,13 +145,41 @@ def transformed(values, dtype: tl.constexpr, H: tl.constexpr):
     if H.hadamard:
         if H.transposed:
             tl.static_assert(H.together == 16)
-            signs = hadamard.hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
-            x = hadamard.hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
+            signs = hadamard_signs(ql.row_order(H.cols, H.together))[:, None]  # tiles start at multiples of 16
+            x = hadamard16(x, signs, H.cols, H.rows, H.cols // 16 * H.rows)
         else:
-            signs = hadamard.hadamard_signs(tl.arange(0, H.cols))[None, :]
-            x = hadamard.hadamard16(x, signs, H.rows, H.cols, 1)
+            signs = hadamard_signs(tl.arange(0, H.cols))[None, :]
+            x = hadamard16(x, signs, H.rows, H.cols, 1)
         x = ql.rounded(x, dtype)
     return x
+
+
+@triton.jit
+def hadamard16(x, SIGNS, ROWS: tl.constexpr, COLS: tl.constexpr, STEP: tl.constexpr):
+    """Transform groups of 16 elements, STEP apart, of float32 [ROWS, COLS] times SIGNS: `numerics.hadamard16`."""
+    x = x * SIGNS
+    x = _butterflies(x, STEP, ROWS, COLS)
+    x = _butterflies(x, 2 * STEP, ROWS, COLS)
+    x = _butterflies(x, 4 * STEP, ROWS, COLS)
+    return _butterflies(x, 8 * STEP, ROWS, COLS) * 0.25
+
+
+@triton.jit
+def _butterflies(x, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    pairs = tl.reshape(x, (ROWS * COLS // (2 * STRIDE), 2, STRIDE))
+    a, b = tl.split(tl.permute(pairs, (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (ROWS, COLS))
+
+
+# a bit mask, because a kernel cannot index a tuple by a tile
+SIGN_MASK = tl.constexpr(HADAMARD_NEGATIVE)
+
+
+@triton.jit
+def hadamard_signs(columns):
+    """Return +1 or -1 for each of these global columns."""
+    mask = tl.zeros_like(columns) + SIGN_MASK
+    return 1.0 - 2.0 * ((mask >> (columns % 16)) & 1).to(tl.float32)
 
 
 @triton.jit
@@ -240,7 +268,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
         if out.second_scale is not None:
             encoding: tl.constexpr = rule.stored
             second_scale = second * (1.0 / (rule.element.max * encoding.max))
-            if H.nan_flag == "amax":
+            if H.nan_from_amax:
                 second_scale = tl.where(second < float("inf"), second_scale, float("nan"))
             tl.store(out.second_scale, second_scale, mask=(row <= where.row_origin) & (col <= where.col_origin))
         scale_ptr = out.scale
@@ -250,7 +278,7 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             # one entry per thread: after the reduction several threads have the same entries, and would repeat the work
             order = tl.arange(0, ENTRIES)
             stored_scale, flat_multiplier = sr.scales(tl.gather(_in_order(amax, ENTRIES, H), order, 0), second, rule)
-            if H.nan_flag == "given":
+            if out.nan_flag is not None:
                 stored_scale += tl.load(out.nan_flag)
             if H.decoded:
                 scale = tl.gather(decode_scale(stored_scale, second, rule), order, 0)
@@ -260,13 +288,13 @@ def _scales(amax, row, col, where, out, H: tl.constexpr):
             multiplier = _as_held(tl.gather(flat_multiplier, order, 0), ROWS, COLS, H)
         else:
             stored_scale, multiplier = sr.scales(amax, second, rule)
-            if H.nan_flag == "amax" and rule.kind == 0:
+            if H.nan_from_amax and rule.kind == 0:
                 stored_scale = tl.where(amax < float("inf"), stored_scale, float("nan"))
-            if H.nan_flag == "given":
+            if out.nan_flag is not None:
                 stored_scale += tl.load(out.nan_flag)
             if H.decoded:
                 decoded = decode_scale(stored_scale, second, rule)
-            elif H.nan_flag == "apart":
+            elif H.merges_scale:
                 tl.atomic_max(
                     ql.as_bits(out.scale + entries), stored_scale.to(tl.int32, bitcast=True), mask=inside, sem="relaxed"
                 )

@@ -32,10 +32,6 @@ class TileShape(NamedTuple):
 
 Given = Literal["", "multipliers", "amaxes"]
 """Values that the caller passes for each block: none, multipliers, or amaxes."""
-Poison = Literal["", "amax", "apart", "given"]
-"""How non-finite values make scales NaN. Empty: they do not. "amax": the amax of the whole tensor, passed by the
-caller, is not finite (this includes the second scale). "apart": other kernels write NaN to the same scale, so it is
-stored by `tl.atomic_max` of its bits. "given": a scalar, 0 or NaN, is added to the scales of blocks."""
 
 
 class KernelConfig(NamedTuple):
@@ -45,7 +41,7 @@ class KernelConfig(NamedTuple):
     `ql.row_order`. `transposed`: registers hold the tile as its transpose [cols, rows]. `words_transposed`: random
     words are `RandomBits.transposed`. `words_shared`: the other direction has drawn the random words already. `pairs`:
     block amaxes come from `ql.line_amax`. `by_columns`: scales are stored column by column. `swizzled`: scales are
-    stored as by `numerics.swizzling.swizzled`. `nan_flag`: see `Poison`. `decoded`: see `QuantizeSpec`.
+    stored as by `numerics.swizzling.swizzled`. `nan_from_amax`, `merges_scale`, `decoded`: see `QuantizeSpec`.
     """
 
     rows: int
@@ -67,7 +63,8 @@ class KernelConfig(NamedTuple):
     pairs: bool = False
     by_columns: bool = False
     swizzled: bool = False
-    nan_flag: Poison = ""
+    nan_from_amax: bool = False
+    merges_scale: bool = False
     decoded: bool = False
 
 
@@ -94,6 +91,8 @@ class QuantizeSpec(NamedTuple):
     codes equal those from quantizing the transpose.
     `by_columns`: new scales are stored column by column, with strides (1, rows); see `gemm.producers.read_by_columns`.
     `given`: multipliers if blocks cross the edge of the rectangle; multipliers or amaxes if blocks exceed a tile.
+    `nan_from_amax`: the scale of the whole matrix, or its second scale, is NaN if the caller's amax is not finite.
+    `merges_scale`: other kernels can write NaN to the only scale, so it is stored by `tl.atomic_max` of its bits.
     `decoded`: return the dequantized values in the input's dtype, instead of codes and scales.
     `ready`: return what PyTorch's scaled products take: codes and scales in PyTorch's dtypes, 8-bit scales flat and
     swizzled, and the second scale as well as its amax. Swizzled scales exclude `given`.
@@ -105,7 +104,8 @@ class QuantizeSpec(NamedTuple):
     transposed: bool = False
     by_columns: bool = False
     given: Given = ""
-    nan_flag: Poison = ""
+    nan_from_amax: bool = False
+    merges_scale: bool = False
     decoded: bool = False
     ready: bool = False
 
@@ -128,7 +128,8 @@ class QuantizeRequest(NamedTuple):
     `second_amax`: float32 scalar, the amax of the whole tensor; for formats with two scales, unless multipliers are
     given.
     `words`: random bits for stochastic rounding, for the transformed and padded matrix.
-    `scale`: zeroed memory for the scale, if other kernels write NaN to it. `nan_flag`: scalar for the Poison "given".
+    `scale`: zeroed memory for the scale, if `spec.merges_scale`. `nan_flag`: float32 scalar, 0 or NaN, that is added to
+    the scales of blocks.
     """
 
     spec: QuantizeSpec
@@ -408,7 +409,8 @@ def layout(
         pairs=dtype is torch.bfloat16 and 1 in copy.block and not hadamard and ql.takes_pairs(device),
         by_columns=by_columns,
         swizzled=spec.swizzled,
-        nan_flag=spec.nan_flag,
+        nan_from_amax=spec.nan_from_amax,
+        merges_scale=spec.merges_scale,
         decoded=spec.decoded,
     )
     return QuantizeLayout(

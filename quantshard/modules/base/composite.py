@@ -9,36 +9,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from quantshard.collectives.process_groups import Group
-from quantshard.errors import ConfigurationError
 
 
 class CompositeModule(nn.Module):
     """A module that has no parameters of its own, only children with parameters."""
 
     def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
-        """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`.
-
-        Raises:
-            ConfigurationError: a child was replaced by a module without this method.
-        """
-        for child in self._cut_by("set_device_mesh"):
+        """Put the parameters of all children on the tensor-parallel axis of a mesh; see `Linear.set_device_mesh`."""
+        for child in self._cut():
             child.set_device_mesh(tp_mesh, weight_mesh)
 
     def set_tensor_parallel_group(self, tp_group: Group) -> None:
         """Set the tensor-parallel process group of all children; under FSDP2 use `set_device_mesh`."""
-        for child in self._cut_by("set_tensor_parallel_group"):
+        for child in self._cut():
             child.set_tensor_parallel_group(tp_group)
-
-    def _cut_by(self, method: str) -> list[Any]:
-        children = list(self._cut())
-        for child in children:
-            if not hasattr(child, method):
-                raise ConfigurationError(
-                    f"{type(self).__name__}.{method}: the {type(child).__name__} inside has no such method, so it is "
-                    f"not known how tensor parallelism cuts it; give it a {method}, which may do nothing if each rank "
-                    "has all of it"
-                )
-        return children
 
     def _cut(self) -> Iterable[Any]:
         """The children that tensor parallelism applies to."""

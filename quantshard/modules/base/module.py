@@ -1,86 +1,77 @@
-"""Base class of modules with weights: initialization, checkpointing and the linear layers that run on the weights.
-
-A weight's initial values (`WeightSpec`) come from a counter-based generator, seeded by the parameter's key and indexed
-by position in the global tensor. They do not depend on sharding, or on whether the module was built on the meta device.
-"""
+"""Base class of modules with weights. Its neighbors have the functions for initialization, state dicts and checks."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from quantshard import limits, numerics, private_torch
-from quantshard.argument_kinds import CALLABLE, FLAG, check_kinds
-from quantshard.collectives import flat_max
-from quantshard.distributed import distribute, tensor_parallel
+from quantshard import limits, private_torch
+from quantshard.collectives.process_groups import Group
+from quantshard.distributed import distribute, module_meshes, tensor_parallel
 from quantshard.distributed.module_meshes import TensorParallelConfig
-from quantshard.errors import ConfigurationError, RecipeMismatchError, UnsupportedOperationError
-from quantshard.gemm import backend
-from quantshard.modules.base import devices, inputs
-from quantshard.modules.base.own_recipe import HISTORIES, RecipeModule
+from quantshard.distributed.tensor_parallel import TensorParallel
+from quantshard.errors import ConfigurationError, UnsupportedOperationError
+from quantshard.modules.base import assignment, checks, histories, initialization, state_dict
+from quantshard.modules.base.initialization import InitMethod, WeightSpec
 from quantshard.modules.base.projections import Projection, joined
 from quantshard.modules.contexts import context, recompute
+from quantshard.modules.contexts.context import InitPlan
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import compiled, functional, operator_arguments
 from quantshard.modules.gemms.compiled import TracedLinear
 from quantshard.modules.gemms.functional import PreparedLinear
-from quantshard.modules.gemms.linear_state import LinearState
+from quantshard.modules.gemms.linear_state import LayerPlans, LinearState
 from quantshard.modules.gemms.shared_input import InputReader
-from quantshard.numerics import distributions
-from quantshard.recipe import Recipe, TensorRole
-from quantshard.tensor import components, observation, requantize
+from quantshard.recipe import Recipe, resolve, stock_name
+from quantshard.tensor import components
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, INIT_STREAM, KEY
 
-InitMethod = Callable[[Tensor], Any]
-DEFAULT_STD = 0.023
-"""Standard deviation of the default initialization, as in TransformerEngine."""
-
-_PARAMS_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MATERIALIZED = "quantshard_materialized"  # attribute of a meta parameter: the parameter that replaced it
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
-class WeightSpec:
-    """Shape [out_features, in_features] and initialization of a weight.
+def by_own_recipe(forward: _Forward) -> _Forward:
+    """Decorate the forward of a `QuantizedModule` to run under the module's own recipe, if there is one."""
 
-    `init_method`: function that fills the whole tensor in place, with torch's generator seeded by the parameter's key.
-    If None, values are drawn from N(0, `std`**2) by the counter-based generator, which never builds the whole tensor.
-    """
+    @functools.wraps(forward)
+    def inside(self: QuantizedModule, *args: Any, **kwargs: Any) -> Any:
+        own_autocast = None if self.recipe is None and self.model_recipe is None else self.own_autocast()
+        if own_autocast is None:
+            return forward(self, *args, **kwargs)
+        with own_autocast:
+            return forward(self, *args, **kwargs)
 
-    shape: tuple[int, int]
-    init_method: InitMethod | None = None
-    std: float = DEFAULT_STD
-
-    def values(self, key: int, origin: tuple[int, int], shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Initial values of the rectangle at `origin` with `shape`, float32."""
-        if self.init_method is None:
-            words = numerics.random_words(key, 0, INIT_STREAM, self.shape, origin, shape, device=device)
-            return distributions.normal(words) * self.std
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(key)  # torch.manual_seed would also seed the accelerators, unforked
-            whole = torch.empty(self.shape, dtype=torch.float32, device="cpu")
-            self.init_method(whole)
-        return whole[origin[0] : origin[0] + shape[0], origin[1] : origin[1] + shape[1]].to(device)
+    return cast(_Forward, inside)
 
 
-class QuantizedModule(RecipeModule):
+class QuantizedModule(nn.Module):
     """Base of modules with quantized or high-precision weights. Subclasses call `_add_projection` and `add_vector`.
 
+    `recipe`: recipe of its GEMMs inside an autocast that quantizes; None uses the recipe of that autocast.
+    `model_recipe`: recipe of its GEMMs outside of every autocast, for example when only a part of the model is called
+    and not the model itself, whose forward enters one; None computes in high precision with dequantized weights.
     `shared_input`: reader of an input that the layers of other modules read too, or None.
     `zero_centered_gammas`: names of the parameters that are stored as gamma - 1.
+
+    `_born_states`: the initial state of each weight. A high-precision weight keeps it, also one that replaces a
+    quantized weight; a quantized weight has its state in its storage.
+    `_cuts`: the dim that tensor parallelism cuts of each parameter, or None.
+    `_awaits_values`: whether the module was built on the meta device and has no values yet.
     """
 
+    recipe: str | Recipe | None = None
+    model_recipe: str | Recipe | None = None
     shared_input: InputReader | None = None
     zero_centered_gammas: tuple[str, ...] = ()
+    _awaits_values = False
 
     def __init__(
         self,
@@ -88,23 +79,22 @@ class QuantizedModule(RecipeModule):
         params_dtype: torch.dtype | None,
         parallelism: TensorParallelConfig = TensorParallelConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        self_device = torch.device(device) if device is not None else devices.default_device()
-        super().__init__(parallelism, self_device)
+        super().__init__()
+        self._device = torch.device(device) if device is not None else initialization.default_device()
+        self._cuts: dict[str, int | None] = {}
+        self._asked, self.sequence_parallel = parallelism, parallelism.sequence_parallel
+        self.tp_mesh = parallelism.mesh(type(self).__name__, self._device)
+        self._from_group = self.tp_mesh is not None and parallelism.tp_mesh is None
         self.use_bias = False
         self._plan = context.init_plan()
-        self._device = self_device
         self._dtype = params_dtype or torch.get_default_dtype()
-        if self._dtype not in _PARAMS_DTYPES:
-            raise ConfigurationError(
-                f"{type(self).__name__}(params_dtype={params_dtype}): it is the dtype that weights stand for; choose "
-                f"one of {', '.join(map(str, _PARAMS_DTYPES))}, and a recipe for what they are stored in"
-            )
+        checks.check_dtype(f"{type(self).__name__}.params_dtype", self._dtype)
         self._weights: dict[str, WeightSpec] = {}
         self._vectors: dict[str, float] = {}
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._history_prefixes: list[str] = []
-        self._awaits_values = self_device.type == "meta"
-        self._handle = operator_arguments.handle(self, self_device)
+        self._awaits_values = self._device.type == "meta"
+        self._handle, self.gemm_plans = operator_arguments.handle(self, self._device), LayerPlans()
 
     # Initialization --------------------------------------------------------------------------------------------------
 
@@ -120,7 +110,6 @@ class QuantizedModule(RecipeModule):
         mode: str | None = None,
     ) -> Projection:
         """Register the parameters of a linear layer; `sizes` maps the name of each part to its out_features."""
-        check_kinds(type(self).__name__, init_method=(CALLABLE.or_none, init_method), bias=(FLAG, bias))
         tensor_parallel.check_mode(type(self).__name__, mode, self.sequence_parallel)
         projection = Projection(tuple(sizes), prefix, mode, suffix)
         cut, bias_cut = {None: (None, None), "column": (0, 0), "row": (1, None)}[mode]
@@ -131,7 +120,7 @@ class QuantizedModule(RecipeModule):
             else:
                 self.register_parameter(name, None)
         self._history_prefixes.append(prefix)
-        self._make_histories(prefix)
+        histories.make_histories(self, self._plan.recipe, prefix)
         return projection
 
     def _add_weight(self, name: str, spec: WeightSpec, cut: int | None = None) -> None:
@@ -145,9 +134,10 @@ class QuantizedModule(RecipeModule):
         state = storages.weight_state(cell, self._device)
         stored_cell = cell if self._plan.quantize else None
         self._born_states[name] = state if stored_cell is None else {key: value.clone() for key, value in state.items()}
-        self.register_parameter(name, self._empty_weight(name, stored_cell, state, self._dtype, self._device))
+        param = initialization.empty_weight(self, name, stored_cell, state, self._dtype, self._device)
+        self.register_parameter(name, param)
         if not self.get_parameter(name).is_meta:
-            self._fill([name])
+            initialization.fill(self, [name])
 
     def add_vector(self, name: str, size: int, fill: float, cut: int | None = None) -> None:
         """Register a 1-D high-precision parameter that is initialized to the constant `fill`."""
@@ -159,15 +149,12 @@ class QuantizedModule(RecipeModule):
         self.register_parameter(name, param)
 
     def _check_shape(self, name: str, shape: tuple[int, ...], cut: int | None) -> None:
-        if not all(hasattr(size, "__index__") and size >= 0 for size in shape):
-            raise ConfigurationError(f"{type(self).__name__}.{name}: its sizes are {shape}; give whole numbers")
         if cut is not None and shape[cut] % self.tp_size:
             raise ConfigurationError(
                 f"{type(self).__name__}.{name} {list(shape)}: tensor parallelism over {self.tp_size} ranks cuts dim "
                 f"{cut}, and {shape[cut]} is not a multiple of {self.tp_size}; choose sizes that tp_size divides"
             )
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Fill all parameters with their initial values, also after `fully_shard` and from the meta device.
 
@@ -182,67 +169,7 @@ class QuantizedModule(RecipeModule):
                 f"{type(self).__name__}.reset_parameters: FSDP holds this module's parameters gathered, and what is "
                 "written to them is lost; call reshard() on the FSDP-wrapped module first"
             )
-        self._materialize()
-        self._fill(self._weights)
-        for name, fill in self._vectors.items():
-            private_torch.local_tensor(self.get_parameter(name)).fill_(fill)
-        for buffer in self.buffers(recurse=False):
-            buffer.zero_()
-        self._awaits_values = False
-
-    @torch.no_grad()
-    def _fill(self, names: Iterable[str]) -> None:
-        """Fill weights with their initial values. A collective call if they are sharded."""
-        self._check_keys(names)
-        quantized: list[tuple[Tensor, Tensor]] = []
-        for name in names:
-            param, state, spec = self.get_parameter(name), self.weight_state(name), self._weights[name]
-            state[DRAWS].zero_()
-            if AMAX_HISTORY in state:
-                state[AMAX_HISTORY].zero_()
-            local = private_torch.local_tensor(param)
-            offset = private_torch.global_offset(param)
-            origin = (
-                local.quantized_storage.shard.origin if isinstance(local, QuantizedTensor) else (offset[0], offset[1])
-            )
-            shape = (local.shape[0], local.shape[1])
-            values = spec.values(int(state[KEY]), origin, shape, local.device).to(self._dtype)
-            if isinstance(local, QuantizedTensor):
-                quantized.append((param, values))
-            else:
-                local.copy_(values)
-        weights = [name for name in names if components.quantized_local(self.get_parameter(name)) is not None]
-        requantize.requantize_(quantized, names=[f"{type(self).__name__}.{name}" for name in weights])
-        if self._plan.preserve_high_precision:
-            for weight, values in quantized:
-                components.storage_of(weight).keep_initial_values(values.cpu().clone())
-
-    def _materialize(self) -> None:
-        for name, param in list(self.named_parameters(recurse=False)):
-            if param.is_meta:
-                mesh_type = param.device_mesh.device_type if isinstance(param, DTensor) else None
-                device = devices.default_device() if mesh_type is None else devices.current_device(mesh_type)
-                new = getattr(param, _MATERIALIZED, None)  # set if a tied module was materialized first
-                if new is None:
-                    new = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-                    setattr(param, _MATERIALIZED, new)
-                setattr(self, name, new)
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                device = next(
-                    (private_torch.local_tensor(p).device for p in self.parameters()), devices.default_device()
-                )
-                self.register_buffer(name, torch.zeros_like(buffer, device=device))
-        for name, state in self._born_states.items():
-            if AMAX_HISTORY in state and state[AMAX_HISTORY].is_meta:
-                device = private_torch.local_tensor(self.get_parameter(name)).device
-                state[AMAX_HISTORY] = torch.zeros_like(state[AMAX_HISTORY], device=device)
-
-    def _check_keys(self, names: Iterable[str]) -> None:
-        for name in names:
-            param = self.get_parameter(name)
-            group = private_torch.mesh_group(param)
-            flat_max.check_equal_on_ranks({name: self.weight_state(name)[KEY]}, group, "the random key")
+        initialization.reset(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         """Move or cast, as `.to()` and `.half()` do. Amax histories stay float32; RNG counters move along."""
@@ -256,22 +183,212 @@ class QuantizedModule(RecipeModule):
             moved = self.get_buffer(name)
             if buffer.is_meta and not moved.is_meta:
                 moved.zero_()  # to_empty leaves memory uninitialized, and a checkpoint need not have this buffer
-            elif name.endswith(tuple(HISTORIES.values())) and moved.dtype != buffer.dtype:
+            elif name.endswith(tuple(histories.HISTORIES.values())) and moved.dtype != buffer.dtype:
                 self.register_buffer(name, buffer.to(moved.device))
         for name, state in self.plain_states.items():
             storages.move_draws(state, private_torch.local_tensor(getattr(self, name)).device)
         self._handle = operator_arguments.handle_beside(self, self._handle)
-        self._check_dtypes()
+        for name, param in self.named_parameters(recurse=False):
+            checks.check_dtype(f"{type(self).__name__}.{name}", param.dtype)
         return self
 
-    def _check_dtypes(self) -> None:
-        for name, param in self.named_parameters(recurse=False):
-            if param.dtype not in _PARAMS_DTYPES:
-                raise ConfigurationError(
-                    f"{type(self).__name__}.{name} was cast to {param.dtype}: parameters stand for values of one of "
-                    f"{', '.join(map(str, _PARAMS_DTYPES))}; build the module under quantized_model_init with a recipe "
-                    "to store weights in fewer bits"
-                )
+    # Recipe ----------------------------------------------------------------------------------------------------------
+
+    def own_autocast(self) -> context.autocast | None:
+        """The autocast that forward enters; None to use the enclosing one."""
+        if self.model_recipe is not None and not context.in_autocast():
+            return context.autocast(recipe=self.model_recipe)
+        if self.recipe is None or not context.quantizes(context.current_setting()) or context.runs_by(self.recipe):
+            return None
+        return context.autocast_by(self.recipe)
+
+    def recipe_in(self, around: Recipe | None) -> Recipe | None:
+        """The recipe of this module's GEMMs inside an autocast of recipe `around`.
+
+        If `around` is None (unknown): the module's own recipe, else the one its weights were quantized by, or None.
+        """
+        if around is not None and not around.table:
+            return around
+        built_by = self._plan.recipe if around is None and self._plan.quantize else around
+        return built_by if self.recipe is None else resolve(self.recipe)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this module has weights, and no `quantized_model_init` chose how to store them."""
+        return bool(self._weights) and self._plan.is_open
+
+    @torch.no_grad()
+    def take_plan(self, plan: InitPlan, name: str, has_own_recipe: bool) -> None:
+        """Convert in place to what `plan` would have built, keeping the current values.
+
+        `name`: name of the module in the model. A collective call if tensor parallelism shards the module.
+        """
+        self._plan = plan
+        if has_own_recipe:
+            self.recipe = stock_name(plan.recipe) or plan.recipe
+        for weight in self._weights:
+            initialization.quantize_weight(self, weight, name)
+        for prefix in self._history_prefixes:
+            histories.make_histories(self, plan.recipe, prefix)
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def plain_states(self) -> dict[str, dict[str, Tensor]]:
+        """Live state of the weights that are not quantized."""
+        return {
+            name: s for name, s in self._born_states.items() if components.quantized_local(getattr(self, name)) is None
+        }
+
+    def weight_state(self, name: str) -> dict[str, Tensor]:
+        """Live RNG key, RNG counter and amax history of a weight."""
+        return self._states((name,))[0]
+
+    def _states(self, names: Sequence[str]) -> list[dict[str, Tensor]]:
+        """`weight_state` of several weights."""
+        params = private_torch.parameters_or_values(self, names)
+        states = []
+        for name, param in zip(names, params, strict=True):
+            local = components.quantized_local(param)
+            states.append(self._born_states[name] if local is None else local.quantized_storage.state)
+        return states
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers; see `state_dict.component_buffers`."""
+        return chain(super().named_buffers(*args, **kwargs), state_dict.component_buffers(self))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        assignment.check_no_attribute_hides(self, prefix)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state_dict.save_weights(self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self,
+        entries: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest = state_dict.load_weights(self, entries, prefix, local_metadata, missing_keys, error_msgs)
+        if rest is not None:
+            missing: list[str] = []
+            super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+            missing_keys += [key for key in missing if key.removeprefix(prefix) not in self._weights]
+        self._awaits_values = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # torch.distributed.checkpoint.state_dict resolves every state-dict key by attributes, and so does
+            # transformers' get_parameter, which returns only instances of nn.Parameter
+            for weight in self.__dict__.get("_weights", ()):
+                if name.startswith(weight + "_"):
+                    entry = state_dict.state_entry(self, weight, name.removeprefix(weight))
+                    if entry is not None:
+                        return entry if isinstance(entry, nn.Parameter) else nn.Parameter(entry, requires_grad=False)
+            raise
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter, or assign a component of a weight; see `assignment.take`."""
+        if param is None or not assignment.take(self, name, param):
+            old = private_torch.registered_parameter(self, name)
+            super().register_parameter(name, param)
+            components.carry_attributes(old, param)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; when FSDP2 swaps a sharded parameter for an unsharded one or back, keep its attributes.
+
+        FSDP2 calls this method several times a step because the class defines it, so swaps take a short path.
+        """
+        old = self.__dict__.get("_parameters", {}).get(name)
+        sharded = isinstance(value, DTensor) or isinstance(old, DTensor)
+        is_swap = old is not None and sharded and isinstance(value, nn.Parameter)
+        if is_swap and (name not in self._weights or components.quantized_local(value) is not None):
+            private_torch.put_parameter(self, name, value)
+            components.carry_attributes(old, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """Whether transformers should skip initializing this module; transformers reads it after loading the file."""
+        return assignment.is_initialized(self)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        self.__dict__[assignment.LOADED] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
+
+    # Tensor parallelism ----------------------------------------------------------------------------------------------
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks that share the parameters of one copy of this module."""
+        return self._asked.tp_size if self.tp_mesh is None else self.tp_mesh.size()
+
+    def set_tensor_parallel_group(self, tp_group: Group) -> None:
+        """Cut the parameters over a process group. For a module under FSDP2, use `set_device_mesh`."""
+        if tp_group is not None:
+            device = next((param.device for param in self.parameters(recurse=False)), torch.device("cpu"))
+            self.set_device_mesh(module_meshes.mesh_of_group(tp_group, device))
+            self._from_group = True
+
+    def set_device_mesh(self, tp_mesh: DeviceMesh | None = None, weight_mesh: DeviceMesh | None = None) -> None:
+        """Convert the parameters to DTensors on the tensor-parallel axis of a mesh; each rank keeps its shard.
+
+        Call it before `fully_shard`, before `reset_parameters` of a module on the meta device, and before building the
+        optimizer. `weight_mesh`: all axes that weights are sharded over, flattened; only checked.
+
+        Raises:
+            ConfigurationError: on every rank: a mesh has the wrong size or does not divide a dim, or parameters are
+                already on a mesh.
+        """
+        if tp_mesh is not None:
+            module_meshes.check_meshes(type(self).__name__, tp_mesh, weight_mesh, self._asked.tp_size)
+            module_meshes.put_on_mesh(self, tp_mesh)
+
+    def tensor_parallel_of(self, mode: str | None) -> TensorParallel:
+        """Return this module's tensor-parallel part for a layer cut by `mode`."""
+        if self.tp_mesh is not None:
+            return TensorParallel.of(self.tp_mesh.get_group(), mode, self.sequence_parallel)
+        if self._asked.tp_size > 1 and mode is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} has tp_size={self.tp_size} but no mesh; call set_device_mesh(tp_mesh) or "
+                "set_tensor_parallel_group(tp_group) before its forward"
+            )
+        return tensor_parallel.NONE
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """Under sequence parallelism, gather the rows (dim 0) of all ranks; the gradient is whole on each rank."""
+        return tensor_parallel.join_rows(x, self.tensor_parallel_of(None)) if self.sequence_parallel else x
+
+    def whole_on_rows(self, *names: str) -> list[Any]:
+        """Return replicated parameters that each rank applies to its rows, such as norms; None if missing."""
+        params = self._locals(names)
+        if self.sequence_parallel and self.tp_mesh is not None:
+            tp = self.tensor_parallel_of(None)
+            params = [None if param is None else tensor_parallel.all_reduce_gradient(param, tp) for param in params]
+        return params
+
+    def _local(self, name: str) -> Any:
+        """Return the local part of one parameter; see `_locals`."""
+        return self._locals((name,))[0]
+
+    def _locals(self, names: Sequence[str]) -> list[Any]:
+        """Return this rank's parts of parameters, or None for names that the module lacks. Raises if FSDP has not
+        gathered one, or if it is shared with a module that cuts it in another way."""
+        params = private_torch.parameters_or_values(self, names)
+        for index, param in enumerate(params):
+            if self.tp_mesh is not None or isinstance(param, DTensor):
+                params[index] = module_meshes.local_part(self, names[index], param)
+        return params
 
     # Use -------------------------------------------------------------------------------------------------------------
 
@@ -291,20 +408,18 @@ class QuantizedModule(RecipeModule):
         """
         x = self._input(x)
         prepared = ready or self._ready(layer, x.shape, x.device, with_bias=with_bias)
-        return (
-            compiled.traced_linear(x, prepared)
-            if isinstance(prepared, TracedLinear)
-            else functional.linear(x, prepared, again, self.shared_input)
-        )
+        if isinstance(prepared, TracedLinear):
+            return compiled.traced_linear(x, prepared)
+        return functional.linear(x, prepared, again, self.shared_input)
 
     def _input(self, x: Tensor) -> Tensor:
         """Check the input and cast it to the dtype that this module computes in."""
-        checked = inputs.checked_input(type(self).__name__, x, self._dtype)
+        checked = checks.checked_input(type(self).__name__, x, self._dtype)
         if checked.dtype.itemsize > 2 and self._weights:
             weight = private_torch.registered_parameter(self, next(iter(self._weights)))
             # not _dtype: casts of the module do not update it
             if weight is not None and weight.dtype.itemsize < checked.dtype.itemsize:
-                inputs.warn_of_wide_input(type(self).__name__, checked.dtype, weight.dtype)
+                checks.warn_of_wide_input(type(self).__name__, checked.dtype, weight.dtype)
         return checked
 
     def _ready(
@@ -333,13 +448,8 @@ class QuantizedModule(RecipeModule):
             if not call.repeated:  # backward recomputes outside of the autocast of the first forward
                 limits.warn("dequantized", self.label(layer.weights[0]), "autocast(enabled=False)")
         for name, weight in zip(layer.weights, weights, strict=True):
-            self._check_weight(name, weight, call, device)
-        if x_shape[-1] != weights[0].shape[1]:
-            part = f", its part of them over {self.tp_size} ranks" if layer.mode == "row" and self.tp_size > 1 else ""
-            raise ConfigurationError(
-                f"{type(self).__name__}.{layer.weights[0]} got an input {list(x_shape)}, but its last dim must have "
-                f"the {weights[0].shape[1]} features that the weight takes here{part}"
-            )
+            checks.check_weight(self, name, weight, call, device)
+        checks.check_features(self, layer.weights[0], weights[0].shape[1], x_shape, layer.mode)
         state = self._linear_state(layer.weights, call.recipe, layer.prefix)
         # a recomputed forward follows the first one, even if train() or eval() was called in between
         state.record = call.record and not (state.stage is not None and state.stage.infers)
@@ -357,16 +467,8 @@ class QuantizedModule(RecipeModule):
     def _normalized(self, normalize: Callable[..., Any], x: Tensor, prefix: str = "") -> Any:
         """Apply `normalize` to x with this module's parameters `{prefix}weight` and `{prefix}bias`."""
         weight, bias = self.whole_on_rows(prefix + "weight", prefix + "bias")
-        self._check_place(prefix + "weight", weight, x.device)
+        checks.check_place(self.label(prefix + "weight"), weight, x.device)
         return normalize(x, weight, bias)
-
-    def _check_place(self, name: str, param: Tensor | None, device: torch.device) -> None:
-        if param is not None and param.is_meta and device.type != "meta":
-            raise ConfigurationError(
-                f"{self.label(name)} is on the meta device and holds no values; call "
-                "to_empty(device=...) on the model and load them (checkpoints.load_high_precision, checkpoints.load), "
-                "or reset_parameters()"
-            )
 
     def _joined_bias(self, layer: Projection, dtype: torch.dtype) -> Tensor | None:
         """Bias of all parts of a layer, in `dtype`, for callers that add it themselves; None without a bias."""
@@ -376,103 +478,14 @@ class QuantizedModule(RecipeModule):
         return joined(biases).to(dtype)
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor:
-        """Check a weight for the GEMMs of `call` and return its local part; see `_check_weight`."""
+        """Check a weight for the GEMMs of `call` and return its local part; see `checks.check_weight`."""
         weight: Tensor = self._local(name)
-        self._check_weight(name, weight, call, device)
+        checks.check_weight(self, name, weight, call, device)
         return weight
 
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState:
         """State of one linear layer of this module. Missing histories that the recipe needs are created."""
-        histories = {}
-        for role, length in recipe.histories.items():
-            histories[role] = self._history(prefix + HISTORIES[role], length, weights[0], recipe)
-        states, cell = self._states(weights), recipe.weight
-        if cell is not None and cell.scaling.history:
-            for weight, state in zip(weights, states, strict=True):
-                self._check_history(weight, state, recipe)
-        input_history, grad_output_history = histories.get(TensorRole.INPUT), histories.get(TensorRole.GRAD_OUTPUT)
-        is_delayed = bool(histories) or (cell is not None and cell.scaling.history > 0)
-        is_recorded = self.training and (is_delayed or observation.active is not None)
-        stage = private_torch.running_stage() if is_recorded else None
-        record = self.training and not (stage is not None and stage.infers)
-        return LinearState(states, input_history, grad_output_history, record, stage=stage)
-
-    def _history(self, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:
-        """Return an amax history of the length that `recipe` needs; create a missing one."""
-        history = private_torch.registered_buffer(self, name)
-        if history is None:
-            if self.training and context.is_strict():
-                self._refuse_fallbacks(name, ("late history",))
-            self._warn_of_late_history(name)
-            device = private_torch.local_tensor(self.get_parameter(weight)).device
-            self.register_buffer(name, history := _empty_history(length, device))
-        if history.numel() != length:
-            raise RecipeMismatchError(
-                f"{self.label(name)} holds {history.numel()} past amaxes, but autocast's recipe "
-                f"{recipe.name!r} asks for {length}; use one recipe object for training and evaluation"
-            )
-        return history
-
-    def _check_history(self, weight: str, state: dict[str, Tensor], recipe: Recipe) -> None:
-        """Ensure that a weight's state has the amax history that the recipe needs, on the weight's device."""
-        length, history = recipe.weight.scaling.history if recipe.weight else 0, state.get(AMAX_HISTORY)
-        if history is not None and history.numel() != length:
-            raise RecipeMismatchError(
-                f"{self.label(weight)} holds {history.numel()} past amaxes, but autocast's recipe "
-                f"{recipe.name!r} asks for {length}; use one recipe object for both"
-            )
-        if history is None or state is self._born_states.get(weight):
-            device = private_torch.local_tensor(getattr(self, weight)).device
-            if history is None:
-                state[AMAX_HISTORY] = _empty_history(length, device)
-            elif history.device != device:  # Module.to moves only parameters and buffers
-                state[AMAX_HISTORY] = history.to(device)
-
-    def _refuse_fallbacks(self, name: str, taken: tuple[str, ...]) -> None:
-        if taken:
-            raise limits.fallback_error(taken, self.label(name))
-
-    def _warn_of_late_history(self, name: str) -> None:
-        if self.training:
-            warnings.warn(f"{self.label(name)}: {limits.FALLBACKS['late history']}", stacklevel=2)
-
-    def _check_weight(self, name: str, weight: Tensor, call: LinearContext, device: torch.device) -> None:
-        """Check that a weight can be used in this call with an input on `device`.
-
-        Raises:
-            RecipeMismatchError: the weight's format is not the recipe's.
-            ConfigurationError: the weight is stale, has no values, or was gathered before this CUDA graph's capture.
-            FallbackError: under strict, the weight's GEMMs would fall back.
-        """
-        recipe, storage = call.recipe, weight.quantized_storage if isinstance(weight, QuantizedTensor) else None
-        if storage is not None and storage.is_stale:
-            raise ConfigurationError(
-                f"{self.label(name)} was gathered by FSDP before its last update, so this forward "
-                "would use old values; let FSDP free it after the last backward of a step (set_reshard_after_backward"
-                "(True)), or call reshard() on the FSDP-wrapped module after optimizer.step()"
-            )
-        if storage is not None and storage.gathered:
-            storage.check_captured(f"{type(self).__name__}.{name}")
-        if storage is not None and storage.version == 0 and storage.is_unwritten and not weight.is_meta:
-            raise ConfigurationError(
-                f"{self.label(name)} was never given values: to_empty took memory as it was, and "
-                "nothing was loaded since; call checkpoints.load_high_precision(model, state_dict) or "
-                "checkpoints.load before the first forward, or reset_parameters() for new values"
-            )
-        cell = None if storage is None else storage.cell
-        if cell not in (recipe.weight, None) and recipe.table:
-            expected = "high precision" if recipe.weight is None else str(recipe.weight)
-            raise RecipeMismatchError(
-                f"{self.label(name)} is stored as {cell}, but autocast's recipe "
-                f"{recipe.name!r} wants {expected}; give it the one by which the weights were made"
-            )
-        if storage is None and recipe.weight is not None and self.training and torch.is_grad_enabled():
-            silencer = "warnings.filterwarnings('ignore', '.*quantized anew')"
-            limits.warn("quantized each forward", self.label(name), silencer)
-        if weight.is_meta:
-            self._check_place(name, weight, device)
-        if call.strict:
-            self._refuse_fallbacks(name, backend.fallbacks(storage, recipe, device))
+        return histories.linear_state(self, weights, recipe, prefix)
 
     def label(self, parameter: str) -> str:
         """A parameter's name in messages: that of the module if it has one, otherwise of its class."""
@@ -485,13 +498,3 @@ class QuantizedModule(RecipeModule):
             local.quantized_storage.cell.tag for local in map(components.quantized_local, params) if local is not None
         }
         return f", weight={'/'.join(sorted(tags))}" if tags else ""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._handle = operator_arguments.handle(self, self._handle.device)  # a copied module needs a new handle
-
-
-def _empty_history(length: int, device: torch.device) -> Tensor:
-    """A zeroed float32 history, created outside of inference mode so that training can update it later."""
-    with torch.inference_mode(False):
-        return torch.zeros(length, dtype=torch.float32, device=device)

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quantshard.argument_kinds import ITERABLE, TEXT, check_arguments
 from quantshard.errors import ConfigurationError
 
 
@@ -49,10 +48,8 @@ def split_sizes(owner: str, out_features: int, split: Sequence[str] | Mapping[st
     Raises:
         ConfigurationError: the parts do not add up to `out_features`.
     """
-    check_arguments(owner, ITERABLE.or_none, parameters_split=split)
     if split is None:
         return {"": out_features}
-    check_arguments(owner, TEXT, **{f"parameters_split, part {index}": name for index, name in enumerate(split)})
     sizes = dict(split) if isinstance(split, Mapping) else dict.fromkeys(split, out_features // max(len(split), 1))
     if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) < 1:
         raise ConfigurationError(

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quantshard import private_torch
-from quantshard.argument_kinds import PROCESS_GROUP, check_arguments, suggests_names
 from quantshard.collectives.delayed_scaling import MISMATCHES, PendingAmaxes
 from quantshard.collectives.process_groups import world
 from quantshard.errors import ConfigurationError
@@ -332,7 +331,6 @@ class quantized_model_init:
         ConfigurationError: `enabled` is not a bool, or the recipe is unknown.
     """
 
-    @suggests_names
     def __init__(
         self,
         enabled: bool = True,
@@ -390,25 +388,20 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
-        calibrating: bool = False,
         recipe: str | Recipe | None = None,
         amax_reduction_group: dist.ProcessGroup | None = None,
         strict: bool = False,
     ) -> None:
-        check_flags("autocast", enabled=enabled, calibrating=calibrating, strict=strict)
-        if calibrating:
-            raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
+        check_flags("autocast", enabled=enabled, strict=strict)
         if amax_reduction_group is not None and torch.compiler.is_compiling():
             raise ConfigurationError(
                 "autocast(amax_reduction_group=) inside a compiled function is not supported: a graph holds no process "
                 "group; enter this autocast around the compiled function"
             )
-        if amax_reduction_group is not None:  # not traced in a compiled function
-            check_arguments("autocast", PROCESS_GROUP, amax_reduction_group=amax_reduction_group)
         self.setting = _setting_name(enabled, recipe, amax_reduction_group, strict)
         self.group = amax_reduction_group  # keeps the group alive, which the setting does not
         self.records = is_delayed(self.setting)
-        self._arguments = (enabled, calibrating, recipe, amax_reduction_group, strict)
+        self._arguments = (enabled, recipe, amax_reduction_group, strict)
 
     def __call__(self, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         _check_function("autocast", function)

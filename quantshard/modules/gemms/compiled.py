@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard.errors import UnsupportedOperationError
-from quantshard.modules.activation_storage import HIGH_PRECISION
 from quantshard.modules.contexts import context
 from quantshard.modules.gemms import functional, operators
-from quantshard.modules.gemms.functional import PreparedLinear, SavedLinear
-from quantshard.modules.gemms.operator_arguments import BackwardArguments, ForwardArguments
+from quantshard.modules.gemms.functional import LinearBackward, PreparedLinear
+from quantshard.modules.gemms.operator_arguments import StepArguments, structure_key
 from quantshard.modules.gemms.operators import ForwardResults, StepGradients
-from quantshard.modules.gemms.structure import structure_key
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -62,34 +60,22 @@ def traced_linear(x: Tensor, layer: TracedLinear) -> list[Tensor]:
     return call_operator("linear", x, [layer], [False])
 
 
-class FusedSteps(NamedTuple):
-    """Operations fused with linear layers: a normalization before them, an activation between two; "" for none.
-
-    `norm_weight`, `norm_bias`, `eps`, `zero_centered_gamma`: arguments of the normalization. `activation_storage`:
-    storage format of the activation's inputs that are kept for backward.
-    """
-
-    norm_weight: Tensor | None = None
-    norm_bias: Tensor | None = None
-    normalization: str = ""
-    eps: float = 0.0
-    zero_centered_gamma: bool = False
-    activation: str = ""
-    activation_storage: str = HIGH_PRECISION
-
-
 def call_operator(
-    step: str,
+    name: str,
     x: Tensor,
     layers: Sequence[TracedLinear],
     remakes: Sequence[bool],
-    fused: FusedSteps = FusedSteps(),  # noqa: B008 (immutable)
+    *,
     residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 0.0,
+    **facts: Any,
 ) -> list[Tensor]:
     """Call the operator of a step: layers of one module, each of which reads the output of the one before.
 
     Returns the outputs of the last layer, then x + residual if there is a residual. `remakes`: for each layer, whether
-    backward recomputes the input instead of forward keeping it.
+    backward recomputes the input instead of forward keeping it. `facts`: fields of the `StepStructure` with defaults.
     """
     first, layer_fields = layers[0], []
     for layer, remake in zip(layers, remakes, strict=True):
@@ -97,29 +83,23 @@ def call_operator(
         dtypes = tuple(None if bias is None else bias.dtype for bias in layer.biases)
         layer_fields.append((layer.names, layer.prefix, dtypes, needs_input and not remake, needs_input and remake))
     weights = [weight for layer in layers for weight in layer.weights]
-    key = structure_key(
-        tuple(layer_fields), weights[0].dtype, first.record, first.setting,
-        fused.normalization, fused.zero_centered_gamma, fused.activation, fused.activation_storage,
-    )  # fmt: skip
-    name = f"{step}_recording" if context.counts_calls(first.setting) else step
-    outputs: list[Tensor] = getattr(torch.ops.quantshard, name)(
-        x, weights, [], first.module, key, [weight.shape[0] for weight in weights],
-        fused.norm_weight, fused.norm_bias, fused.eps, residual,
-        [bias for layer in layers for bias in layer.biases if bias is not None],
+    key = structure_key(tuple(layer_fields), weights[0].dtype, first.record, first.setting, **facts)
+    full_name = f"{name}_recording" if context.counts_calls(first.setting) else name
+    outputs: list[Tensor] = getattr(torch.ops.quantshard, full_name)(
+        weights, [], first.module, key, [weight.shape[0] for weight in weights], norm_weight, norm_bias, eps,
+        x, residual, [bias for layer in layers for bias in layer.biases if bias is not None],
     )  # fmt: skip
     return outputs[: len(layers[-1].weights) + (residual is not None)]
 
 
-def _linear(asked: ForwardArguments, ready: list[PreparedLinear]) -> ForwardResults:
-    x, (layer,) = asked.x, ready
-    keeps = asked.layers.structure.layers[0].keeps
-    outputs, x_wgrad = functional.forward_gemms(x.reshape(-1, x.shape[-1]), x.shape, *layer, keeps)
+def _linear(step: StepArguments, layers: list[PreparedLinear]) -> ForwardResults:
+    keeps = step.structure.layers[0].keeps
+    outputs, x_wgrad = functional.forward_gemms(step.x.reshape(-1, step.x.shape[-1]), step.x.shape, layers[0], keeps)
     return ForwardResults(outputs, [x_wgrad])
 
 
-def _linear_backward(asked: BackwardArguments, layers: list[SavedLinear], _: list[Tensor]) -> StepGradients:
-    (layer,) = layers
-    dx, tensor_grads = layer.saved.backward(asked.grads, layer.tensors, layer.needed)
+def _linear_backward(step: StepArguments, layers: list[LinearBackward], _: list[Tensor]) -> StepGradients:
+    dx, tensor_grads = layers[0].backward(step.grads)
     return StepGradients([dx], [tensor_grads])
 
 

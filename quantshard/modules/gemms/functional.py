@@ -12,7 +12,7 @@ Backward keeps only wgrad's operand of the input: quantized, 8 bits or fewer per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,8 @@ from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import UnsupportedOperationError
 from quantshard.gemm import backend, operands
-from quantshard.gemm.operand_reader import ReadOperand
-from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, operand_usage
-from quantshard.gemm.weight_operands import WeightOperands
+from quantshard.gemm.backend import ReadOperand, WeightOperands
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.linear_operands import (
@@ -73,15 +72,31 @@ class PreparedLinear(NamedTuple):
         `kept`: wgrad's operand of the input. `rereads`: the operand was not kept, and backward recomputes it.
         """
         rebuild, x_tensors = to_saved(kept)
-        bias_dtypes = [None if bias is None else bias.dtype for bias in self.biases]
+        bias_dtypes = []
+        for bias in self.biases:
+            bias_dtypes.append(None if bias is None else bias.dtype)
         backward = LinearBackward(
-            self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads
+            self.call, self.state, rebuild, len(self.weights), bias_dtypes, tuple(x_shape), dtype, rereads, [],
+            LinearGradMask(False, (), ()),
         )  # fmt: skip
         return backward, [*self.weights, *x_tensors]
 
 
+class LinearGradMask(NamedTuple):
+    """Whether the input, each weight and each bias need a gradient."""
+
+    x: bool
+    weights: Sequence[bool]
+    biases: Sequence[bool]
+
+
 class LinearBackward(NamedTuple):
-    """A linear layer in backward, without its tensors. `rereads`: backward recomputes wgrad's operand of the input."""
+    """A linear layer in backward.
+
+    `rereads`: backward recomputes wgrad's operand of the input. `tensors`: the weights, and the tensors of that operand
+    unless it is recomputed. `needed`: the gradients to compute. Both are empty until `begin`, so that autograd alone
+    keeps the tensors.
+    """
 
     call: LinearContext
     state: LinearState
@@ -90,73 +105,135 @@ class LinearBackward(NamedTuple):
     bias_dtypes: Sequence[torch.dtype | None]
     x_shape: tuple[int, ...]
     dtype: torch.dtype
-    rereads: bool = False
+    rereads: bool
+    tensors: list[Tensor]
+    needed: LinearGradMask
+
+    def begin(self, tensors: Sequence[Tensor], needs_x: bool, needs: Sequence[bool]) -> LinearBackward:
+        """This layer with its saved tensors. `needs`: whether each of `PreparedLinear.tensors` needs a gradient."""
+        needed = LinearGradMask(needs_x, needs[: self.parts], needs[self.parts : 2 * self.parts])
+        return LinearBackward(*self[:8], list(tensors), needed)
 
     @property
-    def tensors(self) -> int:
+    def num_parameters(self) -> int:
         """Number of weights and biases, which is the number of their gradients that `backward` returns."""
         return 2 * self.parts
 
-    def needed(self, x: bool, tensors: Sequence[bool]) -> LinearGradMask:
-        """Build the mask. `x`, `tensors`: whether the input and each of `PreparedLinear.tensors` need a gradient."""
-        return LinearGradMask(x, tensors[: self.parts], tensors[self.parts : 2 * self.parts])
+    def usage(self, part: int) -> OperandUsage:
+        """The uses of the output gradient of one weight."""
+        _, weights, biases = self.needed
+        has_sums = biases[part] and self.bias_dtypes[part] is not None
+        return OperandUsage(self.needed.x, weights[part], has_sums, transient=2)
 
-    def reread(self, make: Callable[[], Tensor | OperandProducer], needed: LinearGradMask) -> WgradOperand | None:
+    def reread(self, make: Callable[[], Tensor | OperandProducer]) -> WgradOperand | None:
         """Quantize the input that `make` returns for wgrad. None if forward kept the operand or no weight needs it."""
-        if not self.rereads or not any(needed.weights):
+        if not self.rereads or not any(self.needed.weights):
             return None
         return gemm_operands(make(), TensorRole.INPUT, self.call, self.state, OperandUsage(False, True)).second
 
+    def weight_operands(self) -> WeightOperands:
+        """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
+        w_operands = []
+        for part in range(self.parts):
+            w_operands.append(weight_operand(self.tensors[part], part, self.call, self.state))
+        summed = self.parts > 1 and self.dtype.itemsize <= 4
+        return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
+
     def backward(
-        self,
-        grads: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        needed: LinearGradMask,
-        x_wgrad: WgradOperand | None = None,
+        self, grads: Sequence[Tensor], x_wgrad: WgradOperand | None = None
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return the gradients of the input, and of weights and biases, given the output gradients.
 
         `x_wgrad`: wgrad's operand of the input, if forward has not kept it.
         """
-        rows = [grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        usages = [needed.of_gradient(part, bias) for part, bias in enumerate(self.bias_dtypes)]
-        weight_operands = self.weight_operands(tensors) if needed.x else None
+        rows, usages = [], []
+        for part, grad in enumerate(grads):
+            rows.append(grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1]))
+            usages.append(self.usage(part))
+        weight_operands = self.weight_operands() if self.needed.x else None
         out_grads = gradient_operands(rows, self.call, self.state, usages, weight_operands)
-        return self.gradients(out_grads, tensors, needed, x_wgrad, weight_operands)
-
-    def weight_operands(self, tensors: Sequence[Tensor]) -> WeightOperands:
-        """Weights for dgrad. Outputs that are summed over several weights are in float32, or in a wider input dtype."""
-        w_operands: list[Operand] = []
-        for part in range(self.parts):
-            w_operands.append(weight_operand(tensors[part], part, self.call, self.state))
-        summed = self.parts > 1 and self.dtype.itemsize <= 4
-        return WeightOperands(w_operands, torch.float32 if summed else self.dtype)
+        return self.gradients(out_grads, x_wgrad, weight_operands)
 
     def gradients(
         self,
-        out_grads: Iterable[GemmOperands],
-        tensors: Sequence[Tensor],
-        needed: LinearGradMask,
+        out_grads: Iterator[GemmOperands],
         x_wgrad: WgradOperand | None = None,
         weight_operands: WeightOperands | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Run `backward` on quantized output gradients; `weight_operands`: result of `self.weight_operands`, if any."""
-        weights, x_wgrad = tensors[: self.parts], x_wgrad or _from_saved(self.rebuild, tensors[self.parts :])
-        if weight_operands is None and needed.x:
-            weight_operands = self.weight_operands(weights)
-        dx, dws, dbs = backward_gemms(
-            out_grads,
-            weights,
-            weight_operands,
-            x_wgrad,
-            self.call,
-            self.state,
-            self.x_shape,
-            self.dtype,
-            self.bias_dtypes,
-            needed,
-        )
-        return dx, [*dws, *dbs]
+        """Run `backward` on quantized output gradients; `weight_operands`: result of `self.weight_operands`, if any.
+
+        Contributions of several weights to the input gradient are summed in `weight_operands.out_dtype` and rounded
+        once.
+        """
+        weights, (needs_x, need_weights, _) = self.tensors[: self.parts], self.needed
+        x_wgrad = x_wgrad or _from_saved(self.rebuild, self.tensors[self.parts :])
+        if needs_x and weight_operands is None:
+            weight_operands = self.weight_operands()
+        if any(need_weights):
+            x_wgrad = x_wgrad.whole()
+        out_grads, rights, has_nan = self._dgrad_operands(out_grads, weight_operands)
+        dx_terms: list[Tensor] = []
+        dweights: list[Tensor | None] = []
+        dbiases: list[Tensor | None] = []
+        for part, weight in enumerate(weights):
+            grad = next(out_grads)
+            if weight_operands is not None:
+                dx_terms.append(self._dgrad(grad, *rights[part], weight_operands.out_dtype))
+                # before wgrad, to free memory for it
+                _add_up(dx_terms, part == self.parts - 1, self.dtype)
+            nan_flag = None if has_nan else grad.nan_flag
+            dweights.append(self._wgrad(grad.second, x_wgrad, weight.dtype, nan_flag) if need_weights[part] else None)
+            dbiases.append(None if grad.sums is None else self._bias_gradient(grad.sums, self.bias_dtypes[part]))
+            # free this gradient before the next one is quantized
+            del grad
+        return self._input_gradient(dx_terms), [*dweights, *dbiases]
+
+    def _dgrad_operands(
+        self, out_grads: Iterator[GemmOperands], weight_operands: WeightOperands | None
+    ) -> tuple[Iterator[GemmOperands], Sequence[tuple[Operand, ReadOperand | None]], bool]:
+        """The output gradients, each weight for dgrad with the form that its product reads, and whether wgrad's
+        operands have their NaNs already."""
+        if weight_operands is None:
+            return out_grads, [], False
+        reads: Sequence[ReadOperand | None] = [None] * self.parts
+        has_nan, first = False, next(out_grads)
+        if not isinstance(first.first, QuantizedStorage):
+            # each gradient is freed after its GEMMs, before the next is quantized
+            rights = backend.values_together(first.first, weight_operands.operands, self.dtype)
+            return _all([first], out_grads), list(zip(rights, reads, strict=True)), False
+        grads = [first, *out_grads]
+        if weight_operands.reads_together:
+            nan_flags, seconds = [grad.nan_flag for grad in grads], [grad.second.operand for grad in grads]
+            reads, has_nan = weight_operands.read([grad.first for grad in grads], nan_flags, seconds)
+        return iter(grads), list(zip(weight_operands.operands, reads, strict=True)), has_nan
+
+    def _dgrad(self, grad: GemmOperands, weight: Operand, read: ReadOperand | None, dtype: torch.dtype) -> Tensor:
+        return backend.matmul(
+            grad.first, weight, dtype, nan_flag=grad.nan_flag, precision=self.dtype,
+            fast=Gemm.DGRAD in self.call.recipe.fast_gemms, read=read,
+        )  # fmt: skip
+
+    def _wgrad(self, grad: WgradOperand, x: WgradOperand, dtype: torch.dtype, nan_flag: Tensor | None) -> Tensor:
+        return backend.matmul(
+            grad.operand, x.operand, dtype, nan_flag=nan_flag, precision=self.dtype,
+            transpose_a=not grad.transposed, transpose_b=x.transposed, fast=Gemm.WGRAD in self.call.recipe.fast_gemms,
+        )  # fmt: skip
+
+    def _bias_gradient(self, sums: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The sum of an output gradient over all tokens, in the dtype of the bias."""
+        split = self.state.split(TensorRole.GRAD_OUTPUT)
+        if split is not None and split.dim == 0:
+            sums = tensor_parallel.reduce_from_group(sums, self.state.tp)
+        return sums if dtype is None else sums.to(dtype)
+
+    def _input_gradient(self, dx_terms: list[Tensor]) -> Tensor | None:
+        if not dx_terms:
+            return None
+        if self.state.tp.size == 1:
+            return _with_leading(dx_terms[0], self.x_shape)
+        dx = _with_leading(dx_terms[0], self.x_shape, self.state.split(TensorRole.INPUT))
+        split = self.state.split(TensorRole.GRAD_OUTPUT)
+        return _summed(dx, self.state.tp) if split is not None and split.dim == 1 else dx
 
 
 class RecomputedInput(NamedTuple):
@@ -183,7 +260,7 @@ def linear(
         return plain
     keeps = keeps_input(weights)
     alone = again is None and keeps and state.tp.size == 1
-    if alone and operands.is_large(x) and private_torch.is_kept_output(x):
+    if alone and x.numel() >= operands.LARGE and private_torch.is_kept_output(x):
         again = RecomputedInput(_as_it_is, (x,))
     if again is not None and not can_reread(call.recipe):
         again = None
@@ -197,7 +274,11 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 def keeps_input(weights: Sequence[Tensor]) -> bool:
     """Return whether backward will need the input of these weights, for wgrad."""
-    return torch.is_grad_enabled() and any([weight.requires_grad for weight in weights])
+    if torch.is_grad_enabled():
+        for weight in weights:
+            if weight.requires_grad:
+                return True
+    return False
 
 
 def can_reread(recipe: Recipe) -> bool:
@@ -265,7 +346,7 @@ class _LinearFunction(torch.autograd.Function):
         keeps = keeps_input and again is None
         x_operands = None if shared is None else shared.operands(x, layer.call, layer.state, keeps)
         source = x if x_operands is not None or x.ndim == 2 else x.reshape(-1, x.shape[-1])
-        outputs, x_wgrad = forward_gemms(source, x.shape, *layer, keeps, x_operands)
+        outputs, x_wgrad = forward_gemms(source, x.shape, layer, keeps, x_operands)
         ctx.layer, saved_tensors = layer.saved(x_wgrad, x.shape, x.dtype, keeps_input and again is not None)
         ctx.again = None if again is None else again.function
         ctx.save_for_backward(*saved_tensors, *(() if again is None else again.tensors))
@@ -276,25 +357,14 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedOperationError(limits.refusal("second derivative", "a linear layer"))
-        layer: LinearBackward = ctx.layer
-        grad_mask = layer.needed(ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
         tensors = ctx.saved_tensors  # once: in a checkpointed region a second read raises
-        layer_tensors, recompute_tensors = tensors[: ctx.saved], tensors[ctx.saved :]
-        x_wgrad = layer.reread(lambda: ctx.again(*recompute_tensors).reshape(-1, layer.x_shape[-1]), grad_mask)
-        dx, tensor_grads = layer.backward(grads, layer_tensors, grad_mask, x_wgrad)
+        saved: LinearBackward = ctx.layer
+        layer = saved.begin(tensors[: ctx.saved], ctx.needs_input_grad[0], ctx.needs_input_grad[2:])
+        x_wgrad = None
+        if layer.rereads:
+            x_wgrad = layer.reread(lambda: ctx.again(*tensors[ctx.saved :]).reshape(-1, layer.x_shape[-1]))
+        dx, tensor_grads = layer.backward(grads, x_wgrad)
         return dx, None, *tensor_grads
-
-
-class LinearGradMask(NamedTuple):
-    """Whether the input, each weight and each bias need a gradient."""
-
-    x: bool
-    weights: Sequence[bool]
-    biases: Sequence[bool]
-
-    def of_gradient(self, part: int, bias_dtype: torch.dtype | None) -> OperandUsage:
-        """Operands and sums that are needed of the output gradient of one weight."""
-        return operand_usage(self.x, self.weights[part], self.biases[part] and bias_dtype is not None, True, 2)
 
 
 def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[Tensor]:
@@ -308,129 +378,42 @@ def filled(grads: Sequence[Tensor | None], out_features: Sequence[int]) -> list[
     ]
 
 
-class SavedLinear(NamedTuple):
-    """A layer in backward with its saved tensors and the gradients that are needed."""
-
-    saved: LinearBackward
-    tensors: list[Tensor]
-    needed: LinearGradMask
-
-
 def forward_gemms(
     source: Tensor | OperandProducer,
     x_shape: Sequence[int] | None,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    call: LinearContext,
-    state: LinearState,
+    layer: PreparedLinear,
     keeps_input: bool,
-    read: GemmOperands | None = None,
+    x: GemmOperands | None = None,
 ) -> tuple[list[Tensor], WgradOperand]:
     """Run fprop; return the outputs [..., out_features] and wgrad's operand of the input, empty unless `keeps_input`.
 
-    `source`: the input [tokens, in_features] or its producer; any shape if `read` is given. `x_shape`: shape of the
-    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `read`: quantized operands of
-    the input, if they exist.
+    `source`: the input [tokens, in_features] or its producer; any shape if `x` is given. `x_shape`: shape of the
+    input, whose leading dims the outputs get; None leaves them [tokens, out_features]. `x`: quantized operands of the
+    input, if they exist.
     """
+    weights, biases, call, state = layer
     if call.repeated:
         context.flush_after_backward()
     split = state.split(TensorRole.INPUT)
     partial = split is not None and split.dim == 1  # each rank has a partial sum of every output
     outputs, dtype, fast = [], source.dtype, Gemm.FPROP in call.recipe.fast_gemms
-    w_operands = [weight_operand(weight, part, call, state) for part, weight in enumerate(weights)]
+    w_operands = []
+    for part, weight in enumerate(weights):
+        w_operands.append(weight_operand(weight, part, call, state))
     weight_operands = WeightOperands(w_operands, dtype, transpose_b=True)
-    if read is None:
-        usage = operand_usage(True, keeps_input, passing=1)
-        read = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
-    read_operands: Sequence[ReadOperand | None] = [None] * len(w_operands)
+    if x is None:
+        usage = OperandUsage(True, keeps_input, transient=1)
+        x = gemm_operands(source, TensorRole.INPUT, call, state, usage, weight_operands=weight_operands)
+    reads: Sequence[ReadOperand | None] = [None] * len(w_operands)
     if weight_operands.reads_together:
-        read_operands, _ = weight_operands.read([read.first] * len(w_operands))
-    for w, read_weight, bias in zip(w_operands, read_operands, biases, strict=True):
-        y = backend.matmul(
-            read.first, w, dtype, transpose_b=True, bias=None if partial else bias,
-            fast=fast, read=read_weight,
-        )  # fmt: skip
+        reads, _ = weight_operands.read([x.first] * len(w_operands))
+    for w, read, bias in zip(w_operands, reads, biases, strict=True):
+        y = backend.matmul(x.first, w, dtype, transpose_b=True, bias=None if partial else bias, fast=fast, read=read)
         y = y if x_shape is None else _with_leading(y, x_shape, split)
         if partial:
             y = _summed(y, state.tp) if bias is None else _summed(y, state.tp) + bias.to(y.dtype)
         outputs.append(y)
-    return outputs, read.second
-
-
-def backward_gemms(
-    out_grads: Iterable[GemmOperands],
-    weights: Sequence[Tensor],
-    weight_operands: WeightOperands | None,
-    x_wgrad: WgradOperand,
-    call: LinearContext,
-    state: LinearState,
-    x_shape: Sequence[int],
-    x_dtype: torch.dtype,
-    bias_dtypes: Sequence[torch.dtype | None],
-    needed: LinearGradMask,
-) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Run dgrad and wgrad; return the `needed` gradients of the input, each weight and each bias.
-
-    `out_grads`: quantized output gradients, one for each weight. `weight_operands`: the weights for dgrad, if it is
-    needed. The contributions of several weights to the input gradient are summed in `weight_operands.out_dtype` and
-    rounded once.
-    """
-    summands: list[Tensor] = []
-    dws: list[Tensor | None] = []
-    dbs: list[Tensor | None] = []
-    split = state.split(TensorRole.GRAD_OUTPUT)
-    if any(needed.weights):
-        x_wgrad = x_wgrad.whole()
-    w_operands: Sequence[Operand] = []
-    read_operands: Sequence[ReadOperand | None] = [None] * len(weights)
-    has_nan = False
-    if weight_operands is not None:
-        w_operands = weight_operands.operands
-        remaining = iter(out_grads)
-        first = next(remaining)
-        if isinstance(first.first, QuantizedStorage):
-            out_grads = [first, *remaining]
-            if weight_operands.reads_together:
-                nan_flags, seconds = (
-                    [grads.nan_flag for grads in out_grads],
-                    [grads.second.operand for grads in out_grads],
-                )
-                read_operands, has_nan = weight_operands.read([grads.first for grads in out_grads], nan_flags, seconds)
-        else:  # each gradient is freed after its GEMMs, before the next is quantized
-            w_operands = backend.values_together(first.first, w_operands, x_dtype)
-            out_grads = _all([first], remaining)
-        del first
-    grads = iter(out_grads)
-    for part, weight in enumerate(weights):
-        grad, bias_dtype = next(grads), bias_dtypes[part]  # zip would keep the previous gradient alive
-        if weight_operands is not None:
-            dx = backend.matmul(
-                grad.first, w_operands[part], weight_operands.out_dtype, nan_flag=grad.nan_flag, precision=x_dtype,
-                fast=Gemm.DGRAD in call.recipe.fast_gemms, read=read_operands[part],
-            )  # fmt: skip
-            summands.append(dx)
-            del dx  # so that `summands` has the only reference
-            _add_up(summands, part == len(weights) - 1, x_dtype)  # before wgrad, to free memory for it
-        dw = db = None
-        if needed.weights[part]:
-            dw = backend.matmul(
-                grad.second.operand, x_wgrad.operand, weight.dtype, nan_flag=None if has_nan else grad.nan_flag,
-                precision=x_dtype,
-                transpose_a=not grad.second.transposed, transpose_b=x_wgrad.transposed,
-                fast=Gemm.WGRAD in call.recipe.fast_gemms,
-            )  # fmt: skip
-        if grad.sums is not None and bias_dtype is not None:
-            db = grad.sums
-            db = (db if split is None or split.dim == 1 else tensor_parallel.reduce_from_group(db, state.tp)).to(
-                bias_dtype
-            )
-        dws.append(dw)
-        dbs.append(db)
-        del grad
-    if not summands:
-        return None, dws, dbs
-    dx = _with_leading(summands[0], x_shape, state.split(TensorRole.INPUT))
-    return (_summed(dx, state.tp) if split is not None and split.dim == 1 else dx), dws, dbs
+    return outputs, x.second
 
 
 def _all(first: list[GemmOperands], left: Iterator[GemmOperands]) -> Iterator[GemmOperands]:
@@ -456,7 +439,7 @@ def to_saved(operand: WgradOperand) -> tuple[tuple[Any, ...], tuple[Tensor, ...]
     if isinstance(operand.operand, Tensor):
         return (None, rest), (operand.operand,)
     storage = operand.operand
-    metadata = (storage.cell, storage.shard, tuple(storage.components), storage.layout)
+    metadata = (storage.cell, storage.shard, tuple(storage.components))
     return (metadata, rest), tuple(storage.components.values())
 
 
@@ -464,5 +447,5 @@ def _from_saved(rebuild: tuple[Any, ...], tensors: Sequence[Tensor]) -> WgradOpe
     metadata, rest = rebuild
     if metadata is None:
         return WgradOperand(tensors[0], *rest)
-    cell, shard, names, layout = metadata
-    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True)), layout=layout), *rest)
+    cell, shard, names = metadata
+    return WgradOperand(QuantizedStorage(cell, shard, dict(zip(names, tensors, strict=True))), *rest)

@@ -2,7 +2,7 @@
 
 The rows of all experts form one matrix, in which each expert's rows are contiguous. One launch quantizes all rows, to
 the same codes and scales as quantizing each expert's rows alone; another multiplies them with the weights, which stay
-separate tensors. `backend.block_together` lists the supported recipes.
+separate tensors. `hardware.block_together` lists the supported recipes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from quantshard.formats import ALL, Encoding, Orientation
 from quantshard.gemm import operands
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import cells
+from quantshard.modules.gemms.linear_operands import watch
 from quantshard.modules.gemms.linear_state import AMAX_NUMBERS, amaxes_of, check_same_stage
-from quantshard.modules.gemms.operand_watch import watch
 from quantshard.recipe import QuantSpec, TensorRole
 from quantshard.tensor import observation
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -106,7 +105,7 @@ class ExpertsLayer(NamedTuple):
 
     def past(self, role: TensorRole) -> Tensor | None:
         """Amaxes to scale by under delayed scaling, float32 [experts]; None otherwise. Recomputed inputs reuse them."""
-        cell, _ = cells(self.call.recipe, role)
+        cell, _ = self.call.recipe.activations[role]
         assert cell is not None
         if not cell.scaling.history:
             return None
@@ -147,7 +146,7 @@ class ExpertsLayer(NamedTuple):
             None
             if cell is None
             else QuantizeRequest(QuantizeSpec(cell.format.copies[Orientation.ROWWISE], cell.scaling))
-            for cell in cells(self.call.recipe, role)
+            for cell in self.call.recipe.activations[role]
         )
         assert first_request is not None
         rowwise, columnwise = grouped_kernel.quantize_expert_blocks(
@@ -163,7 +162,7 @@ class ExpertsLayer(NamedTuple):
 
     def _show(self, values: Tensor, role: TensorRole, second: bool) -> None:
         """Report operands to the observer: quantize each expert's rows again, to the same codes as for all together."""
-        first, transposed = cells(self.call.recipe, role)
+        first, transposed = self.call.recipe.activations[role]
         assert first is not None
         counts = list(self.counts) if not isinstance(self.counts, Tensor) else self.counts.tolist()
         amaxes: Sequence[Tensor | None] = [None] * len(counts)
@@ -182,7 +181,7 @@ class ExpertsLayer(NamedTuple):
 
     def _by_experts(self, values: Tensor, role: TensorRole, segments: ExpertSegments) -> EncodedRows:
         """Quantize rows with one scale per expert."""
-        cell, _ = cells(self.call.recipe, role)
+        cell, _ = self.call.recipe.activations[role]
         assert cell is not None
         copy = cell.format.copies[Orientation.ROWWISE]
         notes = bool(cell.scaling.history) and self.record and (role, 0) not in self.call.amaxes

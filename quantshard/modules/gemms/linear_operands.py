@@ -7,31 +7,31 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels, private_torch
-from quantshard.gemm import operands, scaled_products
-from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, quantized_cells, serves_both
-from quantshard.gemm.weight_operands import WeightOperands
+from quantshard.gemm import operands
+from quantshard.gemm.backend import WeightOperands
+from quantshard.gemm.operands import Operand, OperandSplit, OperandUsage, RandomBitsFn, serves_both
 from quantshard.kernels import workspace
+from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.input_amax import input_amax
 from quantshard.modules.gemms.linear_state import DelayedScale, GradientRandomBits, LinearState
-from quantshard.modules.gemms.operand_watch import OperandWatch, watch
-from quantshard.recipe import CellPair, QuantSpec, Recipe, TensorRole
+from quantshard.recipe import QuantSpec, SpecPair, TensorRole
 from quantshard.tensor import observation
+from quantshard.tensor.observation import Observer
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tensor.storage import KEY, QuantizedStorage
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import TensorSource
+    from quantshard.gemm.producers import NanFlag, TensorSource
     from quantshard.kernels.fused.epilogue import KernelOutputs
 
 
@@ -48,7 +48,7 @@ class WgradOperand:
     transposed: bool
     split: OperandSplit | None = None
     cell: QuantSpec | None = None
-    words: operands.RandomBitsFn | None = None
+    words: RandomBitsFn | None = None
 
     def whole(self) -> WgradOperand:
         """Gather the pieces of all ranks. A collective call if the operand is split."""
@@ -80,7 +80,7 @@ def gemm_operands(
     role: TensorRole,
     call: LinearContext,
     state: LinearState,
-    wanted: OperandUsage,
+    usage: OperandUsage,
     part: int = 0,
     weight_operands: WeightOperands | None = None,
 ) -> GemmOperands:
@@ -92,30 +92,16 @@ def gemm_operands(
     `part`: index of the weight. `weight_operands`: the weights of the first GEMM, which the same kernel may swizzle.
     """
     if not isinstance(values, Tensor):
-        return OperandRequest(role, call, state, wanted, part, values.like).of(values, weight_operands)
-    values, pair = private_torch.plain(values), call.recipe.activations[role]
-    split = state.split(role)
-    if _fits_kernels(values, split, pair):
-        return OperandRequest(role, call, state, wanted, part, values).of(TensorSource(values), weight_operands)
-    first, second = pair
-    delayed = DelayedScale.of(role, first or second, call, state, part)
-    if delayed is not None and delayed.notes:
-        delayed.note(values)
-    amax = input_amax(values, role, call, split, wanted) if delayed is None else delayed.amax
-    zero = torch.zeros((), dtype=torch.float32, device=values.device)
-    nan_flag = torch.where(torch.isfinite(values).all(), zero, torch.nan) if wanted.nan_flag else None
-    sums = values.float().sum(0) if wanted.sums else None
-    random_bits = GradientRandomBits(state, part)
-    watching = None if observation.active is None else watch(role, call, state.record, state.weights[part])
-    first_operand, wgrad_operand = _in_pieces(values, role, first, second, split, amax, random_bits, wanted, watching)
-    return GemmOperands(first_operand, wgrad_operand, sums, nan_flag)
+        return OperandRequest(role, call, state, usage, part, values.like).run(values, weight_operands)
+    values = private_torch.plain(values)
+    return OperandRequest(role, call, state, usage, part, values).run_tensor(values, weight_operands)
 
 
 def gradient_operands(
     grads: Sequence[Tensor],
     call: LinearContext,
     state: LinearState,
-    wanted: Sequence[OperandUsage],
+    usages: Sequence[OperandUsage],
     weight_operands: WeightOperands | None = None,
 ) -> Iterator[GemmOperands]:
     """Quantize the output gradients [tokens, features] of a layer, one for each weight.
@@ -123,248 +109,261 @@ def gradient_operands(
     One kernel quantizes adjacent gradients of equal shape, strides, dtype and usage. `weight_operands`: as in
     `gemm_operands`.
     """
+    role = TensorRole.GRAD_OUTPUT
     if len(grads) == 1:
-        yield gemm_operands(grads[0], TensorRole.GRAD_OUTPUT, call, state, wanted[0], weight_operands=weight_operands)
+        yield gemm_operands(grads[0], role, call, state, usages[0], weight_operands=weight_operands)
         return
-    pair = cells(call.recipe, TensorRole.GRAD_OUTPUT)
 
     def kind(part: int) -> Hashable:
         grad = grads[part]
-        return grad.shape, grad.stride(), grad.dtype, wanted[part]
+        return grad.shape, grad.stride(), grad.dtype, usages[part]
 
     for _, group in groupby(range(len(grads)), kind):
         parts = list(group)
         values = [private_torch.plain(grads[part]) for part in parts]
-        if len(parts) == 1 or not _fits_kernels(values[0], state.split(TensorRole.GRAD_OUTPUT), pair):
-            for part, value in zip(parts, values, strict=True):
-                yield gemm_operands(value, TensorRole.GRAD_OUTPUT, call, state, wanted[part], part)
-            continue
         requests = [
-            OperandRequest(TensorRole.GRAD_OUTPUT, call, state, wanted[part], part, grads[part]) for part in parts
+            OperandRequest(role, call, state, usages[part], part, value)
+            for part, value in zip(parts, values, strict=True)
         ]
-        yield from operands_together(
-            requests, [TensorSource(value) for value in values], weight_operands if len(parts) == len(grads) else None
-        )
+        if len(parts) > 1 and requests[0].plan.on_kernels:
+            weights = weight_operands if len(parts) == len(grads) else None
+            yield from operands_together(requests, [TensorSource(value) for value in values], weights)
+            continue
+        for request, value in zip(requests, values, strict=True):
+            yield request.run_tensor(value)
 
 
 def operands_together(
-    asked: Sequence[OperandRequest], given: Sequence[TensorSource], weight_operands: WeightOperands | None = None
+    requests: Sequence[OperandRequest], sources: Sequence[TensorSource], weight_operands: WeightOperands | None = None
 ) -> list[GemmOperands]:
     """Run equal requests on several matrices of equal layout by one kernel, or two if amaxes must be measured first."""
-    plan = asked[0].plan
-    if weight_operands is not None and weight_operands.reads_together:
-        given[0].swizzle = plan.swizzle_request(weight_operands)
-    outputs = outputs_of(asked, given)
-    all_targets = TensorSource.emit_all(given, outputs)
+    plan = requests[0].plan
+    sources[0].swizzle = plan.swizzle_request(weight_operands)
+    outputs = _measured_outputs(requests, sources)
+    all_targets = TensorSource.emit_all(sources, outputs)
     value_sources: Sequence[TensorSource | None] = (
-        given if plan.reads_values and not plan.by_amax else [None] * len(given)
+        sources if plan.reads_values and not plan.by_amax else [None] * len(sources)
     )
     results = [
-        request.taken(kernel_outputs, targets, values)
-        for request, kernel_outputs, targets, values in zip(asked, outputs, all_targets, value_sources, strict=True)
+        request.operands(kernel_outputs, targets, values)
+        for request, kernel_outputs, targets, values in zip(requests, outputs, all_targets, value_sources, strict=True)
     ]
-    for request, source, result in zip(asked, given, results, strict=True):
-        if request.watching is not None:
-            request.watching.see_both(source.values, result.first, result.second.operand, result.second.transposed)
+    for request, source, result in zip(requests, sources, results, strict=True):
+        request.show(source, result)
     return results
 
 
-def outputs_of(asked: Sequence[OperandRequest], given: Sequence[TensorSource]) -> list[KernelOutputs]:
+def _measured_outputs(requests: Sequence[OperandRequest], sources: Sequence[TensorSource]) -> list[KernelOutputs]:
     """Kernel arguments for several matrices in memory; amaxes that the plan needs are measured here."""
-    plan = asked[0].plan
+    plan = requests[0].plan
     if not plan.reads_values:
-        return [request.outputs() for request in asked]
+        return [request.outputs() for request in requests]
     nan_flags = [
-        workspace.zero(request.device) if plan.raised and source.nan_flag is None else source.nan_flag
-        for request, source in zip(asked, given, strict=True)
+        workspace.zero(request.device) if plan.has_scalar and source.nan_flag is None else source.nan_flag
+        for request, source in zip(requests, sources, strict=True)
     ]
-    amaxes = plan.measure(given, asked[0].known, nan_flags)
+    amaxes = plan.measure(sources, requests[0].known, nan_flags)
     return [
         request.outputs(amax_pair, nan_flag)
-        for request, amax_pair, nan_flag in zip(asked, amaxes, nan_flags, strict=True)
+        for request, amax_pair, nan_flag in zip(requests, amaxes, nan_flags, strict=True)
     ]
-
-
-def _fits_kernels(values: Tensor, split: OperandSplit | None, by: CellPair) -> bool:
-    return split is None and kernel_dispatch.has_kernels(values) and producers.can_quantize(values.dtype, by)
-
-
-def cells(recipe: Recipe, role: TensorRole) -> CellPair:
-    """Quantization of an input or output gradient: for its first GEMM, and for wgrad."""
-    return recipe.activations[role]
 
 
 class OperandRequest:
-    """Request to quantize an input or output gradient by kernels, for weight `part` of a layer.
+    """Request to quantize an input or output gradient for weight `part` of a layer.
 
     `like`: tensor with the shape and dtype of the values; no reference to it is kept.
+
+    Attributes:
+        plan: how the values are quantized, from the plans of the layer.
+        known: the amax to scale by, if it is known: from the history, or in backward the amax of forward.
     """
 
+    plan: Any  # a KernelPlan, except in `run_oracle`
+
     def __init__(
-        self, role: TensorRole, call: LinearContext, state: LinearState, wanted: OperandUsage, part: int, like: Tensor
+        self, role: TensorRole, call: LinearContext, state: LinearState, usage: OperandUsage, part: int, like: Tensor
     ) -> None:
-        pair = call.recipe.activations[role]
+        self.role, self.call, self.state, self.part = role, call, state, part
         self.watching: OperandWatch | None = None
         if observation.active is not None:
             self.watching = watch(role, call, state.record, state.weights[part])
             if self.watching is not None:
-                wanted = wanted._replace(passing=0)  # observers need codes, not dequantized values
-        cell = pair[0] or pair[1]
-        self.delayed = DelayedScale.of(role, cell, call, state, part) if call.recipe.is_delayed else None
-        self.amaxes: dict[tuple[TensorRole, int], Tensor] | None = None
-        amax = None if self.delayed is None else self.delayed.amax
-        if role is TensorRole.INPUT and amax is None and operands.scales_by_one_amax(pair):
-            self.amaxes = call.amaxes
-            amax = None if wanted.first else call.amaxes.get((role, part))  # in backward: as measured by forward
-        self.known = amax
-        if (weight := call.recipe.weight) is None:  # the weight may have another dtype
-            wanted = wanted._replace(passing=0)
-        turned = role is TensorRole.GRAD_OUTPUT and weight is not None and not weight.format.serves_columns
+                usage = usage._replace(transient=0)  # observers need codes, not dequantized values
+        self.delayed: DelayedScale | None = None
+        self.known: Tensor | None = None
+        if call.recipe.is_delayed:
+            first, second = call.recipe.activations[role]
+            self.delayed = DelayedScale.of(role, first or second, call, state, part)
+        if self.delayed is not None:
+            self.known = self.delayed.amax
+        elif role is TensorRole.INPUT and not usage.first:
+            self.known = call.amaxes.get((role, part))
         # a custom operator returns the components that the format stores
-        as_stored = weight is None or self.watching is not None or workspace.separate.on
-        kind = producers.operand_kind(like.dtype, scaled_products.capability_of(like.device), as_stored, turned)
-        self.plan = producers.plan_operand(pair, wanted, amax is not None, like.shape, kind)
-        self.wanted, self.device, self.features = wanted, like.device, like.shape[1]
-        self.words = GradientRandomBits(state, part) if self.plan.draws else None
+        stored = self.watching is not None or workspace.separate.on
+        self.split = state.split(role)
+        self.plan = state.plans.operand(
+            call.recipe, role, like, usage, self.known is not None, stored, self.split is None
+        )
+        self.usage, self.device, self.features = usage, like.device, like.shape[1]
 
-    def of(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
-        """Quantize a source in one pass, or in two if an amax must be measured first."""
-        amaxes = source.known(self.plan)
-        measured_source = source.measured(self.plan) if self.plan.reads_values and amaxes is None else None
-        if measured_source is None:
-            outputs = self.outputs(amaxes)
+    def run_tensor(self, values: Tensor, weight_operands: WeightOperands | None = None) -> GemmOperands:
+        """Quantize values in memory, by kernels if they can."""
+        if self.plan.on_kernels:
+            return self.run(TensorSource(values), weight_operands)
+        return self.run_oracle(values)
+
+    def run(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
+        """Quantize a source by kernels, in one pass, or in two if an amax must be measured first."""
+        plan, amaxes, values = self.plan, None, None
+        if plan.reads_values:
+            amaxes = source.known(plan)
+            if amaxes is None:
+                source = values = source.measured(plan)
+        if values is not None:
+            nan_flag = values.nan_flag
+            if nan_flag is None and plan.has_scalar:
+                nan_flag = workspace.zero(self.device)
+            outputs = self.outputs(plan.measure([values], self.known, [nan_flag])[0], nan_flag)
         else:
-            (outputs,) = outputs_of([self], [measured_source])
-        amax = (amaxes and amaxes[0]) if measured_source is None else measured_source.amax
-        if self.amaxes is not None and amax is not None:
-            self.amaxes[TensorRole.INPUT, 0] = amax.view(())
-        emitter = source if measured_source is None else measured_source
-        if weight_operands is not None and weight_operands.reads_together and isinstance(emitter, TensorSource):
-            emitter.swizzle = self.plan.swizzle_request(weight_operands)
-        result = self.taken(outputs, emitter.emit(outputs), measured_source)
+            outputs = self.outputs(amaxes)
+        amax = source.amax
+        if amax is not None and plan.by_one_amax and self.delayed is None:
+            self.call.amaxes[self.role, 0] = amax.view(())
+        if weight_operands is not None and weight_operands.reads_together and isinstance(source, TensorSource):
+            source.swizzle = plan.swizzle_request(weight_operands)
+        result = self.operands(outputs, source.emit(outputs), values)
         if self.watching is not None:
-            values = (source.measured() if measured_source is None else measured_source).values
-            self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
+            self.show(source, result)
         return result
 
     def outputs(
         self, amaxes: producers.BothAmaxes | None = None, measured_nan_flag: Tensor | None = None
     ) -> KernelOutputs:
         """Kernel arguments. `amaxes`: measured ones (None: `self.known`). `measured_nan_flag`: set while measuring."""
-        (first_plan, second_plan, *_, raised, _), delayed, device, random_bits = (
-            self.plan,
-            self.delayed,
-            self.device,
-            self.words,
-        )
+        plan, device = self.plan, self.device
         amax, other_amax = (self.known, self.known) if amaxes is None else amaxes
-        nan_flag = workspace.zero(device) if raised and measured_nan_flag is None else measured_nan_flag
-        sums = amax_slot = first = second = None
-        if delayed is not None and delayed.notes:
-            amax_slot = delayed.slot(device)
-        if self.wanted.sums:
+        nan_flag = workspace.zero(device) if plan.has_scalar and measured_nan_flag is None else measured_nan_flag
+        by_rows = by_columns = sums = amax_slot = None
+        if plan.draws:
+            random_bits = GradientRandomBits(self.state, self.part)
+            by_rows, by_columns = random_bits.by_rows, random_bits.by_columns
+        if self.delayed is not None and self.delayed.notes:
+            amax_slot = self.delayed.slot(device)
+        if self.usage.sums:
             sums = torch.empty(self.features, dtype=torch.float32, device=device)
-        if first_plan is not None:
-            first = first_plan.request(amax, None if random_bits is None else random_bits.by_rows, nan_flag)
-        if second_plan is not None:
-            second = second_plan.request(other_amax, None if random_bits is None else random_bits.by_columns, nan_flag)
-        return KernelOutputs(first, second, None, amax_slot, nan_flag if raised == "quantizing" else None, sums)
-
-    def taken(
-        self, outputs: KernelOutputs, targets: producers.Targets, given: TensorSource | None = None
-    ) -> GemmOperands:
-        """Wrap a kernel's outputs as operands. `given`: the input values, for a GEMM in high precision."""
-        (first_plan, second_plan, *_, nan_flag, _, _), (target, transposed_target), wanted = (
-            self.plan,
-            targets,
-            self.wanted,
-        )
-        values = None if given is None else given.values
-        first: Operand | None = None if first_plan is None or target is None else first_plan.operand(target)
-        second: Operand | None = (
-            None if second_plan is None or transposed_target is None else second_plan.operand(transposed_target)
-        )
-        if first_plan is not None and target is not None and target.transposed is not None:
-            second = first_plan.operand(target, transposed=True)
-        wgrad_values = values if second is None and wanted.second else second
-        if wgrad_values is None:
-            wgrad_values = torch.empty(0, dtype=torch.float32, device="cpu")
-        if first is None:  # two results of a custom operator may not alias
-            first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
-        return GemmOperands(
-            first, WgradOperand(wgrad_values, second is not None),
-            outputs.sums, outputs.nan_flag if nan_flag == "scalar" else None,
+        return KernelOutputs(
+            None if plan.one is None else plan.one.request(amax, by_rows, nan_flag),
+            None if plan.two is None else plan.two.request(other_amax, by_columns, nan_flag),
+            amax=amax_slot, nan_flag=nan_flag if plan.sets_flag else None, sums=sums,
         )  # fmt: skip
 
+    def operands(
+        self, outputs: KernelOutputs, targets: producers.Targets, source: TensorSource | None = None
+    ) -> GemmOperands:
+        """Wrap a kernel's outputs as operands. `source`: the input values, for a GEMM in high precision."""
+        plan, (target, transposed_target) = self.plan, targets
+        values = None if source is None else source.values
+        first = second = None
+        if target is not None:
+            first = plan.one.operand(target)
+            if target.transposed is not None:
+                second = plan.one.operand(target, transposed=True)
+        if transposed_target is not None:
+            second = plan.two.operand(transposed_target)
+        transposed = second is not None
+        if second is None and self.usage.second:
+            second = values
+        # two results of a custom operator may not alias
+        if first is None:
+            first = torch.empty(0, dtype=torch.float32, device="cpu") if values is None else values
+        if second is None:
+            second = torch.empty(0, dtype=torch.float32, device="cpu")
+        nan_flag = outputs.nan_flag if plan.nan_flag is NanFlag.PRODUCTS else None
+        return GemmOperands(first, WgradOperand(second, transposed), outputs.sums, nan_flag)
 
-def _in_pieces(
-    values: Tensor,
-    role: TensorRole,
-    first: QuantSpec | None,
-    second: QuantSpec | None,
-    split: OperandSplit | None,
-    amax: Tensor | None,
-    words: GradientRandomBits,
-    wanted: OperandUsage,
-    watching: OperandWatch | None,
-) -> tuple[Operand, WgradOperand]:
-    """Run `gemm_operands` in plain PyTorch, also on a tensor-parallel piece."""
-    quantized, _, shared = quantized_cells(first, second, wanted)
-    token_split = split if split is not None and split.dim == 0 else None
-    piece: Operand = values
-    if quantized is not None:
-        piece = _quantized(values, quantized, split, amax, words.by_rows)
-    if watching is not None and (wanted.first or quantized is not None):
-        watching.see(values, piece)
-    first_operand = piece
-    if token_split is not None and (wanted.first or (shared and role is not TensorRole.INPUT)):
-        first_operand = _gathered(piece, token_split)
-    if not wanted.second:
-        return first_operand, WgradOperand(values.new_empty(0), False)  # not values[:0]: a view keeps all values alive
-    if second is None or shared:
-        wgrad_operand = WgradOperand(piece if shared else values, False, token_split)
-    else:
-        wgrad_operand = _transposed_operand(values.t(), second, split, amax, words.by_columns)
-        if watching is not None:
-            watching.see(values.t(), wgrad_operand.operand, for_wgrad=True)
-    return first_operand, wgrad_operand if role is TensorRole.INPUT else wgrad_operand.whole()
+    def show(self, source: producers.OperandProducer, result: GemmOperands) -> None:
+        """Report the operands to the observer, if there is one."""
+        if self.watching is not None:
+            values = source.measured().values
+            self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
 
+    def run_oracle(self, values: Tensor) -> GemmOperands:
+        """Quantize values in plain PyTorch, also a tensor-parallel piece of them."""
+        plan, usage, call = self.plan, self.usage, self.call
+        if self.delayed is not None and self.delayed.notes:
+            self.delayed.note(values)
+        if self.delayed is None and plan.by_one_amax:
+            if usage.first:
+                call.amaxes[self.role, 0] = operands.whole_amax(values, self.split)
+            self.known = call.amaxes.get((self.role, 0))
+        sums = values.float().sum(0) if usage.sums else None
+        nan_flag = None
+        if plan.is_gradient:
+            zero = torch.zeros((), dtype=torch.float32, device=values.device)
+            nan_flag = torch.where(torch.isfinite(values).all(), zero, torch.nan)
+        first, second = self._in_pieces(values)
+        if isinstance(first, QuantizedStorage):
+            first.products = plan.products[0]
+        if isinstance(second.operand, QuantizedStorage) and second.operand is not first:
+            second.operand.products = plan.products[1]
+        return GemmOperands(first, second, sums, nan_flag)
 
-def _quantized(
-    values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
-) -> QuantizedStorage:
-    """Quantize this rank's piece of an operand."""
-    shape = (values.shape[0], values.shape[1])
-    random_bits = words(operands.operand_shard(shape, cell, split)) if cell.scaling.stochastic_rounding else None
-    known_amax = None if cell.format.is_local else amax
-    return operands.quantize_operand(values, cell, amax=known_amax, words=random_bits, split=split)
+    def _in_pieces(self, values: Tensor) -> tuple[Operand, WgradOperand]:
+        plan, usage, split = self.plan, self.usage, self.split
+        token_split = split if split is not None and split.dim == 0 else None
+        random_bits = GradientRandomBits(self.state, self.part)
+        piece: Operand = values
+        if plan.quantized is not None:
+            piece = self._quantized(values, plan.quantized, split, random_bits.by_rows)
+        if self.watching is not None and (usage.first or plan.quantized is not None):
+            self.watching.see(values, piece)
+        first_operand = piece
+        if token_split is not None and (usage.first or (plan.shared and plan.is_gradient)):
+            first_operand = _gathered(piece, token_split)
+        if not usage.second:
+            # not values[:0]: a view keeps all values alive
+            return first_operand, WgradOperand(values.new_empty(0), False)
+        if plan.transposed is None:
+            wgrad_operand = WgradOperand(piece if plan.shared else values, False, token_split)
+        else:
+            wgrad_operand = self._transposed(values.t(), plan.transposed, random_bits.by_columns)
+            if self.watching is not None:
+                self.watching.see(values.t(), wgrad_operand.operand, for_wgrad=True)
+        return first_operand, wgrad_operand.whole() if plan.is_gradient else wgrad_operand
+
+    def _quantized(
+        self, values: Tensor, spec: QuantSpec, split: OperandSplit | None, words: RandomBitsFn
+    ) -> QuantizedStorage:
+        """Quantize this rank's piece of an operand."""
+        shape = (values.shape[0], values.shape[1])
+        random_bits = words(operands.operand_shard(shape, spec, split)) if spec.scaling.stochastic_rounding else None
+        amax = None if spec.format.is_local else self.known
+        return operands.quantize_operand(values, spec, amax=amax, words=random_bits, split=split)
+
+    def _transposed(self, values: Tensor, spec: QuantSpec, words: RandomBitsFn) -> WgradOperand:
+        """Build an operand of wgrad from transposed values [features, tokens]."""
+        if self.split is None or self.split.dim == 1:  # pieces along features are not gathered
+            return WgradOperand(self._quantized(values, spec, self.split and self.split.transposed, words), True)
+        tokens = self.split.transposed
+        if not operands.gathers_codes(spec, (values.shape[0], values.shape[1]), tokens):
+            return WgradOperand(values, True, tokens, spec, words)
+        return WgradOperand(self._quantized(values, spec, tokens, words), True, tokens)
 
 
 def _gathered(piece: Operand, split: OperandSplit) -> Operand:
     return operands.gather_values(piece, split) if isinstance(piece, Tensor) else operands.gather(piece, split)
 
 
-def _transposed_operand(
-    values: Tensor, cell: QuantSpec, split: OperandSplit | None, amax: Tensor | None, words: operands.RandomBitsFn
-) -> WgradOperand:
-    """Build an operand of wgrad from transposed values [features, tokens]; `split`: split before transposing."""
-    if split is None or split.dim == 1:  # pieces along features are not gathered
-        return WgradOperand(_quantized(values, cell, split and split.transposed, amax, words), True)
-    tokens = split.transposed
-    if not operands.gathers_codes(cell, (values.shape[0], values.shape[1]), tokens):
-        return WgradOperand(values, True, tokens, cell, words)
-    return WgradOperand(_quantized(values, cell, tokens, amax, words), True, tokens)
-
-
-def keeps_transposed(pair: CellPair, values: Tensor) -> bool:
+def keeps_transposed(specs: SpecPair, values: Tensor) -> bool:
     """Return whether `gemm_operands` returns wgrad's operand transposed, for values that are not split.
 
     `values`: the values, or any tensor of their dtype and device, also a traced one.
     """
-    first, second = pair
+    first, second = specs
     if second is None or not serves_both(first, second):
         return second is not None
-    return kernel_dispatch.kernels_on(values.device) and producers.can_quantize(values.dtype, pair)
+    return kernel_dispatch.kernels_on(values.device) and producers.can_quantize(values.dtype, specs)
 
 
 def weight_operand(weight: Tensor, part: int, call: LinearContext, state: LinearState) -> Operand:
@@ -384,3 +383,40 @@ def weight_operand(weight: Tensor, part: int, call: LinearContext, state: Linear
         if watching is not None:
             watching.see(weight.detach(), quantized)
     return quantized
+
+
+class OperandWatch(NamedTuple):
+    """Observer of one tensor of a layer. `key`: RNG key of the layer's weight. `role`: role of the tensor."""
+
+    observer: Observer
+    key: Tensor
+    role: TensorRole
+
+    def see(self, values: Tensor, operand: Operand, for_wgrad: bool = False) -> None:
+        """Report values [R, C] and their quantization. An operand for wgrad is reported only if it is quantized."""
+        if not for_wgrad or isinstance(operand, QuantizedStorage):
+            self.observer.see_operand(self.key, self.role, for_wgrad, values, operand)
+
+    def see_both(self, values: Tensor, first: Operand, second: Operand, transposed: bool) -> None:
+        """Report values [R, C] and the operands that kernels made of them; an operand that is not needed is empty.
+
+        `transposed`: whether `second` is quantized from the transpose.
+        """
+        if isinstance(first, QuantizedStorage) or first.shape == values.shape:
+            self.see(values, first)
+        if isinstance(second, QuantizedStorage):
+            if isinstance(first, QuantizedStorage) and serves_both(first.cell, second.cell):
+                return  # the same codes
+            self.see(values.t() if transposed else values, second, for_wgrad=True)
+
+
+def watch(role: TensorRole, call: LinearContext, record: bool, state: Mapping[str, Tensor]) -> OperandWatch | None:
+    """Return a watch, or None without an observer and outside of a training step: evaluation, recomputation, rehearsal.
+
+    `record`: `LinearState.record`. `state`: RNG state of the weight.
+    """
+    observer = observation.active
+    is_second = call.repeated and role is not TensorRole.GRAD_OUTPUT
+    if observer is None or not record or is_second or context.is_rehearsed():
+        return None
+    return OperandWatch(observer, state[KEY], role)

@@ -3,29 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantshard import kernel_dispatch, limits
+from quantshard import kernel_dispatch, kernels, limits
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.collectives.process_groups import Groups, including, spanned, world
 from quantshard.distributed import tensor_parallel
 from quantshard.distributed.tensor_parallel import TensorParallel
 from quantshard.errors import ConfigurationError
 from quantshard.formats import ALL
-from quantshard.gemm import operands
-from quantshard.gemm.operands import OperandSplit
+from quantshard.gemm import hardware, operands
+from quantshard.gemm.operands import OperandPlan, OperandSplit, OperandUsage
 from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.numerics import RandomBits
 from quantshard.private_torch import RunningStage
-from quantshard.recipe import QuantSpec, TensorRole
+from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.sharding import Shard
 from quantshard.tensor.storage import AMAX_HISTORY, GRADIENT_STREAM, KEY, STREAMS_PER_RANK, next_draw
+
+if kernels.USABLE:
+    from quantshard.gemm import producers
+
+
+MOST_PLANS: Final = 64
+"""The most operand plans that a layer keeps. More than that are needed only if shapes vary, and are then remade."""
+
+
+class RecipePlans(NamedTuple):
+    """Operand plans by the shape and the uses of an operand, all for one recipe."""
+
+    recipe: Recipe | None
+    plans: dict[Any, OperandPlan]
+
+
+class LayerPlans:
+    """How the layers of a module quantize and multiply under their current recipe, planned at the first use.
+
+    A copied or unpickled module plans again.
+    """
+
+    def __init__(self) -> None:
+        # one attribute, because threads can run one module under different recipes
+        self.planned = RecipePlans(None, {})
+
+    def __reduce__(self) -> Any:
+        return LayerPlans, ()
+
+    def operand(
+        self, recipe: Recipe, role: TensorRole, like: Tensor, usage: OperandUsage, delayed: bool, stored: bool,
+        whole: bool,
+    ) -> OperandPlan:  # fmt: skip
+        """The plan of an input or output gradient with the shape and dtype of `like`.
+
+        `whole`: the matrix is not split over ranks. `delayed`, `stored`: see `producers.KernelPlan`.
+        """
+        planned_for, plans = self.planned
+        if recipe is not planned_for:
+            if recipe != planned_for:
+                plans = {}
+            self.planned = RecipePlans(recipe, plans)
+        on_kernels = whole and kernel_dispatch.has_kernels(like)
+        key: Any = role is TensorRole.INPUT, *usage
+        if on_kernels:
+            capability = hardware.capability_of(like.device)
+            key = *key, like.shape, like.dtype, capability, delayed, stored
+        plan = plans.get(key)
+        if plan is None:
+            if len(plans) >= MOST_PLANS:
+                plans.clear()
+            fits = on_kernels and producers.can_quantize(like.dtype, recipe.activations[role])
+            plan = plans[key] = (
+                producers.KernelPlan(recipe, role, usage, like, delayed, stored)
+                if fits
+                else OperandPlan(recipe, role, usage)
+            )
+        return plan
 
 
 @dataclass
@@ -37,7 +96,7 @@ class LinearState:
     scaling reduces amaxes over (None: the group of autocast). `data_group`: ranks that share a batch (None: the
     tensor-parallel group); each such group has its own random stream. `layers`: the layers that own the weights, if
     each keeps its own histories; the input is scaled by the first layer's history and recorded in all. `stage`: running
-    pipeline stage; None if amaxes are neither recorded nor observed.
+    pipeline stage; None if amaxes are neither recorded nor observed. `plans`: plans of the module.
     """
 
     weights: Sequence[dict[str, Tensor]]
@@ -49,6 +108,7 @@ class LinearState:
     data_group: Groups = None
     layers: Sequence[LinearState] = ()
     stage: RunningStage | None = None
+    plans: LayerPlans = field(default_factory=LayerPlans)
 
     @staticmethod
     def joined(layers: Sequence[LinearState]) -> LinearState:

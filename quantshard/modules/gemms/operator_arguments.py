@@ -1,14 +1,18 @@
 """Arguments of the custom operators in `operators`, which all have the same schema of tensors, numbers and a key.
 
 A module is passed as a handle, static facts by the key of their `StepStructure`, a quantized weight as its components.
+
+A key is a digest of its value. A graph that another process reads from a compile cache therefore refers to the same
+value, or to an unknown key, and never to another value.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,13 +22,16 @@ from quantshard import private_torch, sharding
 from quantshard.errors import UnsupportedOperationError
 from quantshard.formats import ALL
 from quantshard.gemm.operands import needs_amax, scales_by_one_amax
+from quantshard.modules.activation_storage import HIGH_PRECISION
+from quantshard.modules.contexts import context
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import WgradOperand, cells, keeps_transposed
+from quantshard.modules.gemms.linear_operands import WgradOperand, keeps_transposed
 from quantshard.modules.gemms.linear_state import LinearState
-from quantshard.modules.gemms.structure import StepStructure, structure_of
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import QuantizedStorage
+
+T = TypeVar("T")
 
 
 class LinearModule(Protocol):
@@ -33,6 +40,8 @@ class LinearModule(Protocol):
     def _linear_state(self, weights: Sequence[str], recipe: Recipe, prefix: str = "") -> LinearState: ...
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor: ...
+
+    def label(self, parameter: str) -> str: ...
 
 
 _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
@@ -57,16 +66,117 @@ def handle_beside(module: Any, known: Tensor) -> Tensor:
     return known if device == known.device or device.type == "meta" else handle(module, device)
 
 
+# Static facts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """One linear layer of a module, with one weight or several that read the same input.
+
+    `weights`: names of the weights in the module. `prefix`: prefix of the names of the amax histories. `biases`: dtype
+    of each weight's bias, or None. `keeps`: whether forward keeps wgrad's operand of the input. `remakes`: whether
+    backward recomputes wgrad's operand; both are false if no backward follows.
+    """
+
+    weights: tuple[str, ...]
+    prefix: str
+    biases: tuple[torch.dtype | None, ...]
+    keeps: bool
+    remakes: bool
+
+
+@dataclass(frozen=True)
+class StepStructure:
+    """Consecutive linear layers of one module, and the operations fused with them; "" for none.
+
+    `dtype`: dtype of the weights, nominal if they are quantized. `record`: whether amaxes are recorded (in training).
+    `setting`: name of the autocast setting. `normalization`, `zero_centered_gamma`: normalization before the first
+    layer. `activation`: activation between two layers. `activation_storage`: storage format of the activation's inputs
+    that are kept for backward.
+    """
+
+    layers: tuple[LayerStructure, ...]
+    dtype: torch.dtype
+    record: bool
+    setting: str
+    normalization: str = ""
+    zero_centered_gamma: bool = False
+    activation: str = ""
+    activation_storage: str = HIGH_PRECISION
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the autocast setting."""
+        return context.setting(self.setting).recipe
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the module was in training and backward needs the input of a layer."""
+        return self.record and any(layer.keeps or layer.remakes for layer in self.layers)
+
+    @property
+    def names(self) -> str:
+        """Names of all weights, for messages."""
+        return ", ".join(name for layer in self.layers for name in layer.weights)
+
+    def by_layer(self, values: Sequence[T]) -> list[list[T]]:
+        """Group a list of values, one per weight, by layer."""
+        remaining = iter(values)
+        return [[next(remaining) for _ in layer.weights] for layer in self.layers]
+
+
+_structures: dict[str, StepStructure] = {}
+
+
+@private_torch.constant_in_graphs
+def structure_key(layers: Sequence[Sequence[Any]], *others: Any, **facts: Any) -> str:
+    """Register the structure with these fields in this process and return its key.
+
+    `layers` holds the fields of each layer as a sequence, because Dynamo passes only values of built-in types.
+    """
+    structure = StepStructure(tuple(LayerStructure(*layer) for layer in layers), *others, **facts)
+    key = hashlib.sha256(repr(structure).encode()).hexdigest()
+    assert _structures.setdefault(key, structure) == structure
+    return key
+
+
+def structure_of(key: str) -> StepStructure:
+    """The structure that a graph was traced for.
+
+    Raises:
+        UnsupportedOperationError: this process has not traced the function, so the key is unknown.
+    """
+    if key not in _structures:
+        raise UnsupportedOperationError(
+            f"a compiled layer of structure {key} was traced by another process and not by this one; call here what "
+            "torch.compile returns, which traces it and may then read compiled code from a cache"
+        )
+    return _structures[key]
+
+
 # Arguments -----------------------------------------------------------------------------------------------------------
 
 
-class LayerArguments(NamedTuple):
-    """Arguments that describe linear layers of a module and an optional normalization before them.
+class StepArguments(NamedTuple):
+    """Arguments of the operators of a step: of linear layers of a module, and a normalization before them or none.
 
-    `plain`: the weights; empty if they are passed as components. `components`: components of quantized weights, in the
-    order of their format; None for a component that is not resident. `module`: handle of the module. `key`: key of the
-    `StepStructure`. `out_features`: out_features of each weight. `norm_weight`, `norm_bias`, `eps`: arguments of the
-    normalization.
+    Args:
+        plain: the weights; empty if they are passed as components.
+        components: components of quantized weights, in the order of their format; None for one that is not resident.
+        module: handle of the module.
+        key: key of the `StepStructure`.
+        out_features: out_features of each weight.
+        norm_weight, norm_bias, eps: arguments of the normalization.
+        x: the input. In backward: the input of the normalization (x + residual if there is a residual), or the input of
+            the first layer if it is kept in high precision.
+        residual: in forward, added to x first.
+        biases: in forward, the biases that exist, in the order of their weights.
+        grads: in backward, gradients of the outputs of the last layer.
+        saved: in backward, tensors that forward returned for it.
+        of_total: in backward, the gradient of x + residual.
+        x_shape: in backward, the shape of the input.
+        need_front: in backward, whether x and the normalization's weight and bias need gradients.
+        need_weights, need_biases: in backward, whether each weight and its bias need gradients.
     """
 
     plain: Sequence[Tensor]
@@ -77,16 +187,32 @@ class LayerArguments(NamedTuple):
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     eps: float
+    x: Any
+    residual: Tensor | None = None
+    biases: Sequence[Tensor] = ()
+    grads: Sequence[Tensor] = ()
+    saved: Sequence[Tensor] = ()
+    of_total: Tensor | None = None
+    x_shape: Sequence[int] = ()
+    need_front: Sequence[bool] = ()
+    need_weights: Sequence[bool] = ()
+    need_biases: Sequence[bool] = ()
+
+    @staticmethod
+    def of_backward(arguments: Sequence[Any]) -> StepArguments:
+        """Group the arguments of a backward operator."""
+        shared, others = arguments[:_BOTH], arguments[_BOTH:]
+        return StepArguments(*shared, *(None, ()), *others)
 
     @property
     def structure(self) -> StepStructure:
         """The structure that the graph was traced for."""
         return structure_of(self.key)
 
-    def input_shape(self, x_shape: Sequence[int], layer: int) -> tuple[int, ...]:
+    def input_shape(self, layer: int) -> tuple[int, ...]:
         """Shape of the input of a layer. The first layer reads x or normalized x."""
-        before = self.structure.by_layer(self.out_features)
-        return tuple(x_shape) if layer == 0 else (*x_shape[:-1], before[layer - 1][0])
+        x_shape = tuple(self.x_shape or self.x.shape)
+        return x_shape if layer == 0 else (*x_shape[:-1], self.structure.by_layer(self.out_features)[layer - 1][0])
 
     def states(self) -> tuple[LinearModule, list[LinearState]]:
         """The module, and the state of each layer."""
@@ -114,14 +240,14 @@ class LayerArguments(NamedTuple):
         quantizes = any(not isinstance(weight, QuantizedTensor) for weight in self.plain)
         if quantizes and recipe.weight is not None and recipe.weight.scaling.history:
             keys += [(TensorRole.WEIGHT, part) for part in range(len(layer_structure.weights))]
-        input_cells = cells(recipe, TensorRole.INPUT)
+        input_cells = recipe.activations[TensorRole.INPUT]
         if layer_structure.remakes and needs_amax(*input_cells) and scales_by_one_amax(input_cells):
             keys.append((TensorRole.INPUT, 0))
         return keys
 
 
 def components_of(weights: Sequence[QuantizedTensor]) -> list[Tensor | None]:
-    """Components of quantized weights, as `LayerArguments.components`."""
+    """Components of quantized weights, as `StepArguments.components`."""
     storages = [weight.quantized_storage for weight in weights]
     return [
         storage.components.get(component.name) for storage in storages for component in storage.cell.format.components
@@ -137,62 +263,14 @@ def _rebuilt(weight: Tensor, left: Iterator[Tensor | None], dtype: torch.dtype) 
     return QuantizedTensor(whole, dtype)
 
 
-class ForwardArguments(NamedTuple):
-    """Arguments of a step's forward. `biases`: the biases that exist, in the order of their weights."""
-
-    x: Tensor
-    layers: LayerArguments
-    residual: Tensor | None
-    biases: Sequence[Tensor]
-
-    @staticmethod
-    def of(arguments: Sequence[Any]) -> ForwardArguments:
-        """Group the arguments of a call, or one value for each argument, such as its gradient."""
-        return ForwardArguments(*_grouped(arguments))
-
-
-class BackwardArguments(NamedTuple):
-    """Arguments of a step's backward.
-
-    `grads`: gradients of the outputs of the last layer. `x`: input of the normalization (x + residual if there is a
-    residual), or the input of the first layer if it is kept in high precision. `saved`: tensors that forward returned
-    for backward. `of_total`: gradient of x + residual. `need_front`: whether x and the normalization's weight and bias
-    need gradients. `need_weights`, `need_biases`: whether each weight and its bias need gradients.
-    """
-
-    grads: Sequence[Tensor]
-    layers: LayerArguments
-    x: Tensor | None
-    saved: Sequence[Tensor]
-    of_total: Tensor | None
-    x_shape: Sequence[int]
-    need_front: Sequence[bool]
-    need_weights: Sequence[bool]
-    need_biases: Sequence[bool]
-
-    @staticmethod
-    def of(arguments: Sequence[Any]) -> BackwardArguments:
-        return BackwardArguments(*_grouped(arguments))
-
-    @property
-    def reads_gradient_of_x(self) -> bool:
-        """Whether any needed gradient depends on the gradient of the first layer's input."""
-        return any(self.need_front)
-
-
-def _grouped(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Replace the arguments after the first that belong to the layers by one `LayerArguments`."""
-    end = 1 + len(LayerArguments._fields)
-    return (arguments[0], LayerArguments(*arguments[1:end]), *arguments[end:])
-
-
-_LAYERS = (
+_BOTH: Final = 9  # arguments that forward and backward have
+_SHARED = (
     "Tensor[] plain, Tensor?[] components, Tensor module, str key, SymInt[] out_features, "
     "Tensor? norm_weight, Tensor? norm_bias, float eps"
 )
-FORWARD = f"(Tensor x, {_LAYERS}, Tensor? residual, Tensor[] biases) -> Tensor[]"
+FORWARD = f"({_SHARED}, Tensor x, Tensor? residual, Tensor[] biases) -> Tensor[]"
 BACKWARD = (
-    f"(Tensor[] grads, {_LAYERS}, Tensor? x, Tensor[] saved, Tensor? of_total, SymInt[] x_shape, bool[] need_front, "
+    f"({_SHARED}, Tensor? x, Tensor[] grads, Tensor[] saved, Tensor? of_total, SymInt[] x_shape, bool[] need_front, "
     "bool[] need_weights, bool[] need_biases) -> Tensor[]"
 )
 
@@ -209,14 +287,14 @@ class SavedInput(NamedTuple):
     shape: tuple[int, int]
 
     @staticmethod
-    def of(layers: LayerArguments, layer: int, x_shape: Sequence[int], like: Tensor) -> SavedInput | None:
+    def of(step: StepArguments, layer: int, like: Tensor) -> SavedInput | None:
         """The layout for a layer; None if nothing or x itself is kept. `like`: tensor of the dtype and device of x."""
-        structure = layers.structure
-        pair = _, second = cells(structure.recipe, TensorRole.INPUT)
+        structure = step.structure
+        pair = _, second = structure.recipe.activations[TensorRole.INPUT]
         is_x = layer == 0 and second is None and not structure.normalization
         if not structure.layers[layer].keeps or is_x:
             return None
-        *leading, features = layers.input_shape(x_shape, layer)
+        *leading, features = step.input_shape(layer)
         tokens = 1
         for size in leading:
             tokens = tokens * size

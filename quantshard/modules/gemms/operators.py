@@ -33,16 +33,15 @@ from quantshard.modules.activation_storage import STORAGES
 from quantshard.modules.contexts import context, recompute
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms import functional
-from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear, SavedLinear
+from quantshard.modules.gemms.functional import LinearBackward, LinearGradMask, PreparedLinear
 from quantshard.modules.gemms.linear_operands import WgradOperand
 from quantshard.modules.gemms.operator_arguments import (
     BACKWARD,
     FORWARD,
-    BackwardArguments,
-    ForwardArguments,
-    LayerArguments,
     SavedInput,
+    StepArguments,
     components_of,
+    structure_of,
 )
 from quantshard.tensor import aten_rules
 from quantshard.tensor.quantized_tensor import QuantizedTensor
@@ -63,38 +62,37 @@ class ForwardResults(NamedTuple):
     others: Sequence[Tensor] = ()
 
 
-ForwardOf = Callable[[ForwardArguments, list[PreparedLinear]], ForwardResults]
+ForwardOf = Callable[[StepArguments, list[PreparedLinear]], ForwardResults]
 """Forward of a step, given its prepared layers."""
 
 
 @workspace.separate_allocations()
 def _forward(body: ForwardOf, *arguments: Any) -> list[Tensor]:
-    args = ForwardArguments.of(arguments)
-    layers = args.layers
-    ready = _ready(args)
+    step = StepArguments(*arguments)
+    layers = _ready(step)
     context.drop_failed_backward()  # entering autocast does this in eager code, but leaves no trace in a graph
-    results = body(args, ready)
+    results = body(step, layers)
     tensors = [*results.outputs]
-    for index, (layer, x_wgrad) in enumerate(zip(ready, results.inputs, strict=True)):
-        saved_input = SavedInput.of(layers, index, args.x.shape, args.x)
+    for index, (layer, x_wgrad) in enumerate(zip(layers, results.inputs, strict=True)):
+        saved_input = SavedInput.of(step, index, step.x)
         tensors += [] if saved_input is None else saved_input.tensors(x_wgrad)
         # cloned, because the call keeps its own amax
-        tensors += [layer.call.amaxes[key].clone() for key in layers.amaxes(index)]
+        tensors += [layer.call.amaxes[key].clone() for key in step.amaxes(index)]
     # a native GEMM can return padded rows
     return [tensor.contiguous() for tensor in (*tensors, *results.others)]
 
 
-def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
-    layers, structure = asked.layers, asked.layers.structure
-    module, states = layers.states()
-    biases, ready, weights = iter(asked.biases), [], layers.weights_of(module)
-    if structure.setting == context.NO_AUTOCAST and not layers.plain and structure.is_trained:
+def _ready(step: StepArguments) -> list[PreparedLinear]:
+    structure = step.structure
+    module, states = step.states()
+    biases, ready, weights = iter(step.biases), [], step.weights_of(module)
+    if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
         limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
         names = id(module), ",".join(layer.weights)
-        call = recompute.linear_context(names, not layers.plain, structure.record, structure.setting)
+        call = recompute.linear_context(names, not step.plain, structure.record, structure.setting)
         for name in layer.weights:
-            module.weight_operand(name, call, asked.x.device)
+            module.weight_operand(name, call, step.x.device)
         added = [None if dtype is None else next(biases) for dtype in layer.biases]
         ready.append(PreparedLinear(weights[index], added, call, states[index]))
     return ready
@@ -102,22 +100,22 @@ def _ready(asked: ForwardArguments) -> list[PreparedLinear]:
 
 def _forward_shapes(*arguments: Any) -> list[Tensor]:
     private_torch.check_order_is_kept()
-    args = ForwardArguments.of(arguments)
-    x, layers, structure = args.x, args.layers, args.layers.structure
+    step = StepArguments(*arguments)
+    x, structure = step.x, step.structure
     if context.is_delayed(structure.setting) and private_torch.is_recomputed_in_graph():
         raise UnsupportedOperationError(
             f"activation checkpointing inside a compiled function around the layer of {structure.names!r}: under "
             "delayed scaling its second forward must scale by the amaxes of the first, which a graph does not keep; "
             "compile the checkpointed function and enter autocast in it, or use a recipe without past amaxes"
         )
-    *inner, last = structure.by_layer(layers.out_features)
+    *inner, last = structure.by_layer(step.out_features)
     fakes = [x.new_empty((*x.shape[:-1], features)) for features in last]
-    if args.residual is not None:
+    if step.residual is not None:
         fakes.append(torch.empty_like(x, memory_format=torch.contiguous_format))
     for index in range(len(structure.layers)):
-        saved_input = SavedInput.of(layers, index, x.shape, x)
+        saved_input = SavedInput.of(step, index, x)
         fakes += [] if saved_input is None else saved_input.empty(x)
-        fakes += [x.new_empty((), dtype=torch.float32) for _ in layers.amaxes(index)]
+        fakes += [x.new_empty((), dtype=torch.float32) for _ in step.amaxes(index)]
     rows = x.reshape(-1, x.shape[-1]).shape[0]
     statistics = {"": 0, "RMSNorm": 1, "LayerNorm": 2}[structure.normalization]
     fakes += [x.new_empty((rows,), dtype=torch.float32) for _ in range(statistics)]
@@ -131,41 +129,40 @@ def _forward_shapes(*arguments: Any) -> list[Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    args = ForwardArguments.of(inputs)
-    layers, structure, is_added = args.layers, args.layers.structure, args.residual is not None
+    step = StepArguments(*inputs)
+    structure, is_added = step.structure, step.residual is not None
     outputs = len(structure.layers[-1].weights)
-    x = output[outputs] if is_added else args.x
-    reads_x = structure.layers[0].keeps and SavedInput.of(layers, 0, args.x.shape, args.x) is None
-    tensors = [x if structure.normalization or reads_x else None, *layers.plain, *output[outputs + is_added :]]
-    ctx.save_for_backward(layers.module, layers.norm_weight, layers.norm_bias, *tensors)
-    ctx.key, ctx.out_features, ctx.eps = layers.key, layers.out_features, layers.eps
-    ctx.x_shape, ctx.parts, ctx.is_added = args.x.shape, len(layers.plain), is_added
+    x = output[outputs] if is_added else step.x
+    reads_x = structure.layers[0].keeps and SavedInput.of(step, 0, step.x) is None
+    tensors = [x if structure.normalization or reads_x else None, *step.plain, *output[outputs + is_added :]]
+    ctx.save_for_backward(step.module, step.norm_weight, step.norm_bias, *tensors)
+    ctx.key, ctx.out_features, ctx.eps = step.key, step.out_features, step.eps
+    ctx.x_shape, ctx.parts, ctx.is_added = step.x.shape, len(step.plain), is_added
     ctx.set_materialize_grads(False)  # tensors that are kept for backward have no gradients
 
 
-def _gradients(step: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _gradients(name: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     module, norm_weight, norm_bias, x, *saved_tensors = ctx.saved_tensors
     weights, saved_tensors = saved_tensors[: ctx.parts], saved_tensors[ctx.parts :]
-    layers = LayerArguments(weights, [], module, ctx.key, ctx.out_features, norm_weight, norm_bias, ctx.eps)
-    need: Any = ForwardArguments.of(ctx.needs_input_grad)
-    need_front = [need.x or need.residual, need.layers.norm_weight, need.layers.norm_bias]
+    structure, need = structure_of(ctx.key), StepArguments(*ctx.needs_input_grad)
+    need_front = [need.x or need.residual, need.norm_weight, need.norm_bias]
     biases = iter(need.biases)
-    need_biases = [dtype is not None and next(biases) for layer in layers.structure.layers for dtype in layer.biases]
-    last = layers.structure.by_layer(layers.out_features)[-1]
+    need_biases = [dtype is not None and next(biases) for layer in structure.layers for dtype in layer.biases]
+    last = structure.by_layer(ctx.out_features)[-1]
     of_outputs, of_total = functional.filled(grads[: len(last)], last), grads[len(last)] if ctx.is_added else None
     results = [of_total] if need_front[0] else []
     if of_outputs:
-        suffix = "_backward_recording" if context.counts_backwards(layers.structure.setting) else "_backward"
-        results = getattr(torch.ops.quantshard, step + suffix)(
-            of_outputs, *layers, x, saved_tensors, of_total, ctx.x_shape, need_front, need.layers.plain, need_biases
-        )
+        suffix = "_backward_recording" if context.counts_backwards(structure.setting) else "_backward"
+        results = getattr(torch.ops.quantshard, name + suffix)(
+            weights, [], module, ctx.key, ctx.out_features, norm_weight, norm_bias, ctx.eps,
+            x, of_outputs, saved_tensors, of_total, ctx.x_shape, need_front, need.plain, need_biases,
+        )  # fmt: skip
     remaining = iter(results)
     of_x, of_norm_weight, of_norm_bias = (next(remaining, None) if is_needed else None for is_needed in need_front)
-    of_weights = [next(remaining, None) if is_needed else None for is_needed in need.layers.plain]
+    of_weights = [next(remaining, None) if is_needed else None for is_needed in need.plain]
     of_biases = [next(remaining, None) if is_needed else None for is_needed in need.biases]
-    of_layers: dict[str, Any] = dict.fromkeys(LayerArguments._fields)
-    of_layers |= {"plain": of_weights, "components": [], "norm_weight": of_norm_weight, "norm_bias": of_norm_bias}
-    return (of_x if need.x else None, *of_layers.values(), of_x if need.residual else None, of_biases)
+    of_layers: tuple[Any, ...] = (of_weights, [], None, None, None, of_norm_weight, of_norm_bias, None)
+    return (*of_layers, of_x if need.x else None, of_x if need.residual else None, of_biases)
 
 
 class StepGradients(NamedTuple):
@@ -179,60 +176,57 @@ class StepGradients(NamedTuple):
     layers: Sequence[Sequence[Tensor | None]]
 
 
-BackwardOf = Callable[[BackwardArguments, list[SavedLinear], list[Tensor]], StepGradients]
+BackwardOf = Callable[[StepArguments, list[LinearBackward], list[Tensor]], StepGradients]
 """Backward of a step, given its saved layers and `ForwardResults.others`."""
 
 
 @workspace.separate_allocations()
 def _backward(body: BackwardOf, *arguments: Any) -> list[Tensor]:
-    args = BackwardArguments.of(arguments)
-    layers, other_tensors = _saved(args)
-    front, layer_grads = body(args, layers, other_tensors)
+    step = StepArguments.of_backward(arguments)
+    layers, other_tensors = _saved(step)
+    front, layer_grads = body(step, layers, other_tensors)
     weights = chain.from_iterable(tensor_grads[: len(tensor_grads) // 2] for tensor_grads in layer_grads)
     biases = chain.from_iterable(tensor_grads[len(tensor_grads) // 2 :] for tensor_grads in layer_grads)
     return [gradient.contiguous() for gradient in (*front, *weights, *biases) if gradient is not None]
 
 
-def _saved(asked: BackwardArguments) -> tuple[list[SavedLinear], list[Tensor]]:
+def _saved(step: StepArguments) -> tuple[list[LinearBackward], list[Tensor]]:
     """Rebuild the layers; also return the tensors of `ForwardResults.others`."""
-    layers, structure, like, saved_tensors = asked.layers, asked.layers.structure, asked.grads[0], iter(asked.saved)
-    module, states = layers.states()
+    structure, like, saved_tensors = step.structure, step.grads[0], iter(step.saved)
+    module, states = step.states()
     setting, saved_layers = context.setting(structure.setting), []
-    need_weights, need_biases = structure.by_layer(asked.need_weights), structure.by_layer(asked.need_biases)
-    for index, weights in enumerate(layers.weights_of(module)):
-        saved_input = SavedInput.of(layers, index, asked.x_shape, like)
+    need_weights, need_biases = structure.by_layer(step.need_weights), structure.by_layer(step.need_biases)
+    for index, weights in enumerate(step.weights_of(module)):
+        layer, saved_input = structure.layers[index], SavedInput.of(step, index, like)
         x_wgrad = WgradOperand(like.new_empty(0), False)
         if saved_input is not None:
             x_wgrad = saved_input.operand(saved_tensors)
-        elif asked.x is not None and not structure.normalization:
-            x_wgrad = WgradOperand(asked.x.reshape(-1, asked.x.shape[-1]), False)
+        elif step.x is not None and not structure.normalization:
+            x_wgrad = WgradOperand(step.x.reshape(-1, step.x.shape[-1]), False)
         call = LinearContext(setting.recipe, setting.amax_reduction_group, setting.strict)
-        call.amaxes.update((key, next(saved_tensors)) for key in layers.amaxes(index))
+        call.amaxes.update((key, next(saved_tensors)) for key in step.amaxes(index))
         rebuild, tensors = functional.to_saved(x_wgrad)
-        layer_backward = LinearBackward(
-            call, states[index], rebuild, len(weights), structure.layers[index].biases,
-            layers.input_shape(asked.x_shape, index), like.dtype, structure.layers[index].remakes,
-        )  # fmt: skip
-        grad_mask = LinearGradMask(index > 0 or asked.reads_gradient_of_x, need_weights[index], need_biases[index])
-        saved_layers.append(SavedLinear(layer_backward, [*weights, *tensors], grad_mask))
+        needed = LinearGradMask(index > 0 or any(step.need_front), need_weights[index], need_biases[index])
+        saved_layers.append(LinearBackward(
+            call, states[index], rebuild, len(weights), layer.biases, step.input_shape(index), like.dtype,
+            layer.remakes, [*weights, *tensors], needed,
+        ))  # fmt: skip
     return saved_layers, list(saved_tensors)
 
 
 def _backward_shapes(*arguments: Any) -> list[Tensor]:
-    args = BackwardArguments.of(arguments)
-    layers, structure, like = args.layers, args.layers.structure, args.grads[0]
-    need_x, *need_parameters = args.need_front
-    fakes = [like.new_empty(args.x_shape)] if need_x else []
-    parameters = zip((layers.norm_weight, layers.norm_bias), need_parameters, strict=True)
+    step = StepArguments.of_backward(arguments)
+    structure, like = step.structure, step.grads[0]
+    need_x, *need_parameters = step.need_front
+    fakes = [like.new_empty(step.x_shape)] if need_x else []
+    parameters = zip((step.norm_weight, step.norm_bias), need_parameters, strict=True)
     fakes += [torch.empty_like(parameter) for parameter, is_needed in parameters if is_needed and parameter is not None]
-    inputs = [
-        layers.input_shape(args.x_shape, index) for index, layer in enumerate(structure.layers) for _ in layer.weights
-    ]
-    shapes = [(features, shape[-1]) for features, shape in zip(layers.out_features, inputs, strict=True)]
-    for shape, is_needed in zip(shapes, args.need_weights, strict=True):
+    inputs = [step.input_shape(index) for index, layer in enumerate(structure.layers) for _ in layer.weights]
+    shapes = [(features, shape[-1]) for features, shape in zip(step.out_features, inputs, strict=True)]
+    for shape, is_needed in zip(shapes, step.need_weights, strict=True):
         fakes += [like.new_empty(shape, dtype=structure.dtype)] if is_needed else []
     dtypes = chain.from_iterable(layer.biases for layer in structure.layers)
-    for features, dtype, is_needed in zip(layers.out_features, dtypes, args.need_biases, strict=True):
+    for features, dtype, is_needed in zip(step.out_features, dtypes, step.need_biases, strict=True):
         fakes += [like.new_empty((features,), dtype=dtype)] if is_needed else []
     return fakes
 
@@ -263,6 +257,6 @@ def _with_components(operator: Any) -> None:
     """Register the ATen rule that passes quantized weights to the operator as components."""
 
     @aten_rules.rule(operator, needed_by="torch.compile")
-    def apart(first: Any, weights: Sequence[QuantizedTensor], *others: Any) -> list[Tensor]:
-        results: list[Tensor] = operator(first, [], components_of(weights), *others[1:])
+    def apart(weights: Sequence[QuantizedTensor], _: Any, *others: Any) -> list[Tensor]:
+        results: list[Tensor] = operator([], components_of(weights), *others)
         return results

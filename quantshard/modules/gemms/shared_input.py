@@ -16,7 +16,7 @@ from torch import Tensor
 from quantshard import private_torch
 from quantshard.gemm.operands import OperandUsage
 from quantshard.modules.contexts.recompute import LinearContext
-from quantshard.modules.gemms.linear_operands import GemmOperands, cells, gemm_operands
+from quantshard.modules.gemms.linear_operands import GemmOperands, gemm_operands
 from quantshard.modules.gemms.linear_state import LinearState
 from quantshard.recipe import QuantSpec, Recipe, TensorRole
 
@@ -67,7 +67,7 @@ class InputReader:
 
         Under delayed scaling nothing is shared, because every layer scales by its own history.
         """
-        pair = cells(call.recipe, TensorRole.INPUT)
+        pair = call.recipe.activations[TensorRole.INPUT]
         if x.is_inference() or not is_shareable(call.recipe):
             return _made(x, call, state, keeps)
         last, key = self.shared.last, (private_torch.in_place_changes(x), pair, keeps)
@@ -82,7 +82,7 @@ class InputReader:
 
 def is_shareable(recipe: Recipe) -> bool:
     """Return whether all layers quantize an input to the same codes: no histories and no random bits of their own."""
-    first, second = cells(recipe, TensorRole.INPUT)
+    first, second = recipe.activations[TensorRole.INPUT]
     quantized = first is not None and second is not None
     return quantized and TensorRole.INPUT not in recipe.histories and not recipe.input_draws
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantshard import private_torch
 from quantshard.collectives.process_groups import world
-from quantshard.modules.base.state_dict import ComponentStateDict
+from quantshard.modules.base.module import QuantizedModule
 from quantshard.modules.contexts import context
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tensor.storage import KEY
@@ -24,7 +24,7 @@ class GraphAddresses:
         self._owners = [] if module is None else list(module.named_modules())
         self._params: list[tuple[str, nn.Module, str, Mapping[str, Tensor]]] = []
         for path, owner in self._owners:
-            states = owner.plain_states if isinstance(owner, ComponentStateDict) else {}
+            states = owner.plain_states if isinstance(owner, QuantizedModule) else {}
             names = [name for name, _ in owner.named_parameters(recurse=False)]
             self._params += [(path, owner, name, states.get(name, {})) for name in names]
         self._held = [

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from quantshard import kernel_dispatch, limits, private_torch
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError, UnsupportedOperationError
 from quantshard.modules import capture
 from quantshard.modules.contexts import context, recompute
@@ -63,7 +62,6 @@ def _eager(subject: Callables) -> Any:
     return subject.forward if isinstance(subject, nn.Module) else subject
 
 
-@suggests_names
 def make_graphed_callables(
     modules: Callables | Sequence[Callables],
     sample_args: Sequence[Any],

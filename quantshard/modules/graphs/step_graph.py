@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from quantshard import limits, private_torch
-from quantshard.argument_kinds import CALLABLE, MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import ConfigurationError, UnsupportedOperationError, warn_user
 from quantshard.modules.capture import capturable_
 from quantshard.modules.contexts import context
@@ -73,7 +72,6 @@ class StepGraph:
         UnsupportedOperationError: the model is wrapped in DistributedDataParallel.
     """
 
-    @suggests_names
     def __init__(
         self,
         step: Callable[..., Any],
@@ -82,12 +80,9 @@ class StepGraph:
         *,
         enabled: bool = True,
     ) -> None:
-        check_arguments("StepGraph", CALLABLE, step=step)
-        check_arguments("StepGraph", MODULE, model=model)
         self._optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         context.check_flags("StepGraph", enabled=enabled)
         for item in self._optimizers:
-            check_arguments("StepGraph", OPTIMIZER, optimizer=item)
             _check_members(item, model)
         self._step, self._model, self.enabled = step, model, enabled
         self._eager: dict[Any, int] = {}
@@ -122,7 +117,6 @@ class StepGraph:
                 "StepGraph.within: give what makes a context, as statistics.whole_step, and not the context: it is "
                 "entered again in other steps"
             )
-        check_arguments("StepGraph.within", CALLABLE, around=around)
         if self._is_over:
             raise ConfigurationError("StepGraph: its with block has ended, and its graphs are gone; make another one")
         key = around, _kind(args, "arguments"), _kind(dict(sorted(kwargs.items())), "arguments")

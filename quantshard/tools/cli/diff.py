@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from quantshard.checkpoints.extras import EXTRA
 from quantshard.checkpoints.inspect.compare import Comparison, Difference, compare, largest_difference
 from quantshard.checkpoints.inspect.inspection import HISTORY, RANDOM, RANK, STATE, WEIGHT, kind_of
-from quantshard.checkpoints.untrusted.extras import EXTRA
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.interop.layouts.source import MODEL, OPTIMIZER, CheckpointModel
 from quantshard.readable import counted_name, pattern_groups
-from quantshard.state_cells import STATE_SCALE_SUFFIXES, scaled_state
+from quantshard.state_storage import STATE_SCALE_SUFFIXES, scaled_state
 from quantshard.tensor.components import FORMAT_SUFFIX
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import complain, say, say_whole

@@ -17,8 +17,8 @@ from quantshard.interop.layouts.source import CheckpointModel, CheckpointWeight
 from quantshard.interop.layouts.table import cell_of_tag
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.numerics.states import AVERAGE
-from quantshard.presets import StateOptions
 from quantshard.recipe import auto_name
+from quantshard.state_storage import StateOptions
 from quantshard.tensor import storage as storages
 from quantshard.tensor.quantized_tensor import QuantizedTensor
 from quantshard.tools.terminal import inputs

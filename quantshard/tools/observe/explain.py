@@ -23,18 +23,24 @@ from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
 from quantshard import recipe as recipes
-from quantshard.argument_kinds import MODULE, OPTIMIZER, check_arguments, suggests_names
 from quantshard.errors import FallbackError, warn_user
 from quantshard.formats import Role
-from quantshard.gemm import backend
+from quantshard.gemm import hardware
 from quantshard.private_torch import FsdpGather
 from quantshard.recipe import Recipe
-from quantshard.state_cells import scaled_state
+from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.tools.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
+from quantshard.tools.observe.costs import (
+    BF16_BYTES,
+    BF16_OPTIMIZER_BYTES,
+    REMAINDER,
+    REPLICATED,
+    SHORT_DTYPES,
+    SPLIT,
+    SharedScaleCost,
+)
 from quantshard.tools.observe.table import Report, Row
 
 _REMAINDER_SUFFIX = "_low"
@@ -44,7 +50,6 @@ _FEW = 4
 """Number of parameters that a warning names."""
 
 
-@suggests_names
 def explain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -66,8 +71,6 @@ def explain(
     Raises:
         FallbackError: `strict` and something falls back; the message names every fallback with its first parameter.
     """
-    check_arguments("explain", MODULE, model=model)
-    check_arguments("explain", OPTIMIZER.or_none, optimizer=optimizer)
     base_recipe = None if recipe is None else recipes.resolve(recipe)
     gathers = private_torch.fsdp_gathers(model)
     states = _OptimizerStates(optimizer)
@@ -240,18 +243,18 @@ def gemm_of(
     joint = () if describe is None else describe(chosen, device)
     if storage is not None:
         return GemmPath(
-            *backend.gemm_path(storage.cell, device, chosen), (*backend.fallbacks(storage, chosen, device), *joint)
+            *hardware.gemm_path(storage.cell, device, chosen), (*hardware.fallbacks(storage, chosen, device), *joint)
         )
     if not is_quantshard:
-        path, reason = backend.gemm_path(None, device)
+        path, reason = hardware.gemm_path(None, device)
         fallbacks = ("not ours",) if chosen is not None and chosen.table else ()
         gemm_reason = getattr(module, "gemm_reason", f"{kind.__name__} is not one of quantshard's modules")
         return GemmPath(path, f"{reason}: {gemm_reason}", fallbacks)
     cell = None if chosen is None else chosen.weight
-    path, reason = backend.gemm_path(cell, device, chosen)
+    path, reason = hardware.gemm_path(cell, device, chosen)
     if chosen is not None and chosen.table:
         reason = f"quantized for each forward under autocast(recipe={chosen.name!r}): {reason}"
-    return GemmPath(path, reason, (*backend.fallbacks(None, chosen, device), *joint))
+    return GemmPath(path, reason, (*hardware.fallbacks(None, chosen, device), *joint))
 
 
 def fallbacks_of(gemm: GemmPath, shared: SharedScaleCost, moments_note: str) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantshard import kernels, private_torch
-from quantshard.argument_kinds import suggests_names
 from quantshard.errors import ConfigurationError
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.kernels import tables, workspace
@@ -29,10 +28,9 @@ from quantshard.modules import autocast, checkpoint
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.observe.step_memory import KINDS, PhaseMemory
-from quantshard.tools.planning.gpu_operations import GpuTimeline, gpu_attention
+from quantshard.tools.observe.table import KINDS, PhaseMemory
 from quantshard.tools.planning.sharded_passes import GRADIENTS, ShardedPasses, ShardedUnit, UnitSizes
-from quantshard.tools.planning.timeline import Allocation, tensors_in
+from quantshard.tools.planning.timeline import Allocation, GpuTimeline, gpu_attention, tensors_in
 
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
 
@@ -93,9 +91,6 @@ class TrainingStep:
         recomputed = ", layers recomputed" if self.checkpoint_activations else ""
         gpu = "compute capability {}.{}".format(*self.capability)
         return f"{parts}{self.batch} x {self.seq_length} tokens{recomputed} on {gpu}"
-
-
-TrainingStep.__init__ = suggests_names(TrainingStep.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Downsampled data of the charts and heat maps in a report, for the script of the page."""
+"""Data of the charts and tables of statistics in a report, for the script of the page."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quantshard.tools.report.heat_maps import StatisticsReader
 from quantshard.tools.report.history import HELDOUT, LOSS, MEMORY, SECONDS, SPEED, TOKENS, RunHistory
 from quantshard.tools.report.metrics import step_of
-from quantshard.tools.report.thinning import thinned
+from quantshard.tools.report.samples import StatisticsReader
 
 _POINTS, _MOST_POINTS, _LEAST_POINTS = 160_000, 2_000, 100
 """Points of all curves in a page, and the maximum and minimum per curve. A point takes about 17 bytes."""
 
-_CELLS, _FEWEST_COLUMNS = 250_000, 8
-"""Cells of all maps in a page (about 6 bytes each), and the minimum number of columns of a merged map."""
+_CELLS = 250_000
+"""Cells of all tables of statistics in a page, about 6 bytes each."""
 
 _AXIS_POINTS = 500
 _MEANS, _NOISE = 150, 0.004
@@ -49,10 +48,11 @@ def page_data(runs: Sequence[RunHistory], names: Sequence[str]) -> dict[str, Any
     keys = [curve for chart in charts for curve in chart["curves"]]
     num_curves = sum(key in run.metrics.columns for run in runs for key in keys)
     most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, num_curves)))
+    room = _CELLS // max(1, sum(len(run.statistics.maps) for run in runs))
     return {
         "charts": charts,
         "runs": [_run_data(run, name, keys, most) for run, name in zip(runs, names, strict=True)],
-        "maps": _maps(runs),
+        "maps": [_map_data(run.statistics, room) for run in runs],
     }
 
 
@@ -60,6 +60,24 @@ def as_script(data: dict[str, Any]) -> str:
     """Serialize to JSON that is safe inside a script element: texts cannot close the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
+    """Ascending int64 indices of at most `most` points (>= 4) that represent a curve [N].
+
+    They include the minimum and maximum of each of equally wide buckets, so that no spike is lost.
+    """
+    count = len(values)
+    if count <= most:
+        return np.arange(count, dtype=np.int64)
+    width = -(-count // max(1, (most - 2) // 2))
+    full = count // width * width
+    grid = values[:full].reshape(-1, width)
+    starts = np.arange(0, full, width)
+    indices = [starts + grid.argmin(1), starts + grid.argmax(1), np.array([0, count - 1])]
+    if full < count:
+        indices.append(np.array([full + values[full:].argmin(), full + values[full:].argmax()]))
+    return np.unique(np.concatenate(indices)).astype(np.int64)
 
 
 def _charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
@@ -92,24 +110,13 @@ def _run_data(run: RunHistory, name: str, keys: list[str], most: int) -> dict[st
         steps, values = run.metrics.there(key)
         if len(steps):
             indices = thinned(values, most)
-            curves[key] = [
-                _steps(steps[indices]),
-                _short(values[indices]),
-                _means(steps, values) if most > 4 * _MEANS else None,
-            ]
+            means = _means(steps, values) if most > 4 * _MEANS else None
+            curves[key] = [steps[indices].tolist(), _short(values[indices]), means]
         if key in run.metrics.columns and len(wrong := run.metrics.not_finite(key)):
             bad[key] = wrong[:: max(1, len(wrong) // _LEAST_POINTS)].tolist()
     restarts = sorted({step for start in run.starts if (step := step_of(start))})
     axes = {"tokens": _axis(run, run.tokens()), "time": _axis(run, run.seconds())}
     return {"name": name, "curves": curves, "bad": bad, "restarts": restarts[-_LEAST_POINTS:], "axes": axes}
-
-
-def _steps(steps: NDArray[np.int64]) -> list[int] | dict[str, int]:
-    """Steps in the format of the page: a long evenly spaced sequence is its first step and its spacing."""
-    gaps = np.diff(steps)
-    if len(steps) > _LEAST_POINTS and (gaps == gaps[0]).all():
-        return {"first": int(steps[0]), "apart": int(gaps[0])}
-    return list(steps.tolist())
 
 
 def _means(steps: NDArray[np.int64], values: NDArray[np.float64]) -> list[list[float]] | None:
@@ -135,29 +142,16 @@ def _short(values: NDArray[np.float64]) -> list[float]:
     return [int(value) if value.is_integer() and abs(value) < 1e15 else value for value in rounded]
 
 
-def _maps(runs: Sequence[RunHistory]) -> list[dict[str, Any] | None]:
-    sizes = [len(run.statistics.maps) for run in runs if run.statistics.columns]
-    room = _CELLS // max(1, sum(sizes))
-    return [_map_data(run.statistics, room) if run.statistics.columns else None for run in runs]
-
-
 def _map_data(read: StatisticsReader, room: int) -> dict[str, Any]:
-    """Heat maps of one run. `room`: maximum number of cells per map."""
-    names = list(read.names)[: max(1, room // _FEWEST_COLUMNS)]
-    columns = read.merged(max(_FEWEST_COLUMNS, room // len(names)))
+    """Statistics of one run by role, statistic and name. `room`: maximum number of cells per table."""
+    samples = read.samples
+    names = list(read.names)[: max(1, room // max(1, len(samples)))]
     maps = []
     for role, statistic in read.maps:
-        cells = [[_cell(column.values.get((role, statistic), {}).get(name)) for column in columns] for name in names]
-        row_indices = [index for index, row in enumerate(cells) if any(cell is not None for cell in row)]
-        maps.append(
-            {
-                "role": role,
-                "statistic": statistic,
-                "rows": row_indices,
-                "cells": [cells[index] for index in row_indices],
-            }
-        )
-    return {"names": names, "steps": [column.first for column in columns], "maps": maps}
+        cells = [[_cell(values.get((role, statistic), {}).get(name)) for _, values in samples] for name in names]
+        rows = [[index, *row] for index, row in enumerate(cells) if any(cell is not None for cell in row)]
+        maps.append({"role": role, "statistic": statistic, "rows": rows})
+    return {"names": names, "steps": [step for step, _ in samples], "maps": maps}
 
 
 def _cell(value: float | None) -> float | str | None:

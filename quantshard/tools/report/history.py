@@ -12,11 +12,10 @@ import numpy as np
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
-from quantshard.tools.report.heat_maps import StatisticsReader
 from quantshard.tools.report.metrics import LARGEST, LARGEST_STEP, MOST_COLUMNS, Column, MetricReader, MetricTable
-from quantshard.tools.report.record_sample import RecordSample
 from quantshard.tools.report.records import Record, RecordFile
-from quantshard.tools.report.source import METRICS, STARTS, STATISTICS, CheckpointRow, RunSource
+from quantshard.tools.report.samples import StatisticsReader
+from quantshard.tools.report.source import METRICS, STARTS, STATISTICS, STATISTICS_BYTES, CheckpointRow, RunSource
 
 LOSS, HELDOUT, HELDOUT_OF_AVERAGE, SPEED, MEMORY, SECONDS, TOKENS = (
     "loss", "heldout_loss", "heldout_loss_ema", "tokens_per_s", "memory_bytes", "seconds", "tokens",
@@ -104,39 +103,38 @@ def read_history(run: str | os.PathLike[str]) -> RunHistory:
     source = RunSource(run)
     files = {name: source.records(name) for name in (METRICS, STATISTICS)}
     metrics, statistics = MetricReader(files[METRICS].path), StatisticsReader()
-    sample = RecordSample(files[STATISTICS])
     try:
         for batch in files[METRICS].batches():
             metrics.add(batch)
-        for batch in sample.batches():
+        for batch in files[STATISTICS].batches(STATISTICS_BYTES):
             statistics.add(batch)
         starts = source.starts()
     except OSError as error:
         where = error.filename or source.file(STARTS)
         raise ConfigurationError(f"cannot read {where}: {why(error)}") from None
     table = metrics.table()
-    notes = [*(note for file in files.values() for note in _damage(file)), *sample.notes()]
+    notes = [note for file in files.values() for note in _omissions(file)]
     last = int(table.steps[-1]) if len(table.steps) else 0
     if lost := max(0, last - len(table.steps)):
         notes.append(f"{source.file(METRICS)} has no records of {lost:,} of {last:,} steps; curves are without them")
-    if skipped := files[METRICS].skipped:
-        notes.append(f"{source.file(METRICS)}: {human_bytes(skipped)}, evenly over the run, were not read")
     if table.others:
         notes.append(f"{source.file(METRICS)} has more than {MOST_COLUMNS} figures a step; the others are not drawn")
     if statistics.left_out:
-        notes.append(f"{source.file(STATISTICS)} has more tensors or statistics than a map shows; they are left out")
+        notes.append(f"{source.file(STATISTICS)} has more tensors or statistics than a table shows; they are left out")
     return RunHistory(
         source.name, os.fspath(run), source.config(), source.parameters(), starts, table, statistics,
         source.checkpoints(), source.is_trained(), tuple(notes),
     )  # fmt: skip
 
 
-def _damage(file: RecordFile) -> list[str]:
-    """Sentences that describe the damage of a record file."""
+def _omissions(file: RecordFile) -> list[str]:
+    """Sentences about what a record file lost, or what was not read of it."""
     problems = []
     if file.broken:
         lines = "1 line is" if file.broken == 1 else f"{file.broken} lines are"
         problems.append(f"{file.path}: {lines} no record, and left out")
     if file.torn:
         problems.append(f"{file.path}: its last line was cut off, or is still being written, and is left out")
+    if file.skipped:
+        problems.append(f"{file.path}: {human_bytes(file.skipped)}, evenly over the run, were not read")
     return problems

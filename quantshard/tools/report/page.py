@@ -1,8 +1,7 @@
 """The page of `quantshard report`: one self-contained HTML file.
 
-The script, a concatenation of the files in `page/`, draws charts as SVG and heat maps on canvases, from numbers in the
-page. Plotly and Bokeh are not used, because their scripts take most of the 5 MB of a report and seconds to load on a
-phone. A smaller library would be a vendored copy that needs updates.
+uPlot (MIT license, 50 KB, `page/uPlot.iife.min.js`) draws the charts, with zoom and hover. `page/page.js` passes it the
+numbers of the page.
 
 The texts of an untrusted run are in the page. The template therefore escapes them, the numbers are JSON that cannot
 close an HTML element, and the Content-Security-Policy allows only the script with the given digest and no requests.
@@ -30,7 +29,8 @@ MARK = '<meta name="generator" content="quantshard report">'
 """Marker that identifies a file as a report, which a newer report can replace."""
 
 _FOLDER = Path(__file__).parent / "page"
-_SCRIPTS = ("base.js", "charts.js", "maps.js")
+_SCRIPTS = ("uPlot.iife.min.js", "page.js")
+_STYLES = ("uPlot.min.css", "page.css")
 
 
 def is_report(head: bytes) -> bool:
@@ -58,7 +58,7 @@ def render(runs: Sequence[RunHistory], now: datetime | None = None) -> str:
     return environment.get_template("page.html").render(
         mark=MARK,
         script=script,
-        style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
+        style="\n".join((_FOLDER / name).read_text(encoding="utf-8") for name in _STYLES),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'",
         data=as_script(page_data(runs, names)),
         runs=list(zip(names, runs, strict=True)),

@@ -14,12 +14,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantshard.checkpoints.disk.store import Store
-from quantshard.read_limits import BROKEN_LINES, LOG_BYTES
 
 Record = dict[str, Any]
 
 AT_ONCE = 1 << 22
 """Bytes per read, which is also the maximum length of a line."""
+
+LOG_BYTES = 1 << 30
+"""Bytes of `metrics.jsonl` that a report reads: five million steps. Of a longer file parts are read, evenly over it."""
+
+BROKEN_LINES = 10_000
+"""Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
+exception."""
 
 _BLANK_LINES = re.compile(rb"\n\n+")
 _BATCH = 512
@@ -62,22 +68,21 @@ class RecordFile:
         self.clear()
         return True
 
-    def batches(self) -> Iterator[list[Record]]:
+    def batches(self, limit: int = LOG_BYTES) -> Iterator[list[Record]]:
         """Yield the records added since the last call, in batches small enough for the CPU cache.
+
+        Of more than `limit` bytes, only evenly spaced parts are read.
 
         Raises:
             OSError: the file cannot be read.
         """
-        for piece, first, end in self.pieces(max(2, LOG_BYTES // AT_ONCE)):
-            yield from self.parsed(piece[first:end].split(b"\n")[:-1])
-
-    def parsed(self, lines: list[bytes]) -> Iterator[list[Record]]:
-        """Parse lines into batches of records; invalid lines are counted in `broken`."""
-        for start in range(0, len(lines), _BATCH):
-            chunk = lines[start : start + _BATCH]
-            batch = records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
-            self.broken += len(chunk) - len(batch)
-            yield batch
+        for piece, first, end in self.pieces(max(2, limit // AT_ONCE)):
+            lines = piece[first:end].split(b"\n")[:-1]
+            for start in range(0, len(lines), _BATCH):
+                chunk = lines[start : start + _BATCH]
+                batch = records_of(chunk, all_or_none=self.broken > BROKEN_LINES)
+                self.broken += len(chunk) - len(batch)
+                yield batch
 
     def pieces(self, most: int = sys.maxsize) -> Iterator[tuple[bytes, int, int]]:
         """Yield the bytes added since the last call, as (piece, start, end of its complete lines).

@@ -9,9 +9,8 @@ from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.tools.report.figures import RunFigures
 from quantshard.tools.report.history import checkpoints_elsewhere, planned_steps, tokens_per_step
 from quantshard.tools.report.metrics import step_of
-from quantshard.tools.report.record_sample import alarms_added
 from quantshard.tools.report.records import Record
-from quantshard.tools.report.source import METRICS, STATISTICS, RunSource
+from quantshard.tools.report.source import METRICS, STATISTICS, STATISTICS_BYTES, RunSource
 
 _LISTED_SECONDS = 10.0
 """Seconds between listings of the checkpoints."""
@@ -66,7 +65,7 @@ class RunWatch:
             added = [*added, *(record for record in batch if (step_of(record) or 0) > last_step)][-most:]
         if self._statistics.was_rewritten():
             self.figures.alarms.clear()
-        for batch in alarms_added(self._statistics):
+        for batch in self._statistics.batches(STATISTICS_BYTES):
             for record in batch:
                 self.figures.add_statistics(record)
         if time.monotonic() - self._listed >= _LISTED_SECONDS:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantshard import private_torch
-from quantshard.argument_kinds import CALLABLE, MODULE, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.collectives.delayed_scaling import PendingAmaxes
 from quantshard.modules.base.module import QuantizedModule
@@ -107,7 +106,6 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-@suggests_names
 def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteValue | None:
     """Locate the first infinite or NaN value of a pass. A collective call of all ranks.
 
@@ -127,8 +125,6 @@ def first_nonfinite(model: nn.Module, run: Callable[[], object]) -> NonfiniteVal
         of an output in backward order; otherwise the first gradient of a parameter; None if all are finite. All ranks
         return the value that is first over all ranks.
     """
-    check_arguments("first_nonfinite", MODULE, model=model)
-    check_arguments("first_nonfinite", CALLABLE, run=run)
     recorder = FlagRecorder(model)
     try:
         for name, param in model.named_parameters():

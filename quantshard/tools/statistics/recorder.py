@@ -10,12 +10,18 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
-from quantshard.argument_kinds import CALLABLE, MODULE, NUMBER, OPTIMIZER, check_arguments, suggests_names
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import observation
-from quantshard.tools.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
-from quantshard.tools.statistics.rows import StatisticsRow, StatisticsSample, rows_of
+from quantshard.tools.statistics.rows import (
+    Alarm,
+    LossHistory,
+    OnAlarm,
+    StatisticsRow,
+    StatisticsSample,
+    check_share,
+    rows_of,
+)
 from quantshard.tools.statistics.slots import KINDS, PendingNumbers
 from quantshard.tools.statistics.step_sample import ModelNames, StepSample
 
@@ -59,7 +65,6 @@ class Statistics:
         ConfigurationError: an argument is invalid; another Statistics is sampling.
     """
 
-    @suggests_names
     def __init__(
         self,
         model: nn.Module,
@@ -71,15 +76,10 @@ class Statistics:
         loss_spike: float = 10.0,
         on_alarm: OnAlarm | None = None,
     ) -> None:
-        check_arguments("Statistics", MODULE, model=model)
-        check_arguments("Statistics", NUMBER, saturation=saturation, loss_spike=loss_spike)
-        check_arguments("Statistics", CALLABLE.or_none, on_alarm=on_alarm)
         for name, value in (("every", every), ("step", step)):
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise ConfigurationError(f"Statistics({name}={value!r}): it must be a whole number, 0 or more")
         optimizers = [] if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
-        for single in optimizers:
-            check_arguments("Statistics", OPTIMIZER, optimizer=single)
         self.every, self.done = int(every), int(step)
         self._saturation, self._losses = check_share("Statistics: saturation", saturation), LossHistory(loss_spike)
         self._on_alarm, self._optimizers = on_alarm or _warn, list(optimizers)

@@ -90,7 +90,7 @@ def called(owner):
     name, _, method = owner.partition(".")
     target = target_of(name)
     if name == "checkpoint":
-        return lambda **more: target(modules.RMSNorm(3), torch.ones(2, 3), **more)
+        return lambda **more: target(modules.RMSNorm(3), torch.ones(2, 3), use_reentrant=False, **more)
     if name == "apply_rotary_pos_emb":
         return lambda **more: target(torch.ones(3, 1, 1, 4), torch.ones(3, 1, 1, 4), **more)
     if not method:

@@ -129,6 +129,8 @@ def test_fp8_autocast_is_autocast() -> None:
         assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
     with pytest.raises(ConfigurationError, match="_graph"):
         te.fp8_autocast(_graph=True)
+    with pytest.raises(ConfigurationError, match="calibrating=True"):
+        te.autocast(calibrating=True)
 
 
 def test_paths_hold_what_they_name() -> None:

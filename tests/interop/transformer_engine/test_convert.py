@@ -470,7 +470,7 @@ LONG = bytes(40000)
 def test_nothing_is_run(stored: Path, tmp_path: Path, key: str) -> None:
     forged = Path(shutil.copytree(stored / "current", tmp_path / "te"))
     change_object(forged, key, [Call(os.mkdir, str(tmp_path / "mark")), LONG])
-    with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir, which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match=r"it names (posix|nt)\.mkdir, which needs code"):
         transformer_engine.convert(forged, like(tmp_path / "new", "current", 128), tmp_path / "out")
     assert not (tmp_path / "mark").exists() and not (tmp_path / "out").exists()
 

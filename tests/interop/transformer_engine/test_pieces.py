@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from quantshard import formats, numerics
-from quantshard.checkpoints.untrusted.entries import RecordedCall
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.interop.layouts.conversion import InexactConversionError
-from quantshard.interop.transformer_engine.pieces import WeightPiece, piece_of
+from quantshard.interop.transformer_engine.pieces import RecordedCall, WeightPiece, piece_of
 from quantshard.interop.transformer_engine.weights import components_of, values_of
 from tests.golden.make_compact import COMPACT, load
 from tests.tensor.test_tensor import differing, same
@@ -29,12 +28,17 @@ def golden() -> dict[str, Any]:
     return load(COMPACT)
 
 
+def recorded(name: str, *args: object) -> RecordedCall:
+    call: RecordedCall = type(name, (RecordedCall,), {})(*args)
+    return call
+
+
 def call(module: str, name: str, *args: object) -> RecordedCall:
-    return RecordedCall(f"transformer_engine.pytorch.tensor.{module}._make_{name}_tensor_in_reduce_ex", args, None)
+    return recorded(f"transformer_engine.pytorch.tensor.{module}._make_{name}_tensor_in_reduce_ex", *args)
 
 
 def dtype(number: int) -> RecordedCall:
-    return RecordedCall("transformer_engine.pytorch.constants.DType", (number,), None)
+    return recorded("transformer_engine.pytorch.constants.DType", number)
 
 
 def per_tensor(data: Tensor | None, scale: Tensor, number: int = 7, transposed: Tensor | None = None) -> RecordedCall:
@@ -308,7 +312,7 @@ def test_some_shards_in_high_precision(values: Tensor) -> None:
         ),
         (lambda p: per_tensor(p["codes"], torch.ones(2)), "its scale has 2 numbers, not one"),
         (lambda p: per_tensor(p["codes"], torch.ones(1), 9), "DType 9, which is not known here"),
-        (lambda p: RecordedCall("os.system", (), None), "it is a os.system, which is no weight"),
+        (lambda p: recorded("os.system"), "it is a os.system, which is no weight"),
         (lambda p: nvfp4(p["both"], **{"row scaled": True}), "a second scale for each row"),
         (
             lambda p: nvfp4(p["both"], max=256),
@@ -338,7 +342,7 @@ def test_whatever_the_arguments_are(values: Tensor, kind: int) -> None:
     )[kind]
     others = (
         None, True, 448, 1 << 50, -1.5, "text", b"bytes", (), [3], {}, torch.bfloat16, torch.Size([2]), dtype(7),
-        dtype(99), RecordedCall("os.system", (), None), torch.ones(2, 2), torch.zeros(0), torch.ones(256, 128) > 0,
+        dtype(99), recorded("os.system"), torch.ones(2, 2), torch.zeros(0), torch.ones(256, 128) > 0,
         torch.ones(512, 512, dtype=torch.float64), torch.ones(512, 512, dtype=torch.int16), torch.tensor(5),
     )  # fmt: skip
     read = 0
@@ -347,7 +351,7 @@ def test_whatever_the_arguments_are(values: Tensor, kind: int) -> None:
             args = (*made.args[:at], other, *made.args[at + 1 :])
             for changed in (args, args[: at + 1], (*args, other)):
                 try:
-                    piece = piece_of(RecordedCall(made.name, changed, None), (0, 0), tuple(SIZE))
+                    piece = piece_of(recorded(made.name, *changed), (0, 0), tuple(SIZE))
                 except CheckpointError as error:
                     assert "\n" not in str(error)
                     continue

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from quantshard import kernel_dispatch, kernels
 from quantshard import recipe as recipes
-from quantshard.gemm import backend, operands
+from quantshard.gemm import hardware, operands
 from quantshard.modules.contexts.recompute import LinearContext
 from quantshard.modules.gemms.grouped import ExpertsLayer, ExpertsReader
-from quantshard.modules.gemms.linear_operands import cells
 from quantshard.recipe import TensorRole
 from quantshard.tensor.quantized_tensor import quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
@@ -78,7 +77,7 @@ def experts_case(x: Tensor, recipe: str) -> KernelCase:
 
 def _layer(recipe: recipes.Recipe, counts: Sequence[int], shape: Shape, device: torch.device) -> ExpertsLayer:
     """A layer with random weights, and with histories that contain one amax."""
-    cell, block = recipe.weight, backend.block_together(recipe)
+    cell, block = recipe.weight, hardware.block_together(recipe)
     assert cell is not None and block is not None
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(shape, dtype=torch.float32, generator=generator, device="cpu").to(device) for _ in counts]
@@ -95,7 +94,7 @@ Oracles = Sequence[tuple[QuantizedStorage, QuantizedStorage]]
 
 def _oracle(layer: ExpertsLayer, values: Tensor, role: TensorRole) -> Oracles:
     """Quantize each expert's rows and their transpose by the oracle."""
-    first, second = cells(layer.call.recipe, role)
+    first, second = layer.call.recipe.activations[role]
     assert first is not None and second is not None
     past = torch.full((), PAST, dtype=torch.float32, device=values.device) if first.scaling.history else None
     with kernel_dispatch.kernels_only_on():
@@ -154,7 +153,7 @@ def _sums(dy: Tensor, counts: Sequence[int]) -> Bound:
 EXPERTS = {
     f"experts at once, {name}": {"recipe": name}
     for name in recipe_names()
-    if backend.block_together(recipes.resolve(name)) is not None
+    if hardware.block_together(recipes.resolve(name)) is not None
 }
 
 ROWS = (

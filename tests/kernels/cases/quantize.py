@@ -17,7 +17,7 @@ from quantshard.tools.doctor import recipe_names
 from tests.kernels.cases.base import TOO_FAR, Bound, Expected, KernelCase, KernelRow, bytes_of
 
 if kernels.USABLE:
-    from quantshard.kernels.quantize import amax, dequantize, error, matrix, scales, swizzle, transpose, words
+    from quantshard.kernels.quantize import amax, dequantize, error, matrix, random_words, scales, swizzle, transpose
     from quantshard.kernels.quantize.targets import KernelOutputs, QuantizedOutput, QuantizeRequest, QuantizeSpec
 
 Cases = dict[str, dict[str, Any]]
@@ -256,7 +256,7 @@ def words_case(x: Tensor, quads: bool = False, stored: bool = False) -> KernelCa
     draw = torch.tensor(70, dtype=torch.int64, device=x.device) if stored else 70
     bits = RandomBits(0x9E3779B97F4A7C15, draw, 5, (rows + 3, width), (3, 4 if quads else 2), (rows, cols - 4 * quads))
     return KernelCase(
-        lambda: [words.random_words(bits, x.device)],
+        lambda: [random_words.random_words(bits, x.device)],
         lambda: [bits.tensor(x.device)],
         8 * math.prod(bits.shape or ()),
     )

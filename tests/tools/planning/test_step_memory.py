@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError
-from quantshard.gemm import scaled_products
+from quantshard.gemm import hardware
 from quantshard.kernels import tables, workspace
-from quantshard.tools.observe.step_memory import KINDS, StepMemory
+from quantshard.tools.observe.table import KINDS, StepMemory
 from quantshard.tools.planning.peak import RESERVE
 from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
 from quantshard.tools.trainer.settings.config import TrainSettings
@@ -192,7 +192,7 @@ def test_a_model_is_left_as_it_was() -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert torch.equal(state, torch.get_rng_state()) and all(param.grad is None for param in model.parameters())
     assert "meta" not in kernel_dispatch.KERNEL_DEVICES
-    assert scaled_products.capability_of(torch.device("meta")) is None
+    assert hardware.capability_of(torch.device("meta")) is None
 
 
 def test_emulated_products_take_their_operands_in_high_precision() -> None:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import fsspec
@@ -19,13 +18,13 @@ import pytest
 
 from quantshard.checkpoints.disk.store import LocalStore
 from quantshard.errors import ConfigurationError
-from quantshard.tools.report import metrics, records
-from quantshard.tools.report.heat_maps import MOST_COLUMNS, MapColumn, StatisticsReader
+from quantshard.tools.report import history, metrics, records
+from quantshard.tools.report.charts import thinned
 from quantshard.tools.report.history import read_history
 from quantshard.tools.report.metrics import MetricReader, number
 from quantshard.tools.report.records import RecordFile
+from quantshard.tools.report.samples import MOST_SAMPLES, StatisticsReader
 from quantshard.tools.report.source import RunSource
-from quantshard.tools.report.thinning import thinned
 from quantshard.tools.report.watching import RunWatch
 from tests.tools.report.runs import NAMES, entry, made_run, sampled, write
 
@@ -114,59 +113,21 @@ def test_thinned_curves_keep_their_spikes() -> None:
     assert thinned(values[:7], 7).tolist() == list(range(7))
 
 
-def test_merged_statistics_keep_the_worst() -> None:
-    reader = StatisticsReader()
-    reader.add(
-        sampled(step, amax=99.0 if step == 777 else 1.0, sqnr_db=1.0 if step == 778 else 30.0) for step in range(5000)
-    )
-    columns = reader.merged(MOST_COLUMNS)
-    assert len(columns) <= MOST_COLUMNS and columns[0].first == 0
-    assert max(drawn(columns, "amax")) == 99 and min(drawn(columns, "sqnr_db")) == 1
-
-
-def drawn(columns: list[MapColumn], statistic: str) -> list[float]:
-    """A row of a map: what the inputs of the first layer had."""
-    return [each.values["input", statistic][NAMES[0]] for each in columns]
-
-
-def test_columns_stand_for_equally_many_steps() -> None:
+def test_samples_are_spread_over_the_run() -> None:
     reader = StatisticsReader()
     reader.add(sampled(step) for step in range(10, 100_001, 10))
-    whole = drawn(reader.columns, "amax")
-    for columns in (reader.columns, reader.merged(MOST_COLUMNS), reader.merged(8)):
-        starts = np.array([each.first for each in columns])
-        assert len(columns) > 4 and starts[0] == 10 and len(set(np.diff(starts).tolist())) == 1
-        assert columns[-1].last == 100_000 and columns[-1].last - starts[-1] < starts[1] - starts[0]
-        assert all(each.last + 10 == later.first for each, later in pairwise(columns))
-    assert drawn(reader.columns, "amax") == whole, "merging for a page changed what is kept"
-    assert MOST_COLUMNS <= len(reader.columns) < 2 * MOST_COLUMNS and MOST_COLUMNS / 2 <= len(
-        reader.merged(MOST_COLUMNS)
-    )
+    steps = [step for step, _ in reader.samples]
+    assert steps[0] == 10 and len(set(np.diff(steps).tolist())) == 1 and steps[-1] > 98_000
+    assert MOST_SAMPLES <= len(steps) < 2 * MOST_SAMPLES
+    assert reader.samples[-1].values["input", "amax"][NAMES[0]] == 1.0 + steps[-1]
 
 
-def test_the_smallest_scale_and_what_is_not_finite_stay() -> None:
+def test_a_step_that_comes_again_replaces_later_samples() -> None:
     reader = StatisticsReader()
-    odd = {300: {"scale_min": 0.125}, 301: {"sqnr_db": "nan"}}
-    reader.add(sampled(step, **{"scale_min": 0.5, "sqnr_db": 30.0} | odd.get(step, {})) for step in range(400))
-    columns = reader.merged(8)
-    assert sorted(drawn(columns, "scale_min"))[:2] == [0.125, 0.5]
-    assert sorted(drawn(columns, "sqnr_db"))[-2:] == [30.0, math.inf]
-
-
-def test_a_step_that_comes_again_replaces_what_was_merged() -> None:
-    reader = StatisticsReader()
-    reader.add(sampled(step, amax=9.0 if step >= 1001 else 1.0) for step in range(1, 1151))
-    assert reader.each == 4 and reader.columns[-1].last == 1150
-    again = reader.columns[-30]
-    assert again.first < 1035 <= again.last, "the step is to be within a column"
-    reader.add([sampled(1035, amax=2.0)])
-    last, before = reader.columns[-1], reader.columns[-2]
-    assert (last.first, last.last, before.last) == (1035, 1035, again.first - 1)
-    assert drawn([last], "amax") == [2.0], "what is no longer there was merged into it"
-    reader.add(sampled(step, amax=2.0) for step in range(1036, 1043))
-    assert [(each.first, each.last) for each in reader.columns[-2:]] == [(1035, 1038), (1039, 1042)]
-    reader.add([sampled(1), sampled(2)])  # from the beginning: as fine as at first
-    assert [(each.first, each.last) for each in reader.columns] == [(1, 1), (2, 2)]
+    reader.add(sampled(step, amax=9.0) for step in range(1, 101))
+    reader.add([sampled(50, amax=2.0), sampled(51, amax=2.0)])
+    assert [step for step, _ in reader.samples] == [*range(1, 52)]
+    assert [sample.values["input", "amax"][NAMES[0]] for sample in reader.samples[-3:]] == [9.0, 2.0, 2.0]
 
 
 def test_alarms_and_rows_of_anybody() -> None:
@@ -178,8 +139,7 @@ def test_alarms_and_rows_of_anybody() -> None:
     reader.add([*odd, {"step": 3, "rows": [{"name": "n" * 9999, "amax": "inf"}], "alarms": [1, {"kind": ["k"] * 999}]}])
     reader.add([{"step": 4, "alarms": [{"kind": "nan", "text": "t" * 9999}] * 1000}])
     assert reader.counts["nan"] == 1000 and len(reader.alarms()) == 400 and len(reader.alarms()[-1].text) == 300
-    (column,) = reader.columns
-    assert column.first == 3 and column.values == {("", "amax"): {"n" * 300: math.inf}}
+    assert reader.samples == [(3, {("", "amax"): {"n" * 300: math.inf}})]
 
 
 @pytest.fixture
@@ -204,15 +164,15 @@ def test_a_run_is_read_by_path_and_by_url(tmp_path: Path, served: str) -> None:
         found = [read_history(where) for where in (run, f"file://{run}", f"{served}/run", "memory://report-test/run")]
     finally:
         memory.rm("/report-test", recursive=True)
-    for history in found:
-        assert history.name == "run" and history.metrics.steps.tolist() == list(range(1, 41)) and not history.notes
-        assert [(row.step, row.complete, row.bytes) for row in history.checkpoints] == [
+    for read in found:
+        assert read.name == "run" and read.metrics.steps.tolist() == list(range(1, 41)) and not read.notes
+        assert [(row.step, row.complete, row.bytes) for row in read.checkpoints] == [
             (20, True, 4096),
             (40, False, None),
         ]
-        assert history.starts[1]["step"] == 20 and history.config["launch.processes"] == 2
-        assert len(history.statistics.columns) == 40 and history.parameters["totals"]["scale_bytes"] == 8
-        assert history.tokens()[-1] == 40 * 2048 and history.seconds()[-1] == pytest.approx(40)
+        assert read.starts[1]["step"] == 20 and read.config["launch.processes"] == 2
+        assert len(read.statistics.samples) == 40 and read.parameters["totals"]["scale_bytes"] == 8
+        assert read.tokens()[-1] == 40 * 2048 and read.seconds()[-1] == pytest.approx(40)
 
 
 def test_what_a_server_without_ranges_sends_is_cut(tmp_path: Path, served: str) -> None:
@@ -244,8 +204,8 @@ def test_no_link_is_followed_and_damage_is_named(tmp_path: Path) -> None:
         read_history(run)
     (run / "parameters.json").write_text(json.dumps({"rows": [3, {"shape": 3, "optimizer": []}], "totals": []}))
     (run / "metrics.jsonl").write_text('x\n{"step": 1, "loss": 2}\n{"st')
-    history = read_history(run)
-    assert [note.rpartition("metrics.jsonl: ")[2] for note in history.notes] == [
+    read = read_history(run)
+    assert [note.rpartition("metrics.jsonl: ")[2] for note in read.notes] == [
         "1 line is no record, and left out",
         "its last line was cut off, or is still being written, and is left out",
     ]
@@ -265,14 +225,36 @@ def test_reading_takes_seconds_whatever_a_file_holds(tmp_path: Path, name: str, 
         else:
             file.write(line * ((4 << 20) // len(line)))
     began = time.process_time()
-    history = read_history(run)
+    read = read_history(run)
     watch = RunWatch(run)
     watch.poll(10)
     assert time.process_time() - began < 6
-    assert (history.metrics.steps.tolist(), watch.figures.step) == (list(range(1, 41)), 40) or name == "metrics.jsonl"
-    assert history.metrics.steps[:40].tolist() == list(range(1, 41))
+    assert (read.metrics.steps.tolist(), watch.figures.step) == (list(range(1, 41)), 40) or name == "metrics.jsonl"
+    assert read.metrics.steps[:40].tolist() == list(range(1, 41))
     if line is None and name == "metrics.jsonl":
-        assert any("evenly over the run, were not read" in note for note in history.notes)
+        assert any("evenly over the run, were not read" in note for note in read.notes)
+
+
+def test_parts_of_long_statistics_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "AT_ONCE", 4096)
+    monkeypatch.setattr(history, "STATISTICS_BYTES", 10 * 4096)
+    run, alarm = made_run(tmp_path / "run", steps=10), {"kind": "loss", "text": "a spike"}
+    write(run / "statistics.jsonl", [sampled(step, (alarm,) if step in (1, 2000) else ()) for step in range(1, 2001)])
+    read = read_history(run)
+    assert read.statistics.samples[0].step == 1 and read.statistics.samples[-1].step > 1900
+    assert [entry.step for entry in read.statistics.alarms()] == [1, 2000]
+    (note,) = read.notes
+    assert "statistics.jsonl" in note and "evenly over the run, were not read" in note
+
+
+def test_a_watch_shows_the_last_alarms(tmp_path: Path) -> None:
+    run, alarm = made_run(tmp_path / "run", steps=10), {"kind": "loss", "text": "a spike"}
+    write(run / "statistics.jsonl", [sampled(step, (alarm,) if step % 2 else ()) for step in range(1, 10)])
+    watch = RunWatch(run)
+    watch.poll(10)
+    write(run / "statistics.jsonl", [sampled(11, (alarm,))], "a")
+    watch.poll(10)
+    assert [entry.step for entry in watch.figures.alarms] == [7, 9, 11]
 
 
 def test_records_between_blank_lines(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Some arguments support only one value here. That value is accepted and dropped, 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
@@ -21,6 +21,8 @@ __all__ = [
     "NVFP4BlockScaling",
     "Recipe",
 ]
+
+_Recipe = TypeVar("_Recipe", bound=Recipe)
 
 _HIGH_PRECISION_ATTENTION: Final = "attention runs in high precision; leave it out"
 _BLOCKS: Final = "weights have one scale for 128x128 elements, activations and gradients one for 1x128; leave it out"
@@ -78,8 +80,8 @@ FIXED: Final[dict[str, dict[str, tuple[Any, str]]]] = {
 """Recipe -> argument -> (its only supported value, the reason and the alternative)."""
 
 
-class _Adapted(type):
-    """Metaclass of the classes below: a call returns an instance of quantshard's class, their base."""
+class RecipeAdapter(type):
+    """Metaclass of TransformerEngine's classes: a call returns an instance of quantshard's class, their base."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fixed = FIXED[cls.__name__]
@@ -88,36 +90,21 @@ class _Adapted(type):
                 raise ConfigurationError(
                     f"{cls.__name__}({name}={value!r}) is not supported, {fixed[name][0]!r} is: {fixed[name][1]}"
                 )
-        return _core(cls)(*args, **{name: value for name, value in kwargs.items() if name not in fixed})
+        return cls.__mro__[1](*args, **{name: value for name, value in kwargs.items() if name not in fixed})
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _core(cls))
+        return isinstance(instance, cls.__mro__[1])
 
 
-def _core(cls: type) -> type:
-    base: type = cls.__mro__[1]
-    return base
+def _adapted(kind: type[_Recipe]) -> type[_Recipe]:
+    return RecipeAdapter(kind.__name__, (kind,), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
-class DelayedScaling(recipe.DelayedScaling, metaclass=_Adapted):
-    """`quantshard.recipe.DelayedScaling`."""
-
-
-class Float8CurrentScaling(recipe.Float8CurrentScaling, metaclass=_Adapted):
-    """`quantshard.recipe.Float8CurrentScaling`."""
-
-
-class Float8BlockScaling(recipe.Float8BlockScaling, metaclass=_Adapted):
-    """`quantshard.recipe.Float8BlockScaling`."""
-
-
-class MXFP8BlockScaling(recipe.MXFP8BlockScaling, metaclass=_Adapted):
-    """`quantshard.recipe.MXFP8BlockScaling`."""
-
-
-class NVFP4BlockScaling(recipe.NVFP4BlockScaling, metaclass=_Adapted):
-    """`quantshard.recipe.NVFP4BlockScaling`."""
-
+DelayedScaling = _adapted(recipe.DelayedScaling)
+Float8CurrentScaling = _adapted(recipe.Float8CurrentScaling)
+Float8BlockScaling = _adapted(recipe.Float8BlockScaling)
+MXFP8BlockScaling = _adapted(recipe.MXFP8BlockScaling)
+NVFP4BlockScaling = _adapted(recipe.NVFP4BlockScaling)
 
 _PREDICATES: Final[dict[str, tuple[type[Recipe], ...]]] = {
     "delayed": (recipe.DelayedScaling,),

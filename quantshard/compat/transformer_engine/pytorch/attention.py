@@ -7,18 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from quantshard import modules
-from quantshard.compat.transformer_engine.arguments import AdaptedAttention, supported
+from quantshard.compat.transformer_engine.arguments import AttentionAdapter, adapted, supported
 from quantshard.modules import RotaryPositionEmbedding
 
 __all__ = ["DotProductAttention", "MultiheadAttention", "RotaryPositionEmbedding", "apply_rotary_pos_emb"]
 
 
-class DotProductAttention(AdaptedAttention, modules.DotProductAttention):
-    """`quantshard.DotProductAttention`."""
-
-
-class MultiheadAttention(AdaptedAttention, modules.MultiheadAttention):
-    """`quantshard.MultiheadAttention`."""
+DotProductAttention = adapted(modules.DotProductAttention, AttentionAdapter, __name__)
+MultiheadAttention = adapted(modules.MultiheadAttention, AttentionAdapter, __name__)
 
 
 def apply_rotary_pos_emb(t: Tensor, freqs: Tensor, tensor_format: str = "sbhd", **arguments: Any) -> Tensor:

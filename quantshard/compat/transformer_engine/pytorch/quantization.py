@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
+from quantshard import modules
 from quantshard.errors import ConfigurationError, silence
-from quantshard.gemm import backend
-from quantshard.modules import autocast, quantized_model_init
+from quantshard.gemm import hardware
 from quantshard.modules.contexts import context
 from quantshard.recipe import Recipe, resolve
 
@@ -29,7 +31,30 @@ __all__ = [
 # TransformerEngine's layers usually keep their weights in high precision.
 silence("quantized each forward")
 
-fp8_model_init = quantized_model_init
+quantized_model_init = fp8_model_init = modules.quantized_model_init
+
+
+class AutocastAdapter(modules.autocast):
+    """`quantshard.autocast` with TransformerEngine's arguments.
+
+    Raises:
+        ConfigurationError: `quantshard.autocast` raises, or `calibrating` is True.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: str | Recipe | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if calibrating:
+            raise ConfigurationError("autocast(calibrating=True) is not supported: train with delayed scaling instead")
+        super().__init__(enabled, recipe, amax_reduction_group, **kwargs)
+
+
+autocast = AutocastAdapter
 
 
 def fp8_autocast(
@@ -68,7 +93,7 @@ Availability = tuple[bool, str]
 
 def _native(recipe: str) -> Availability:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path, reason = backend.gemm_path(resolve(recipe).weight, device, resolve(recipe))
+    path, reason = hardware.gemm_path(resolve(recipe).weight, device, resolve(recipe))
     return (True, "") if path == "native" else (False, reason)
 
 

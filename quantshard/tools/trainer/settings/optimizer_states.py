@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from quantshard.argument_kinds import meant
-from quantshard.errors import ConfigurationError
-from quantshard.presets import MUON, PRESETS, StateOptions
+from quantshard.errors import ConfigurationError, meant
+from quantshard.state_storage import MUON, PRESETS, StateOptions
 from quantshard.tools.trainer.settings.schema import shown_value
 
 AUTO: Final = "auto"

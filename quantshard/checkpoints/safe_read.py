@@ -1,0 +1,463 @@
+"""Reads the entries of checkpoints that anyone can have written: no code in a file runs, and sizes are bounded.
+
+Tensors and objects are `torch.save` archives, which `torch.load(weights_only=True)` reads after a check that no record
+expands. `metadata` has checked that no tensor is larger than its stored bytes. Damaged bytes are detected by the
+checksums of the manifest only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from quantshard import private_torch
+from quantshard.checkpoints.disk import agreement, manifest, transfer
+from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.disk.store import LocalStore, Path_, locate, why
+from quantshard.checkpoints.metadata import DamagedError, read_metadata
+from quantshard.collectives import process_groups
+from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
+
+T = TypeVar("T")
+
+OBJECT_BYTES = 16 << 20
+"""Maximum bytes of a pickled object in a checkpoint, without its tensors, which are stored separately."""
+
+OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
+"""Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
+than bytes."""
+
+_LATER = 10**9
+"""Nanoseconds; clocks of hosts that share a file system differ."""
+
+_SMALL_BYTES = 1 << 20
+"""An entry of at most this length is read at once, which saves calls of Python."""
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Begin the errors of the block with the name of an entry."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        reason = why(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"{key} cannot be read: {reason}") from error
+
+
+class _FileSlice(io.RawIOBase):
+    """A range of bytes of a file, as a file. DCP's own does not support seeking from the end, which zipfile needs."""
+
+    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+        self.file, self.offset, self.length, self.position = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self.position = max(0, offset + (0, self.position, self.length)[whence])
+        return self.position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer)[: max(0, self.length - self.position)]
+        self.file.seek(self.offset + self.position)
+        count = self.file.readinto(view) if len(view) else 0  # type: ignore[attr-defined]
+        self.position += count
+        return int(count)
+
+
+def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
+    """Load the `torch.save` archive in a range of a file, without running code from it.
+
+    Raises:
+        CheckpointError: the archive is damaged, claims more than its bytes hold, or needs code to be read.
+        OSError: the file cannot be read.
+    """
+    part: Any = _FileSlice(file, offset, length)
+    if length <= _SMALL_BYTES:
+        file.seek(offset)
+        part = io.BytesIO(file.read(length))
+    try:
+        total = 0
+        for record in zipfile.ZipFile(part).infolist():
+            total += record.file_size
+            # A compressed record could expand to any size.
+            if record.file_size != record.compress_size or total > length:
+                raise CheckpointError(f"its records claim more than its {length} bytes")
+            if record.file_size > OBJECT_BYTES and record.filename.endswith("/data.pkl"):
+                raise CheckpointError(f"its data.pkl has more than {OBJECT_BYTES} bytes; save what is large as tensors")
+        part.seek(0)
+        return torch.load(part, map_location="cpu", weights_only=True)
+    except (CheckpointError, MemoryError, OSError):
+        raise
+    except Exception as error:  # zipfile and torch.load raise many kinds for damaged files
+        name = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and name is not None:
+            reason = f"it names {printable(name[1][:120])}, which needs code to be read; nothing was run"
+        else:
+            reason = f"it is no whole archive of plain data ({type(error).__name__})"
+        raise CheckpointError(reason) from error
+
+
+def decoded(key: str, content: bytes) -> Any:
+    """Decode the plain object in an entry that is not a tensor.
+
+    Raises:
+        CheckpointError: the entry is damaged, or needs code to be read; the message names the entry.
+    """
+    with named(key):
+        return _plain_object(content)
+
+
+def _plain_object(content: bytes) -> Any:
+    value = read_entry(io.BytesIO(content), 0, len(content))
+    pending, count = [(value, 0)], 0
+    while pending:
+        part, depth = pending.pop()
+        count += 1
+        if count > OBJECT_VALUES or depth > OBJECT_DEPTH:
+            raise CheckpointError("its values are nested too deeply, contain each other, or are too many")
+        if isinstance(part, dict):
+            pending += [(inner, depth + 1) for inner in (*part, *part.values())]
+        elif isinstance(part, list | tuple | set):
+            pending += [(inner, depth + 1) for inner in part]
+        elif isinstance(part, Tensor):
+            plain_tensor(part)
+        elif not isinstance(part, int | float | complex | str | bytes | torch.dtype | torch.device | None):
+            raise CheckpointError(f"it has a {type(part).__name__}, which is no plain data")
+    return value
+
+
+def plain_tensor(value: Any) -> Tensor:
+    """Return a value that is a plain tensor; `torch.load` has checked that it lies within its bytes.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.device.type != "cpu":
+        raise CheckpointError(f"it has a {type(value).__name__}, which is no plain tensor")
+    return cast(Tensor, value)
+
+
+def checked_entry(what: str, value: Any) -> tuple[bytes, Any]:
+    """Return the bytes of an entry to write, and the value that will be read from them.
+
+    Raises:
+        ConfigurationError: the value could not be read back; the message locates the part of `what` that cannot be
+            saved.
+    """
+    try:
+        return _written_and_read(value)
+    # The caller's objects can raise anything while they are saved.
+    except Exception as error:
+        what, part, cause = _culprit(what, value, error)
+        raise ConfigurationError(
+            f"{what}, a {type(part).__name__}, cannot be saved as plain data ({why(cause)}); save what says the same "
+            "in numbers, strings, tensors, lists, tuples and dicts (a DTensor as an entry of `extra` itself)"
+        ) from error
+
+
+def _written_and_read(value: Any) -> tuple[bytes, Any]:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue(), _plain_object(file.getvalue())
+
+
+def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Any, Exception]:
+    """Find the innermost part that cannot be read back: its description, the part, and its error."""
+    parts = dict(enumerate(value)) if type(value) in (list, tuple) else value
+    if isinstance(parts, dict) and depth < OBJECT_DEPTH:
+        for key, part in parts.items():
+            try:
+                _written_and_read(part)
+            except Exception as part_error:
+                return _culprit(f"{what}[{key!r}]", part, part_error, depth + 1)
+    return what, value, error
+
+
+# Reader
+
+
+class NoManifestWarning(UserWarning):
+    """A checkpoint without a manifest is loaded, so its files cannot be verified to be of one save."""
+
+
+class SafeReader(FileSystemReader):
+    """A checkpoint that is open for reading, by itself or by DCP. Its metadata are read and checked on construction.
+
+    Args:
+        path: a directory or URL.
+        packed: accept tensors with fewer bytes than their dtype implies, down to half a byte per element, as from
+            libraries that save quantized tensors with their nominal dtype.
+
+    Raises:
+        MissingError: there is no checkpoint, or it is incomplete.
+        DamagedError: the metadata cannot be read, or contradict themselves, the manifest or the files.
+        CheckpointError: the manifest cannot be read, or has a newer version.
+    """
+
+    def __init__(self, path: Path_, packed: bool = False) -> None:
+        super().__init__(path)
+        self.path = path  # type: ignore[assignment]
+        self.manifest = manifest.read_manifest(path)
+        self.metadata = read_metadata(path, self.manifest, packed)
+        self.objects: dict[str, Any] = {}
+
+    @property
+    def entries(self) -> dict[str, STORAGE_TYPES]:
+        """The metadata of each entry."""
+        return self.metadata.state_dict_metadata
+
+    def read_metadata(self) -> Metadata:
+        """Return the metadata. DCP's keywords are not supported: ranks have no metadata of their own."""
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan. Objects are kept in `objects`, because DCP's planner would unpickle them."""
+        items = [(item.storage_index, item) for item in plan.items]
+        transfer.expect(sum([self.metadata.storage_data[index].length for index, _ in items]))
+        chunks = self._chunks_at({index.fqn for index, _ in items})
+        for file, index, item in self._located(items):
+            if item.type == LoadItemType.BYTE_IO:
+                self.objects[index.fqn] = self._object(file, index)
+                continue
+            chunk = self.checked(index.fqn, chunks[index], self._value(file, index))
+            target = planner.resolve_tensor(item).detach()
+            part = chunk[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+            if part.shape != target.shape:
+                raise CheckpointError(
+                    f"{index.fqn} has {tuple(part.shape)} here where {tuple(target.shape)} are wanted"
+                )
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_into(self, state: dict[str, Any], no_dist: bool = False) -> None:
+        """Read entries into a state dict of flat keys. A collective call unless `no_dist`.
+
+        Tensors are read in place, for each rank its own part. Other values are replaced by objects.
+
+        Raises:
+            DamagedError: an entry could not be read; raised on every rank, with the first failure of any rank.
+            CheckpointError: a rank ran out of memory, or was lost or interrupted.
+            KeyboardInterrupt, SystemExit: this rank was interrupted.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        is_local = no_dist or process_groups.world() is None
+        try:
+            private_torch.load_checkpoint(state, storage_reader=self, planner=planner, no_dist=is_local)
+        except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, CheckpointException):
+                agreement.raise_interrupt(error, 0 if is_local else agreement.rank())
+            raise self._load_error(error) from error
+        state.update(self.objects)
+        self.objects.clear()
+
+    def _load_error(self, error: Exception) -> CheckpointError:
+        reason = agreement.first_failure(error)
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):
+            return CheckpointError(f"{self.path} cannot be read into the memory that there is: {reason}")
+        if agreement.is_loss_of_a_rank(error):
+            return LostRankError(f"{self.path} could not be read: another rank ended, or did not come: {reason}")
+        return DamagedError(
+            f"{self.path} is damaged or incomplete: {reason}; restore its files or choose another checkpoint"
+        )
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read whole entries: tensors on the CPU, assembled from their chunks, and objects. Each rank for itself.
+
+        Raises:
+            DamagedError: an entry cannot be read; the message names it.
+        """
+        values: dict[str, Any] = {}
+        indices: list[tuple[MetadataIndex, None]] = []
+        for key in keys:
+            entry = self.entries[key]
+            if isinstance(entry, TensorStorageMetadata):
+                values[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                indices += [(MetadataIndex(key, chunk.offsets), None) for chunk in entry.chunks]
+            else:
+                indices.append((MetadataIndex(key), None))
+        chunks = self._chunks_at(values.keys())
+        try:
+            for file, index, _ in self._located(indices):
+                if index.offset is None:
+                    values[index.fqn] = self._object(file, index)
+                    continue
+                chunk = chunks[index]
+                part = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+                values[index.fqn][part] = self.checked(index.fqn, chunk, self._value(file, index))
+        except CheckpointError as error:
+            raise DamagedError(f"{self.path} is damaged: {error}") from error
+        return values
+
+    def value(self, key: str) -> Any:
+        """Read one entry; see `read`."""
+        return self.read([key])[key]
+
+    def chunks(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Any]]:
+        """Iterate over the chunks of a tensor with what is stored, which can be anything; one is in memory at a time.
+
+        Raises:
+            CheckpointError: a chunk cannot be read; the message names the entry.
+        """
+        for chunk in cast(TensorStorageMetadata, self.entries[key]).chunks:
+            for file, index, _ in self._located([(MetadataIndex(key, chunk.offsets), None)]):
+                yield chunk, self._value(file, index)
+
+    def pieces(self, key: str) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        """Iterate over the chunks of a tensor with their values; see `chunks`.
+
+        Raises:
+            CheckpointError: a chunk is damaged or contradicts the metadata; the message names the entry.
+        """
+        for chunk, value in self.chunks(key):
+            yield chunk, self.checked(key, chunk, value)
+
+    def checked(self, key: str, chunk: ChunkStorageMetadata, value: Any) -> Tensor:
+        """Check a value of `chunks` against the metadata; DCP would cast or slice a different tensor.
+
+        Raises:
+            CheckpointError: it is not a tensor of the chunk's shape and dtype; the message names the entry.
+        """
+        dtype = cast(TensorStorageMetadata, self.entries[key]).properties.dtype
+        with named(key):
+            tensor = plain_tensor(value)
+            if tensor.dtype != dtype or tensor.shape != chunk.sizes:
+                raise CheckpointError(
+                    f"it is {tensor.dtype} {list(tensor.shape)}, and the metadata say {dtype} {list(chunk.sizes)}"
+                )
+        return tensor
+
+    def check_files(self, names: Collection[str]) -> None:
+        """Compare this rank's share of files (`names` is the same on all ranks) with the manifest, if there is one.
+
+        Raises:
+            DamagedError: a file of the share differs from the manifest; the message names the first one.
+        """
+        if self.manifest is None:
+            return
+        files = self.manifest.files
+        sizes = {name: files[name].bytes for name in names}
+        share = share_of_files(sizes, agreement.rank(), agreement.rank_count())
+        transfer.expect(sum([sizes[name] for name in share]))
+        for name in share:
+            problem = manifest.wrong_file(self.path, name, files[name])
+            if problem is not None:
+                raise DamagedError(
+                    f"{self.path} is damaged or incomplete: {problem}; nothing was loaded. Restore its files or choose "
+                    "another checkpoint"
+                )
+
+    def _chunks_at(self, keys: Iterable[str]) -> dict[MetadataIndex, ChunkStorageMetadata]:
+        entries = ((key, self.entries[key]) for key in keys)
+        tensors = [(key, entry) for key, entry in entries if isinstance(entry, TensorStorageMetadata)]
+        return {MetadataIndex(key, chunk.offsets): chunk for key, entry in tensors for chunk in entry.chunks}
+
+    def _located(self, items: Iterable[tuple[MetadataIndex, T]]) -> Iterator[tuple[BinaryIO, MetadataIndex, T]]:
+        """Open each file once, and iterate over the items in the order of the file."""
+        store, folder = locate(self.path)
+        by_file: dict[str, list[tuple[MetadataIndex, T]]] = defaultdict(list)
+        locations = self.metadata.storage_data
+        for index, item in items:
+            by_file[locations[index].relative_path].append((index, item))
+        for name, of_file in by_file.items():
+            try:
+                with store.create_stream(store.join(folder, name), "rb") as file:
+                    for index, item in sorted(of_file, key=lambda one: locations[one[0]].offset):
+                        yield cast(BinaryIO, file), index, item
+                        transfer.moved(locations[index].length)
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read ({why(error)})") from error
+
+    def _value(self, file: BinaryIO, index: MetadataIndex) -> Any:
+        location = self.metadata.storage_data[index]
+        with named(index.fqn):
+            return read_entry(file, location.offset, location.length)
+
+    def _object(self, file: BinaryIO, index: MetadataIndex) -> Any:
+        location = self.metadata.storage_data[index]
+        with named(index.fqn):
+            file.seek(location.offset)
+            return _plain_object(file.read(location.length))
+
+
+def share_of_files(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
+    """Files that one of `count` ranks compares: each file falls to one rank, and each rank gets about as many bytes.
+
+    Files are assigned in the order of the ranks that wrote them. Under FSDP2, a rank then loads mostly the files that
+    it compared, on the same or a different number of ranks, and finds them in the page cache.
+    """
+    total = max(1, sum(sizes.values()))
+    names, offset = [], 0
+    for name in sorted(sizes, key=_by_writer):
+        # The middle of a file decides its rank.
+        if min((2 * offset + sizes[name]) * count // (2 * total), count - 1) == rank:
+            names.append(name)
+        offset += sizes[name]
+    return names
+
+
+def _by_writer(name: str) -> tuple[list[int], str]:
+    """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
+    return [int(number) for number in re.findall("[0-9]+", name)], name
+
+
+def warn_without_manifest(reader: SafeReader) -> None:
+    """Warn on rank 0 that a checkpoint has no manifest, and name files that look like another save's."""
+    path = reader.path
+    if agreement.rank() == 0:
+        hints = "".join(f"; {hint}" for hint in _of_another_save(reader))
+        warn_user(
+            f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "
+            f"a directory that holds one mixes them if it is killed){hints}; `quantshard verify {path}` looks at what "
+            "can be told, and checkpoints.save and Manager write a manifest",
+            NoManifestWarning,
+        )
+
+
+def _of_another_save(reader: SafeReader) -> list[str]:
+    """Describe files that the metadata do not name, and files written after the metadata."""
+    store, folder = locate(reader.path)
+    if not isinstance(store, LocalStore):
+        return []
+    expected = {info.relative_path for info in reader.metadata.storage_data.values()}
+    try:
+        unnamed = sorted(name for name in store.names(folder) if name.endswith(".distcp") and name not in expected)
+        metadata_time = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns
+        later = sorted(
+            name for name in expected if os.stat(store.join(folder, name)).st_mtime_ns > metadata_time + _LATER
+        )
+    except OSError:
+        return []
+    findings = [(unnamed, f"are not named in its {METADATA_FILE}"), (later, f"were written after its {METADATA_FILE}")]
+    return [f"{len(names)} of its files (first: {names[0]}) {description}" for names, description in findings if names]

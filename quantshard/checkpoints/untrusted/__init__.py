@@ -1,1 +1,0 @@
-"""Readers of untrusted checkpoint files: no code in a file is executed."""

@@ -1,0 +1,297 @@
+"""How optimizer states are stored: formats by dtype, options of `FusedAdam`, `Lion` and `Muon`, and presets.
+
+`optimizers.state` allocates, reads and writes states by these rules; checkpoints recognize them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from quantshard.errors import ConfigurationError, meant
+from quantshard.formats import FP8_1X128, FP16_1X128, UE5M3_1X128, Format, Orientation, Scaling
+from quantshard.numerics.adam import EXP_AVG, EXP_AVG_SQ, NONNEGATIVE
+from quantshard.numerics.muon import MOMENTUM_BUFFER
+from quantshard.numerics.states import MASTER
+from quantshard.recipe_table import QuantSpec
+
+# Formats ----------------------------------------------------------------------------------------------------------
+
+FP8_STATE = QuantSpec(FP8_1X128, Scaling(power_of_two=True))
+"""8-bit format of a moment: E4M3 with one float32 scale per 128 elements of a row.
+
+FSDP cuts no row, so these scales need a reduction only under tensor parallelism along the columns. The scale is a power
+of two, so that an unchanged value keeps its bits when the scale changes.
+"""
+
+FP16_STATE = QuantSpec(FP16_1X128, Scaling(power_of_two=True))
+"""FP16 format of a state, with the same scales, because squares of small gradients are below FP16's range."""
+
+FP8_NONNEGATIVE_STATE = QuantSpec(UE5M3_1X128)
+"""8-bit format of a second moment, which is a mean of squares: 5 exponent bits instead of a sign and 4.
+
+Under one scale it resolves gradients within a factor of 120,000 (E4M3 would give 480), and the first moment within
+229,000. Its scale is a power of two, stored in one byte.
+"""
+
+PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of masters and of unquantized parameters. All arithmetic is float32, which represents their values exactly."""
+
+STATE_CELLS: Final[dict[torch.dtype, QuantSpec | None]] = {
+    torch.float32: None, torch.bfloat16: None, torch.float16: FP16_STATE, torch.uint8: FP8_STATE
+}  # fmt: skip
+"""State dtypes, spelled as in TransformerEngine (`torch.uint8` means FP8), and the format of the scaled ones."""
+
+_NONNEGATIVE_CELLS: Final = {**STATE_CELLS, torch.uint8: FP8_NONNEGATIVE_STATE}
+
+
+def state_cell(dtype: torch.dtype, nonnegative: bool = False) -> QuantSpec | None:
+    """Return the format of a state of this dtype, or None for plain numbers. `nonnegative`: see `StateSpec`."""
+    return (_NONNEGATIVE_CELLS if nonnegative else STATE_CELLS)[dtype]
+
+
+_SCALED_STATES = (FP8_STATE, FP16_STATE, FP8_NONNEGATIVE_STATE)
+
+STATE_SCALE_SUFFIXES = tuple({cell.format.copies[Orientation.ROWWISE].scale.key_suffix: 0 for cell in _SCALED_STATES})
+"""Suffixes that turn a state's key into the state-dict key of its scales."""
+
+
+def stored_state_cell(key: str, dtype: torch.dtype, keys: Container[str]) -> QuantSpec | None:
+    """Return the format of the state under `key` of a state dict with these keys, or None for plain numbers."""
+    for cell in _SCALED_STATES:
+        copy = cell.format.copies[Orientation.ROWWISE]
+        if copy.codes.encoding.storage is dtype and key + copy.scale.key_suffix in keys:
+            return cell
+    return None
+
+
+def scaled_state(key: str) -> str:
+    """Return the key of the state that owns the scales under `key`, or "" if `key` holds no scales."""
+    return next((key.removesuffix(suffix) for suffix in STATE_SCALE_SUFFIXES if key.endswith(suffix)), "")
+
+
+def check_dtype(optimizer: str, role: str, dtype: torch.dtype) -> None:
+    """Check that states of this role can have the dtype.
+
+    Raises:
+        ConfigurationError: the dtype is not supported.
+    """
+    allowed = PLAIN_DTYPES if role == MASTER else tuple(STATE_CELLS)
+    if dtype not in allowed:
+        option = "master_weight_dtype" if role == MASTER else f"{role}_dtype"
+        raise ConfigurationError(
+            f"{optimizer}({option}={dtype}) is not supported; use one of {', '.join(map(str, allowed))}"
+            + (" (uint8: FP8)" if torch.uint8 in allowed else "")
+        )
+
+
+def floor_of(dtype: torch.dtype, nonnegative: bool = False) -> float:
+    """Return the smallest value that a matrix state of this dtype represents relative to others under the same scale.
+
+    0 if every element has its own exponent. See `Encoding.floor`. `nonnegative`: see `StateSpec`.
+    """
+    cell = state_cell(dtype, nonnegative)
+    return 0.0 if cell is None else cell.format.copies[Orientation.ROWWISE].codes.encoding.floor
+
+
+def stored_dtype(dtype: torch.dtype, ndim: int) -> torch.dtype:
+    """Return the dtype in which a state is stored: scaled dtypes are for 2-D parameters, others use float32 instead."""
+    return torch.float32 if STATE_CELLS[dtype] is not None and ndim != 2 else dtype
+
+
+def needs_master(is_quantized: bool, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a parameter has less precision than a master would have."""
+    return is_quantized or torch.finfo(dtype).eps > torch.finfo(master).eps
+
+
+def splits(weight: Format | None, dtype: torch.dtype, master: torch.dtype) -> bool:
+    """Whether a master can be stored as only the bits that its parameter lacks (`store_param_remainders`).
+
+    A bfloat16 parameter lacks 16 bits of a float32, whatever the dtype of other masters; an 8-bit quantized weight
+    lacks the low 8 bits of a 16-bit master. `weight`: format of the parameter; None if it is not quantized and has
+    `dtype`.
+    """
+    if weight is None:
+        return dtype is torch.bfloat16
+    return weight.copies[Orientation.ROWWISE].codes.encoding.bits == 8 and master is torch.float16
+
+
+# Options ----------------------------------------------------------------------------------------------------------
+
+ADAMW, LION, MUON = ALGORITHMS = ("adamw", "lion", "muon")
+"""Optimizer algorithms, as named by `quantshard train`, `plan` and the groups of `Muon`."""
+
+UNUSED_OPTIONS: Final = {
+    ADAMW: ("momentum_buffer_dtype",),
+    LION: ("exp_avg_sq_dtype", "momentum_buffer_dtype"),
+    MUON: (),
+}
+"""The `StateOptions` that each algorithm ignores."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes per element of a large matrix, scales included."""
+
+    weight: float
+    master: float
+    moments: float
+
+    @property
+    def together(self) -> float:
+        """Bytes per element of weight, master and both moments."""
+        return self.weight + self.master + self.moments
+
+
+@dataclass(frozen=True)
+class StateOptions:
+    """How `FusedAdam`, `Lion` and `Muon` store masters and moments. Names and defaults equal the optimizers' arguments.
+
+    Only Muon uses `momentum_buffer_dtype`, and Lion ignores `exp_avg_sq_dtype`.
+    """
+
+    master_weights: bool = True
+    master_weight_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    store_param_remainders: bool = False
+    momentum_buffer_dtype: torch.dtype = torch.float32
+
+    def arguments(self, algorithm: str = ADAMW) -> dict[str, Any]:
+        """Keyword arguments of the optimizer of one of `ALGORITHMS`."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in options.items() if name not in UNUSED_OPTIONS[algorithm]}
+
+    def dtypes(self, algorithm: str = ADAMW) -> dict[str, torch.dtype]:
+        """State -> dtype of a quantized weight under one of `ALGORITHMS`."""
+        moments = {
+            ADAMW: {EXP_AVG: self.exp_avg_dtype, EXP_AVG_SQ: self.exp_avg_sq_dtype},
+            LION: {EXP_AVG: self.exp_avg_dtype},
+            MUON: {MOMENTUM_BUFFER: self.momentum_buffer_dtype},
+        }[algorithm]
+        return moments | {MASTER: self.master_weight_dtype} if self.master_weights else moments
+
+    def bytes_of(self, weight: Format) -> StateBytes:
+        """Bytes per element of a weight in this format and of its states under AdamW."""
+        sizes = {state: _state_bytes(state, dtype) for state, dtype in self.dtypes().items()}
+        if MASTER in sizes and self.store_param_remainders and splits(weight, torch.float32, self.master_weight_dtype):
+            sizes[MASTER] = 1.0
+        return StateBytes(weight.bytes_per_element, sizes.get(MASTER, 0.0), sizes[EXP_AVG] + sizes[EXP_AVG_SQ])
+
+
+OPTION_NAMES: Final = tuple(field.name for field in fields(StateOptions) if field.name != "momentum_buffer_dtype")
+"""The options of `FusedAdam` that a preset sets."""
+
+PRESET_ARGUMENTS: Final = ("preset", *OPTION_NAMES)
+"""The arguments of `FusedAdam` that choose how masters and moments are stored."""
+
+STATE_ARGUMENTS: Final = (
+    *PRESET_ARGUMENTS, "momentum_buffer_dtype", "state_dtypes", "use_decoupled_grad", "max_skipped_in_a_row",
+)  # fmt: skip
+"""The arguments of any optimizer here that choose how states are stored and a step works. They apply to all parameters,
+so parameter groups cannot override them."""
+
+PRESETS: Final = {
+    "lean8": StateOptions(
+        master_weight_dtype=torch.float16,
+        store_param_remainders=True,
+        exp_avg_dtype=torch.uint8,
+        exp_avg_sq_dtype=torch.uint8,
+        momentum_buffer_dtype=torch.bfloat16,
+    ),
+    "lean6": StateOptions(
+        master_weight_dtype=torch.float16,
+        store_param_remainders=True,
+        exp_avg_dtype=torch.uint8,
+        exp_avg_sq_dtype=torch.bfloat16,
+        momentum_buffer_dtype=torch.bfloat16,
+    ),
+}
+"""The presets by name; docs/optimizers.md gives the reasons.
+
+lean8: 16-bit masters and 8-bit moments. The codes of an FP8 weight are the high byte of its master, so one more byte is
+stored. (For a BF16 parameter the master is float32, and 16 bits are stored.)
+
+lean6: one more byte, for a second moment in BF16, where every value has its own exponent. With one scale per 128
+values, the second moment is the first state that a large neighbor spoils, because it holds squares of gradients.
+
+Muon's momentum, the only moment of a matrix, is BF16 in both presets: orthogonalization amplifies the smallest singular
+values to the size of the largest, and with them the error of rounding to FP8. Lion has only a first moment, so both
+presets store it the same way.
+"""
+
+
+def check_preset(where: str, name: Any) -> StateOptions:
+    """Return the options of a preset.
+
+    Raises:
+        ConfigurationError: there is no preset of this name. The message starts with `where`.
+    """
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise ConfigurationError(f"{where}: there is no such preset; {meant(name, PRESETS)}there are {', '.join(PRESETS)}")
+
+
+def check_remainders(where: str, has_masters: bool, master: torch.dtype) -> None:
+    """Check that `store_param_remainders` is used with masters, of a dtype that it supports.
+
+    Raises:
+        ConfigurationError: there are no masters or their dtype is not supported. The message starts with `where`.
+    """
+    if not has_masters or master is torch.bfloat16:
+        raise ConfigurationError(
+            f"{where}(store_param_remainders=True): parameter and remainder are a master, so leave "
+            f"master_weights=True (not {has_masters}); it is of float32 beside a bfloat16 parameter, and of 16 bits "
+            f"beside an FP8 weight if master_weight_dtype is float16, which must be one of the two (not {master})"
+        )
+
+
+def chosen_options(where: str, preset: str | None, given: Mapping[str, Any]) -> StateOptions:
+    """Combine a preset with explicit options. Without a preset, missing options get their defaults.
+
+    Args:
+        where: the optimizer that received the arguments, for error messages.
+        preset: a name in `PRESETS`, or None.
+        given: option -> value, for names in `OPTION_NAMES`. None means not set.
+
+    Raises:
+        ConfigurationError: there is no such preset, an option contradicts it, or options contradict each other.
+    """
+    explicit = {name: value for name, value in given.items() if value is not None}
+    if preset is None:
+        dtype = explicit.get("master_weight_dtype", torch.float32)
+        if explicit.get("master_weights") is False and dtype is not torch.float32:
+            raise ConfigurationError(
+                f"{where}(master_weights=False, master_weight_dtype={dtype}): there are no "
+                "masters to be of a dtype; leave one of the two out"
+            )
+        return StateOptions(**explicit)
+    options = check_preset(f"{where}(preset={preset!r})", preset)
+    for name, value in explicit.items():
+        if value != getattr(options, name):
+            raise ConfigurationError(
+                f"{where}(preset={preset!r}, {name}={value}): the preset has {name}={getattr(options, name)}; leave "
+                "one of the two out"
+            )
+    return options
+
+
+def preset_of(dtypes: Mapping[str, torch.dtype], split: bool | None = None) -> str:
+    """Return the preset that stores a quantized weight with exactly these states, "lean8 or lean6" if both do, or "".
+
+    Args:
+        split: for an 8-bit weight, whether its master is stored as low bytes only. None for other weights.
+    """
+    return " or ".join(
+        name
+        for name, options in PRESETS.items()
+        if dtypes in [options.dtypes(algorithm) for algorithm in ALGORITHMS]
+        and split in (None, options.store_param_remainders)
+    )
+
+
+def _state_bytes(state: str, dtype: torch.dtype) -> float:
+    cell = state_cell(dtype, state in NONNEGATIVE)
+    return float(dtype.itemsize) if cell is None else cell.format.bytes_per_element
