@@ -73,6 +73,7 @@ def test_arms_are_resumed_once_and_told(corpus, tmp_path, monkeypatch, capsys):
         tables(monkeypatch, capsys, results, *given, "--", *SIZES.split())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_what_a_resume_loses_is_told(corpus, tmp_path, monkeypatch, capsys):
     def forgetful(arguments, run, kill_after=0):

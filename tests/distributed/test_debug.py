@@ -130,6 +130,7 @@ def largest(found: dict[str, Any], layers: str, operand: str) -> float:
     return max(each["error"] for each in found["gemms"] if layers in each["layer"] and each["operand"] == operand)
 
 
+@pytest.mark.exhaustive
 def test_recipes_by_layer(folder):
     """Each layer by its own recipe: gradients of `current` have two bits of mantissa, and one scale."""
     flags = [*SIZES, "--layers", 3]

@@ -80,6 +80,7 @@ def test_other_optimizers_have_the_same_bits_resharded_and_resumed(optimizer: st
     assert all(loaded == ran[0][0] for loaded, _ in run_ranks(1, second_run, settings, path, 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "architecture"),
     exhaustive(
