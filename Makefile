@@ -25,10 +25,10 @@ demo: $(STAMP)  ## Train, stop, resume on other meshes, and show that the bits a
 # Without a GPU, which computes in other orders of sums, and which four ranks would share.
 SUITE := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30
 
-test: $(STAMP)  ## Run every test, of long tables those cells that cover all pairs of options
+test: $(STAMP)  ## Run the tests, of long tables those cells that have every option at least once
 	$(SUITE) -m "not exhaustive" $(ARGS)
 
-test-all: $(STAMP)  ## Run every cell of every test too; takes several times as long
+test-all: $(STAMP)  ## Run every cell of every table, and the long tests; takes several times as long
 	$(SUITE) $(ARGS)
 
 test-quick: $(STAMP)  ## Run the tests that start no process groups and are not slow

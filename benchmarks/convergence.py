@@ -42,11 +42,10 @@ from quantshard.state_storage import PRESETS, StateOptions
 from quantshard.tensor import components
 from quantshard.tools.trainer import data
 from quantshard.tools.trainer.loop import learning_rate
-from quantshard.tools.trainer.models.losses import token_losses
+from quantshard.tools.trainer.models.layers import token_losses
 from quantshard.tools.trainer.models.model import LanguageModel, recipes_of, trained_loss
 from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.settings.config import TrainSettings
-from quantshard.tools.trainer.settings.sizes import SIZES
+from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
 
 SMALL = TrainSettings(
     architecture="gpt",
@@ -150,7 +149,7 @@ ARMS = {
         for preset in PRESETS
     },
     **{
-        f"{name} {states}": Arm(name, fused(**options.arguments))
+        f"{name} {states}": Arm(name, fused(**options.arguments()))
         for name in ("current", "block", "mxfp8")
         for states, options in WHOLE_MASTERS.items()
     },
@@ -159,7 +158,7 @@ ARMS = {
     NVFP4_BETWEEN: Arm(NVFP4_BETWEEN, fused()),
     "current fp8-activations": Arm("current", fused(), activation_storage="fp8"),
     **{f"{name} FP8 moments": Arm(name, fused(**FP8_MOMENTS)) for name in ("block", "mxfp8")},
-    **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments)) for name in ("current", "mxfp8")},
+    **{f"{name} no masters": Arm(name, fused(**NO_MASTERS.arguments())) for name in ("current", "mxfp8")},
     "plain bf16": Arm("bf16", fused(), PLAIN),
     "torchao tensorwise": Arm("bf16", fused(), TENSORWISE),
 }

@@ -97,7 +97,7 @@ def _arm(
     settings: TrainSettings, starts: Sequence[Mapping[str, Any]] = (), rows: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     optimizer = "" if settings.optimizer == "adamw" else settings.optimizer
-    stored = "fp8-activations" if settings.stores_codes else ""
+    stored = "fp8-activations" if settings.activation_storage == "fp8" else ""
     of_before = "E4M3" if any(map(_has_signed_squares, rows)) else ""
     return " ".join(filter(None, (_recipes(settings, starts), optimizer, of_before, _states(settings), stored)))
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from rich.live import Live
 
 from quantshard.errors import ConfigurationError
-from quantshard.tools.report.live import LiveView
+from quantshard.tools.report.figures import LiveView
 from quantshard.tools.terminal.screen import Screen
 from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.data import from_table

@@ -35,8 +35,8 @@ from benchmarks.training_arms import ARMS, STATES, Arm
 from quantshard.gemm import operands
 from quantshard.gemm.described_gpu import described_gpu
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.observe.step_memory import StepMemory
-from quantshard.tools.planning.gpu_operations import GpuTimeline, gpu_attention
+from quantshard.tools.observe.table import StepMemory
+from quantshard.tools.planning.timeline import GpuTimeline, gpu_attention
 
 SMALL = Shape(layers=4, hidden=256, ffn=896, heads=8, kv_heads=2, batch=1, tokens=1024, device="meta")
 RECIPES = ("delayed", "current", "block", "rowwise", "mxfp8", "nvfp4")

@@ -39,6 +39,23 @@ __all__ = [
 
 Path_ = str | os.PathLike[str]
 
+_MIB: Final = 1 << 20
+FILE_BYTES: Final = {
+    "metadata": 256 * _MIB,
+    "manifest": 16 * _MIB,
+    "index": 64 * _MIB,
+    "configuration": _MIB,
+    "settings": _MIB,
+    "run": 16 * _MIB,
+    "tokenizer": 256 * _MIB,
+}
+"""Maximum bytes of whole files, far above what honest files need.
+
+DCP's `.metadata` has about 140 bytes per chunk of a tensor, `manifest.json` 90 per file, a safetensors index 130 per
+tensor, and a run's `config.toml` 150 per data file. `config.json` and similar files, and a user's TOML, are written by
+hand. The largest tokenizers have 256,000 tokens and 35 MB.
+"""
+
 _BLOB: Final = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})")
 """Target of a link in the Hugging Face cache: from snapshots/REVISION/FILE to blobs/HASH."""
 

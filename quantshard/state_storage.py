@@ -159,20 +159,10 @@ class StateOptions:
     store_param_remainders: bool = False
     momentum_buffer_dtype: torch.dtype = torch.float32
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `FusedAdam`."""
-        return {name: getattr(self, name) for name in OPTION_NAMES}
-
-    @property
-    def lion_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `Lion`, which has no second moment."""
-        return {name: value for name, value in self.arguments.items() if name not in UNUSED_OPTIONS[LION]}
-
-    @property
-    def muon_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `Muon`."""
-        return {**self.arguments, "momentum_buffer_dtype": self.momentum_buffer_dtype}
+    def arguments(self, algorithm: str = ADAMW) -> dict[str, Any]:
+        """Keyword arguments of the optimizer of one of `ALGORITHMS`."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in options.items() if name not in UNUSED_OPTIONS[algorithm]}
 
     def dtypes(self, algorithm: str = ADAMW) -> dict[str, torch.dtype]:
         """State -> dtype of a quantized weight under one of `ALGORITHMS`."""

@@ -49,10 +49,8 @@ def test_a_deprecated_argument_is_warned_of_at_the_line_of_the_call():
 
 
 def test_numbers_of_checkpoints_to_keep():
-    for name, wrong, wanted in (("keep_last", 0, "1 or more"), ("keep_every", -1, "0 or more")):
-        with pytest.raises(ConfigurationError, match=rf"^{name} = {wrong}: must be {wanted}, ") as caught:
-            checkpoints.Manager("new", **{name: wrong})
-        assert str(caught.value).count("keep_") == 1
+    with pytest.raises(ConfigurationError, match=r"^keep_last = 0: must be 1 or more, "):
+        checkpoints.Manager("new", keep_last=0)
 
 
 def test_numbers_of_numpy_are_numbers():

@@ -28,7 +28,7 @@ PACKAGE = "quantshard"
 
 FLOORS = (
     "errors version",
-    "formats read_limits readable",
+    "formats readable",
     "limits foreign numerics sharding private_torch determinism",
     "recipe_table",
     "recipe kernels",
@@ -137,6 +137,26 @@ def nodes(tree: Tree) -> Iterator[tuple[str, ast.AST]]:
             yield path, node
 
 
+def imports_by_name(node: ast.AST) -> bool:
+    """If it calls importlib.import_module or the like."""
+    function = getattr(node, "func", None)
+    return getattr(function, "attr", getattr(function, "id", "")) in ("import_module", "__import__")
+
+
+@cache
+def importing(root: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes below that import, found once for all rules."""
+    return tuple(node for node in walk(root) if isinstance(node, ast.Import | ast.ImportFrom) or imports_by_name(node))
+
+
+def imports(tree: Tree) -> Iterator[tuple[str, ast.AST, str]]:
+    """(Path, node, module of the package that it imports)."""
+    for path, source in tree.items():
+        for node in importing(parse(source)):
+            for target in own_imports(tree, path, node):
+                yield path, node, target
+
+
 def absolute(path: str, node: ast.ImportFrom) -> str:
     """The module that `from ... import` reads, relative dots resolved."""
     if not node.level:
@@ -153,7 +173,7 @@ def own_imports(tree: Tree, path: str, node: ast.AST) -> Iterator[str]:
         known = modules(tuple(tree))
         base = absolute(path, node)
         names = [full if (full := f"{base}.{alias.name}") in known else base for alias in node.names]
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+    elif isinstance(node, ast.Call) and imports_by_name(node):
         first = node.args[0] if node.args else None
         names = [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
     else:
@@ -187,32 +207,29 @@ def imports_go_down(tree: Tree) -> list[str]:
         for path in tree
         if unit(path) not in HEIGHT
     ]
-    for path, node in nodes(tree):
-        for target in own_imports(tree, path, node):
-            here, there = unit(path), unit("/".join(target.split(".")[1:]) or "__init__")
-            if here != there and {here, there} <= HEIGHT.keys() and HEIGHT[there] >= HEIGHT[here]:
-                found.append(f"{at(path, node)}: {here} imports {there}, which stands on no lower floor")
+    for path, node, target in imports(tree):
+        here, there = unit(path), unit("/".join(target.split(".")[1:]) or "__init__")
+        if here != there and {here, there} <= HEIGHT.keys() and HEIGHT[there] >= HEIGHT[here]:
+            found.append(f"{at(path, node)}: {here} imports {there}, which stands on no lower floor")
     return found
 
 
 def the_core_stands_alone(tree: Tree) -> list[str]:
     """The core imports nothing of interop and tools, and interop nothing of tools."""
     found = []
-    for path, node in nodes(tree):
-        here = path.split("/")[0]
+    for path, node, target in imports(tree):
+        here, there = path.split("/")[0], target.split(".")[1:2]
         if here == "tools" or path in PUBLIC or here in PUBLIC:
             continue
-        for target in own_imports(tree, path, node):
-            there = target.split(".")[1:2]
-            if there and there[0] in AROUND and there[0] != here:
-                found.append(f"{at(path, node)}: {here} imports {target}")
+        if there and there[0] in AROUND and there[0] != here:
+            found.append(f"{at(path, node)}: {here} imports {target}")
     return found
 
 
 def imports_have_no_cycle(tree: Tree) -> list[str]:
     graph: dict[str, set[str]] = {module(path): set() for path in tree}
-    for path, node in nodes(tree):
-        graph[module(path)].update(own_imports(tree, path, node))
+    for path, _, target in imports(tree):
+        graph[module(path)].add(target)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -225,7 +242,7 @@ def imports_are_not_lazy(tree: Tree) -> list[str]:
         f"{at(path, node)}: {function.name}() imports {target}; import it at the top of the file"
         for path, source in tree.items()
         for function in functions(parse(source))
-        for node in walk(function)
+        for node in importing(function)
         for target in own_imports(tree, path, node)
     ]
 

@@ -96,8 +96,8 @@ class PendingSave:
         """Record the end of the save; the callback of `future`."""
         self.ended, self.owner = time.perf_counter(), None
 
-    def failures(self) -> list[str | None]:
-        """The error of each rank, or None, once all ranks have written or soon after one has failed. A collective call.
+    def failures(self) -> list[agreement.Failure | None]:
+        """Each rank's failure, or None, once all ranks have written or soon after one has failed. A collective call.
 
         The ranks poll each other every `POLL_SECONDS`. A rank cannot simply wait for its own write: if another rank has
         failed, the saving process waits half an hour for the rest of its group.
@@ -106,8 +106,9 @@ class PendingSave:
         while True:
             done = bool(wait_for([self.future], POLL_SECONDS).done)
             error = self.future.exception() if done else None
-            message = None if error is None else commit.save_failure(self.report.path, error)
-            ranks = agreement.all_gather_object((done, message))
+            reason = None if error is None else commit.save_failure(self.report.path, error)
+            failure: agreement.Failure | None = None if reason is None else (CheckpointError, reason)
+            ranks = agreement.all_gather_object((done, failure))
             errors = [rank_error for _, rank_error in ranks]
             polls_after_failure += any(errors)
             self.running = tuple(number for number, (rank_done, _) in enumerate(ranks) if not rank_done)

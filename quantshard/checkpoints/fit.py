@@ -5,55 +5,32 @@ A mismatch is not damage: the run's other checkpoints would not fit either, so n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quantshard import private_torch
 from quantshard.checkpoints import optimizer_states
+from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.store import Path_
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers
+from quantshard.checkpoints.optimizer_states import GROUPS, STATES, ParameterNumbers
 from quantshard.checkpoints.requantize import is_history
+from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
+from quantshard.formats import FORMATS
 from quantshard.numerics.states import AVERAGE, ROUNDING_SEED
 from quantshard.tensor import components, state_keys
 
-_MODEL, _OPTIMIZER, _STATES, _GROUPS = "model.", "optimizer.", "optimizer.state.", "optimizer.param_groups."
+_MODEL, _OPTIMIZER = "model.", "optimizer."
 
 Stored = Mapping[str, STORAGE_TYPES]
-
-
-def check_members(where: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that an optimizer belongs to a model. Call it after `model.state_dict()`, which reshards parameters.
-
-    An optimizer is rejected if it has none of the model's parameters, and either has quantized weights, or has only
-    unsharded parameters while the model is sharded. Otherwise it can be an optimizer of hand-made masters.
-
-    Raises:
-        ConfigurationError: the optimizer has other weights than the model.
-    """
-    model_params = list(model.parameters())
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not params or {*map(id, model_params)} & {*map(id, params)}:
-        return
-    is_before_sharding = any(isinstance(p, DTensor) for p in model_params) and not any(
-        isinstance(p, DTensor) for p in params
-    )
-    if is_before_sharding or any(components.quantized_local(p) is not None for p in params):
-        raise ConfigurationError(
-            f"{where}: none of the {len(params)} parameters of this {type(optimizer).__name__} (the first of shape "
-            f"{list(params[0].shape)}) is one of this {type(model).__name__}: it is another model's, or was made "
-            "before convert, revert or fully_shard put others in their place; make it of this model's parameters, or "
-            "give the module that holds its own"
-        )
 
 
 def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers | None) -> set[str]:
@@ -62,7 +39,7 @@ def elsewhere(stored: Iterable[str], model: nn.Module, numbers: ParameterNumbers
         return set()
     model_keys = {key.removeprefix(_MODEL) for key in stored if key.startswith(_MODEL)}
     other_ranks_keys = {_MODEL + key for key in state_keys.held_elsewhere(model, model_keys)}
-    states = [key for key in stored if key.startswith(_STATES)] if numbers is not None else []
+    states = [key for key in stored if key.startswith(STATES)] if numbers is not None else []
     return other_ranks_keys | {key for key in states if numbers and numbers.is_elsewhere(key.split(".")[2])}
 
 
@@ -75,8 +52,8 @@ def kept(stored: Stored, wanted: Collection[str], optimizer: Optimizer | None, o
     if optimizer is None:
         return set()
     required = {"params", *components.own_settings(optimizer)} - ({ROUNDING_SEED} if own_seed else set())
-    missing = (key for key in wanted if key.startswith(_GROUPS) and key not in stored)
-    return {key for key in missing if _group_entry(key)[1].partition(".")[0] not in required}
+    missing = [key for key in wanted if key.startswith(GROUPS) and key not in stored]
+    return {key for key in missing if key.split(".")[3] not in required}
 
 
 def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: Collection[str] | None) -> None:
@@ -125,37 +102,31 @@ def check_model(path: Path_, stored: Stored, wanted: Mapping[str, Any], casts: C
 
 
 def check_optimizer(
-    path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer, can_convert: bool
+    path: Path_, stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer, can_convert: Callable[[], bool]
 ) -> None:
     """Check the optimizer's part of a checkpoint, with the arguments and errors of `check_model`.
 
-    `can_convert`: some states differ in a dtype that `requantize=True` would convert.
+    `can_convert`: returns whether some states differ in a dtype that `requantize=True` would convert.
     """
     reseed_hint = " and call the optimizer's reseed_masters()" if hasattr(optimizer, "reseed_masters") else ""
     remedy = f"load the model alone{reseed_hint}"
-    if not any(key.startswith(_OPTIMIZER) for key in stored):
+    if not any([key.startswith(_OPTIMIZER) for key in stored]):
         raise CheckpointError(f"{path} was saved without an optimizer; {remedy}")
-    if averages := _averages_difference(stored, wanted):
-        raise CheckpointError(f"{path} has {averages}; or {remedy}")
-    if frozen := _frozen_difference(stored, wanted, optimizer):
-        raise CheckpointError(f"{path} has {frozen}; or {remedy}")
-    if differences := list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer))):
-        raise CheckpointError(
-            f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved "
-            "with, "
-            + ("load it with requantize=True, which takes states of other dtypes, " if can_convert else "")
-            + f"or {remedy}"
-        )
+    differences = list(_optimizer_differences(stored, wanted, optimizer_states.allocates(optimizer)))
+    if not differences:
+        return
+    if reason := _averages_difference(stored, wanted) or _frozen_difference(stored, wanted, optimizer):
+        raise CheckpointError(f"{path} has {reason}; or {remedy}")
+    raise CheckpointError(
+        f"{path} is of another optimizer: {', '.join(differences)}; build it with the options that it was saved with, "
+        + ("load it with requantize=True, which takes states of other dtypes, " if can_convert() else "")
+        + f"or {remedy}"
+    )
 
 
-def is_object(key: str, stored: Stored) -> bool:
-    """Whether an entry belongs to the optimizer and is not a tensor in the checkpoint."""
-    return key.startswith(_OPTIMIZER) and isinstance(stored[key], BytesStorageMetadata)
-
-
-def parameter_entries(keys: Iterable[str]) -> list[str]:
-    """The keys among `keys` that name a group's parameters (`components.PARAMETER_ENTRIES`)."""
-    return [key for key in keys if key.startswith(_GROUPS) and _group_entry(key)[1] in components.PARAMETER_ENTRIES]
+def names_parameters(key: str) -> bool:
+    """Whether an entry of a group names the group's parameters (`components.PARAMETER_ENTRIES`)."""
+    return key.startswith(GROUPS) and key.split(".", 3)[3] in components.PARAMETER_ENTRIES
 
 
 def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
@@ -164,21 +135,21 @@ def check_groups(path: Path_, theirs: Mapping[str, Any], groups: Sequence[Mappin
     Parameters are compared by name, or by their number if one side has no names.
 
     Args:
-        theirs: the checkpoint's values of the `parameter_entries`.
+        theirs: the checkpoint's values of entries, at least of those that name parameters.
         groups: the optimizer's groups.
 
     Raises:
         CheckpointError: names the first group or parameter that differs.
     """
     for number, group in enumerate(groups):
-        params = theirs.get(f"{_GROUPS}{number}.params", ())
+        params = theirs.get(f"{GROUPS}{number}.params", ())
         if not isinstance(params, list | tuple) or len(params) != len(group["params"]):
             count = len(params) if isinstance(params, list | tuple) else "no list of"
             raise CheckpointError(
                 f"{path} is of another optimizer: its group {number} has {count} parameters and this one's "
                 f"{len(group['params'])}; build it over the same model, or load the model alone"
             )
-        names = theirs.get(f"{_GROUPS}{number}.param_names"), group.get("param_names")
+        names = theirs.get(f"{GROUPS}{number}.param_names"), group.get("param_names")
         for index, (old, new) in enumerate(zip(*(side or () for side in names), strict=False)):
             if not components.is_same_name(str(old), new):
                 raise CheckpointError(
@@ -199,9 +170,9 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
     """
     own_names = components.own_settings(optimizer)
     for key, value in theirs.items():
-        if not key.startswith(_GROUPS):
+        if not key.startswith(GROUPS):
             continue
-        number, name = _group_entry(key)
+        _, _, number, name = key.split(".", 3)
         live = optimizer.param_groups[int(number)].get(name, wanted[key])  # the state dict can differ from the group
         if not components.can_take(name.partition(".")[0] in own_names, value, live):
             raise CheckpointError(
@@ -213,7 +184,7 @@ def check_settings(path: Path_, theirs: Mapping[str, Any], wanted: Mapping[str, 
 def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
     """The rest of an error message if only one side has averages of weights; otherwise ""."""
     stored_has, live_has = (
-        any(key.startswith(_STATES) and key.endswith(f".{AVERAGE}") for key in keys) for keys in (stored, wanted)
+        any(key.startswith(STATES) and key.endswith(f".{AVERAGE}") for key in keys) for keys in (stored, wanted)
     )
     if live_has and not stored_has:
         return (
@@ -231,10 +202,10 @@ def _averages_difference(stored: Iterable[str], wanted: Iterable[str]) -> str:
 def _frozen_difference(stored: Stored, wanted: Mapping[str, Any], optimizer: Optimizer) -> str:
     """The rest of an error message if the sides differ only in frozen parameters; otherwise ""."""
     stored_numbers, live_numbers = map(_numbers, (stored, wanted))
-    shapes = ((entry.size, getattr(value, "shape", None)) for _, entry, value in _tensors(stored, wanted, _STATES))
+    shapes = ((entry.size, getattr(value, "shape", None)) for _, entry, value in _tensors(stored, wanted, STATES))
     names = _parameter_names(optimizer)
     only_stored, only_live = sorted(stored_numbers - live_numbers), sorted(live_numbers - stored_numbers)
-    prefixes = tuple(f"{_STATES}{number}." for number in stored_numbers ^ live_numbers)
+    prefixes = tuple(f"{STATES}{number}." for number in stored_numbers ^ live_numbers)
     mismatched = [key for keys in _differing(stored, wanted, _OPTIMIZER) for key in keys]
     if not all(key.startswith(prefixes) for key in mismatched) or any(
         live_shape != size for size, live_shape in shapes
@@ -258,7 +229,7 @@ def _frozen_difference(stored: Stored, wanted: Mapping[str, Any], optimizer: Opt
 
 def _numbers(keys: Iterable[str]) -> set[int]:
     """The numbers of the parameters that have states among these keys."""
-    numbers = {key.split(".")[2] for key in keys if key.startswith(_STATES)}
+    numbers = {key.split(".")[2] for key in keys if key.startswith(STATES)}
     return {int(number) for number in numbers if number.isdecimal()}
 
 
@@ -274,7 +245,7 @@ def _parameter_names(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates: bool) -> Iterator[str]:
     """Describe the first difference of each kind. `allocates`: the optimizer creates all its states at construction."""
     stored_groups, live_groups = (
-        len({_group_entry(key)[0] for key in keys if key.startswith(_GROUPS)}) for keys in (stored, wanted)
+        len({key.split(".")[2] for key in keys if key.startswith(GROUPS)}) for keys in (stored, wanted)
     )
     if stored_groups != live_groups:
         yield f"its number of groups is {stored_groups} and this one's {live_groups}"
@@ -282,31 +253,25 @@ def _optimizer_differences(stored: Stored, wanted: Mapping[str, Any], allocates:
     if allocates and num_stored != num_live:
         yield f"it has states of {num_stored} parameters and this one of {num_live}"
     missing_keys, unexpected = _differing(stored, wanted, _OPTIMIZER)
-    missing_options = [key for key in missing_keys if key.startswith(_GROUPS)]
+    missing_options = [key for key in missing_keys if key.startswith(GROUPS)]
     if missing_options and stored_groups == live_groups:
-        number, name = _group_entry(missing_options[0])
+        _, _, number, name = missing_options[0].split(".", 3)
         yield f"its group {number} has no {name!r}"
     if missing := sorted(set(missing_keys) - set(missing_options)):
         yield f"it lacks {len(missing)} of this one's tensors (first: {missing[:1]})"
-    if unexpected := [key for key in unexpected if key.startswith(_STATES)]:
+    if unexpected := [key for key in unexpected if key.startswith(STATES)]:
         yield f"it has {len(unexpected)} tensors that this one lacks (first: {unexpected[:1]})"
     for key, entry, value in _tensors(stored, wanted, _OPTIMIZER):
-        stored_kind, live_kind = _described(entry.properties.dtype, entry.size), "no tensor"
-        if isinstance(value, Tensor):
-            live_kind = _described(value.dtype, value.shape)
-        if stored_kind != live_kind:
-            yield f"{key} is {stored_kind} there and {live_kind} here"
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor or entry.properties.dtype != value.dtype or entry.size != value.shape:
+            live_kind = _described(value.dtype, value.shape) if is_tensor else "no tensor"
+            yield f"{key} is {_described(entry.properties.dtype, entry.size)} there and {live_kind} here"
             return
-    yield from islice(_objects_for_tensors(stored, wanted, _STATES), 1)
+    yield from islice(_objects_for_tensors(stored, wanted, STATES), 1)
 
 
 def _described(dtype: torch.dtype, size: torch.Size) -> str:
     return f"{dtype} {list(size)}"
-
-
-def _group_entry(key: str) -> tuple[str, str]:
-    number, _, name = key.removeprefix(_GROUPS).partition(".")
-    return number, name
 
 
 def _differing(stored: Iterable[str], wanted: Iterable[str], prefix: str) -> tuple[list[str], list[str]]:
@@ -315,14 +280,11 @@ def _differing(stored: Iterable[str], wanted: Iterable[str], prefix: str) -> tup
     return sorted(wanted_keys - stored_keys), sorted(stored_keys - wanted_keys)
 
 
-def _tensors(
-    stored: Stored, wanted: Mapping[str, Any], prefix: str
-) -> Iterator[tuple[str, TensorStorageMetadata, Any]]:
+def _tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str) -> list[tuple[str, TensorStorageMetadata, Any]]:
     """(key, stored entry, live entry) of each tensor in the checkpoint that is loaded."""
-    for key in sorted(stored.keys() & wanted.keys()):
-        entry = stored[key]
-        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata):
-            yield key, entry, wanted[key]
+    keys = [key for key in sorted(stored.keys() & wanted.keys()) if key.startswith(prefix)]
+    entries = [(key, stored[key], wanted[key]) for key in keys]
+    return [(key, entry, value) for key, entry, value in entries if isinstance(entry, TensorStorageMetadata)]
 
 
 def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -331,3 +293,51 @@ def _objects_for_tensors(stored: Stored, wanted: Mapping[str, Any], prefix: str)
         value = wanted[key]
         if key.startswith(prefix) and isinstance(value, Tensor) and isinstance(stored[key], BytesStorageMetadata):
             yield f"{key} is no tensor there and {_described(value.dtype, value.shape)} here"
+
+
+# Tied weights
+
+_SUFFIXES = {"", *(part.key_suffix for fmt in FORMATS.values() for part in fmt.components)}
+"""Key suffixes of the entries that determine a weight's values."""
+
+
+def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) -> None:
+    """Check that tied weights have equal values in the checkpoint; otherwise a load would lose one of them.
+
+    Each rank compares some of the pairs, so the caller must raise errors on all ranks. `stepped`: parameters whose
+    optimizer states are loaded too. They need no check: if the weights were not tied in the checkpoint, the number of
+    states differs.
+
+    Raises:
+        CheckpointError: two names that share one weight in this model have different values in the checkpoint.
+    """
+    first_names: dict[nn.Parameter, str] = {}
+    stepped_ids = {id(param) for param in stepped}
+    pairs = [
+        (first_names[param], name)
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if first_names.setdefault(param, name) != name and id(param) not in stepped_ids
+    ]
+    for first, alias in pairs[agreement.rank() :: agreement.rank_count()]:
+        values, alias_values = (
+            {
+                suffix: reader.value(f"model.{name}{suffix}")
+                for suffix in _SUFFIXES
+                if f"model.{name}{suffix}" in reader.entries
+            }
+            for name in (first, alias)
+        )
+        if values and alias_values and not _are_equal(values, alias_values):
+            raise CheckpointError(
+                f"{reader.path} has other values for {alias} than for {first}, one tied weight in this model; load it "
+                "into a model where they are not tied"
+            )
+
+
+def _are_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
+    """Whether tensors are equal bit for bit."""
+    pairs = [(value, two.get(suffix)) for suffix, value in one.items()]
+    return one.keys() == two.keys() and all(
+        a.dtype == b.dtype and torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+        for a, b in pairs
+    )

@@ -120,12 +120,8 @@ def _local_part(name: str, param: Tensor, entry: Tensor) -> Tensor:
 
 def _value(name: str, value: object, live: Tensor) -> Tensor:
     """An entry of the state dict, after checks that it can be copied to a live tensor."""
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"load_high_precision: {name} is a {type(value).__name__}, not a tensor")
-    if value.is_meta:
-        raise CheckpointError(
-            f"load_high_precision: {name} is on the meta device in the state dict, where it has no values"
-        )
+    if not isinstance(value, Tensor) or value.is_meta:
+        raise CheckpointError(f"load_high_precision: {name} is no tensor with values in the state dict")
     if value.shape != live.shape:
         raise CheckpointError(
             f"load_high_precision: {name} has shape {tuple(value.shape)} in the state dict, {tuple(live.shape)} in "

@@ -1,29 +1,36 @@
-"""Loads a model and its optimizer: read the checkpoint and plan the load, agree on all ranks, then apply the plan.
+"""Loads a model and its optimizer: read what planning needs, plan, agree on all ranks, then apply the plan.
 
-`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but checks everything first. A checkpoint that is
-damaged, or of another model or recipe, raises the same short error on every rank before anything is written.
+`load` does the same as state dicts, `dcp.load` and `load_state_dict`, but checks everything first. Planning writes
+nothing, so a checkpoint that is damaged, or of another model or recipe, raises the same short error on every rank
+before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 
-from quantshard.checkpoints import checksums, optimizer_states, rank_state, state_conversion
+from quantshard import numerics, private_torch
+from quantshard.checkpoints import fit, optimizer_states, rank_state
 from quantshard.checkpoints import requantize as requantization
 from quantshard.checkpoints.disk import agreement
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.load_plan import CheckpointContents, LoadPlan, LoadRequest, plan_load, read_contents
-from quantshard.checkpoints.parameter_numbers import check_alike
-from quantshard.checkpoints.requantize import ParameterConversion, RequantizedWarning
+from quantshard.checkpoints.optimizer_states import ParameterNumbers
+from quantshard.checkpoints.requantize import HIGH_PRECISION, ParameterConversion, RequantizedWarning, StateConversion
+from quantshard.checkpoints.safe_read import SafeReader, warn_without_manifest
 from quantshard.errors import CheckpointError, warn_user
 from quantshard.tensor import components
+
+_TAG_SIZE = torch.Size([components.FORMAT_TAG_BYTES])
 
 
 def load(
@@ -62,6 +69,77 @@ def load(
 
 
 @dataclass(frozen=True)
+class LoadRequest:
+    """The arguments of `checkpoints.load`.
+
+    `objects`: objects with a state per rank, by name; see `Manager(state=)`.
+    """
+
+    path: Path_
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    requantize: bool = False
+    lossy: bool = False
+    verify: bool = True
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @cached_property
+    def numbers(self) -> ParameterNumbers | None:
+        """The checkpoint's numbers for the optimizer's parameters; None if they are the optimizer's own.
+
+        Raises:
+            UnsupportedOperationError: see `ParameterNumbers.of`.
+        """
+        return None if self.optimizer is None else ParameterNumbers.of(self.model, self.optimizer)
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """The parts of a checkpoint that a rank reads to plan its load.
+
+    `tags`: the format tag of each quantized weight. `other_scales`: weights with scales that are not powers of two
+    although this model requires such scales; only those that this rank read.
+    """
+
+    reader: SafeReader
+    tags: Mapping[str, str]
+    other_scales: Collection[str]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """The action of a load for each entry. Keys are the checkpoint's keys.
+
+    Args:
+        state: the state dicts of the model and the optimizer; their tensors are the live ones, or replace live ones.
+        places: the path of each entry in `state`.
+        reading: entries that are read as they are stored. Tensors are read in place, with a cast if the dtype differs
+            (only with `lossy`). Other values are replaced by objects.
+        extra: the caller's entries by name: an empty tensor, or None for an object.
+        settings: the new values of the optimizer's entries that are not tensors.
+        conversions: the parameters to requantize, with both formats and the source of their values.
+        states: the optimizer states that this optimizer keeps in another dtype.
+        ignored: keys of either side that are not read: the results of conversions, and entries that keep their live
+            value.
+        rank_states: the key and the state that each of this rank's objects loads, by the object's name.
+        left: the names of the objects that keep their state.
+    """
+
+    request: LoadRequest
+    reader: SafeReader
+    state: dict[str, Any]
+    places: Mapping[str, Sequence[str | int]]
+    reading: Mapping[str, Any]
+    extra: Mapping[str, Tensor | None]
+    settings: Mapping[str, Any]
+    conversions: list[ParameterConversion]
+    states: list[StateConversion]
+    ignored: Collection[str]
+    rank_states: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LoadResult:
     """The result of a load.
 
@@ -80,15 +158,16 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
     Raises:
         CheckpointError, ConfigurationError, UnsupportedOperationError: see `load`.
     """
-    path = request.path
     components.check_offsets(request.model.named_parameters())
     plan = _agreed_plan(request)
     if plan.reader.manifest is None:
-        checksums.warn_of_none(plan.reader)
+        warn_without_manifest(plan.reader)
     with agreement.writing_into("the model"):
         extra = _apply(plan)
-    notices = [*requantization.conversion_notices(plan.conversions), *state_conversion.conversion_notices(plan.states)]
-    requantized = f"{path}: {'; '.join(notices)}" if notices else ""
+    requantized = ""
+    if plan.conversions or plan.states:
+        notices = requantization.notices(plan.conversions, plan.states)
+        requantized = f"{request.path}: {'; '.join(notices)}" if notices else ""
     if requantized:
         warn_user(requantized, RequantizedWarning)
     return LoadResult(extra, plan.left, requantized)
@@ -103,13 +182,13 @@ def _agreed_plan(request: LoadRequest) -> LoadPlan:
     contents = _shared_contents(request) if _plans_together(request) else None
 
     def own() -> tuple[LoadPlan, str | None]:
-        numbers = request.numbers
-        return plan_load(request, contents or read_contents(request)), None if numbers is None else numbers.digest
+        plan = plan_load(request, contents or read_contents(request))
+        return plan, None if request.numbers is None else request.numbers.digest
 
     (plan, _), summaries = agreement.exchange_results(
         own, lambda result: (result[0].reader.manifest is not None, result[1])
     )
-    check_alike([digest for _, digest in summaries], request.optimizer)
+    optimizer_states.check_alike([digest for _, digest in summaries], request.optimizer)
     have_manifest = [has for has, _ in summaries]
     if request.verify and not all(have_manifest) and any(have_manifest):
         raise CheckpointError(
@@ -138,21 +217,227 @@ def _shared_contents(request: LoadRequest) -> CheckpointContents:
     return replace(contents, other_scales=[name for names in names_by_rank for name in names])
 
 
+# Reading
+
+
+def read_contents(request: LoadRequest) -> CheckpointContents:
+    """Read what planning needs from a checkpoint. Each rank reads for itself.
+
+    Raises:
+        CheckpointError: the checkpoint has a newer version number; a DamagedError if it cannot be read.
+    """
+    reader = SafeReader(request.path)
+    entries = reader.entries
+    params = components.named_parameters(request.model)
+    names = {f"model.{name}{components.FORMAT_SUFFIX}": name for name in params}
+    tag_keys = [
+        key
+        for key, name in names.items()
+        if f"model.{name}" in entries and getattr(entries.get(key), "size", None) == _TAG_SIZE
+    ]
+    tags = {names[key]: components.read_format_tag(tag) for key, tag in reader.read(tag_keys).items()}
+    return CheckpointContents(reader, tags, _other_scales(params, reader, tags))
+
+
+def _other_scales(params: Mapping[str, Tensor], reader: SafeReader, tags: Mapping[str, str]) -> list[str]:
+    """The weights of the same format whose stored scales are not powers of two, although this model requires that.
+
+    Only the values show the difference, so scales must be read. Each rank reads some of them.
+
+    Raises:
+        DamagedError: a scale cannot be read.
+    """
+    weight_names = {
+        f"model.{name}{suffix}": name
+        for name, param in params.items()
+        for suffix in components.power_of_two_scales(param)
+        if tags.get(name) == components.storage_of(param).cell.tag
+    }
+    float32 = [key for key in sorted(weight_names) if requantization.dtype_of(reader.entries.get(key)) == torch.float32]
+    scales = reader.read(float32[agreement.rank() :: agreement.rank_count()])
+    return [weight_names[key] for key, scale in scales.items() if not numerics.are_powers_of_two(scale)]
+
+
+# Planning
+
+
+def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
+    """Plan this rank's part of a load, and check that the checkpoint fits. Communicates with no other rank.
+
+    Checks that need only metadata come first, then checksums, then those that decode entries. `contents` includes the
+    `other_scales` of all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded; a DamagedError if a file differs from the manifest, or an
+            entry cannot be read.
+    """
+    reader, model, optimizer, numbers = contents.reader, request.model, request.optimizer, request.numbers
+    state = {"model": model.state_dict()}
+    if optimizer is not None:
+        optimizer_states.check_members("load", model, optimizer)
+        state["optimizer"] = optimizer_states.to_load(optimizer, reader.entries, numbers)
+    conversions = _conversions(request, contents, state["model"])
+    states = requantization.state_conversions(reader, optimizer, numbers) if request.requantize else []
+    live, places = private_torch.flatten_state_dict(state)
+    of_other_ranks = fit.elsewhere(reader.entries, model, numbers)
+    stored = {
+        key: entry
+        for key, entry in reader.entries.items()
+        if key.startswith(("model.", "optimizer.")) and key not in of_other_ranks
+    }
+    ignored = fit.kept(stored, live, optimizer, own_seed=request.requantize)
+    ignored |= {key for change in states for key in change.keys}
+    if request.requantize:
+        ignored |= {
+            key for key in stored | live if requantization.left_out(conversions, key, stored.get(key), live.get(key))
+        }
+    stored = {key: entry for key, entry in stored.items() if key not in ignored}
+    live = {key: value for key, value in live.items() if key not in ignored}
+    casts = {f"model.{change.name}" for change in conversions if change.sets_master}
+    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
+    if optimizer is not None:
+        fit.check_optimizer(
+            request.path,
+            stored,
+            live,
+            optimizer,
+            can_convert=lambda: not states and bool(requantization.state_conversions(reader, optimizer, numbers)),
+        )
+    if request.verify:
+        reader.check_files(_files(request, reader))
+    params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+    fit.check_ties(reader, model, params)
+    objects, settings = _settings(request, reader, live)
+    rank_states, left = _rank_states(request, reader)
+    return LoadPlan(
+        request,
+        reader,
+        state,
+        places,
+        reading={key: value for key, value in live.items() if key not in objects},
+        extra=_extra_targets(reader),
+        settings=settings,
+        conversions=conversions,
+        states=states,
+        ignored=ignored | (stored.keys() - live.keys()) | (objects - settings.keys()),
+        rank_states=rank_states,
+        left=left,
+    )
+
+
+def _conversions(
+    request: LoadRequest, contents: CheckpointContents, own: Mapping[str, Tensor]
+) -> list[ParameterConversion]:
+    """The parameters to convert; none without `requantize`.
+
+    Raises:
+        CheckpointError: a format differs, and `requantize` is false; or see `requantize.changes`.
+    """
+    formats = _formats(contents, request.model, own)
+    if not request.requantize:
+        for weight, (old, new) in formats.items():
+            if old != new:
+                raise CheckpointError(
+                    f"{request.path} is of another recipe: {weight} is stored as {old} there and as {new} in this "
+                    "model; build the model with the recipe that the checkpoint was written with, or load it with "
+                    "requantize=True"
+                )
+        return []
+    try:
+        return requantization.changes(
+            contents.reader, request.model, request.optimizer, request.numbers, formats, request.lossy
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{request.path}: {error}") from None
+
+
+def _formats(contents: CheckpointContents, model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
+    """(stored format, live format) of each weight that is quantized in the checkpoint or in this model."""
+    suffix, formats = components.FORMAT_SUFFIX, {}
+    live_formats = {
+        key.removesuffix(suffix): components.read_format_tag(own[key]) for key in own if key.endswith(suffix)
+    }
+    for name in sorted({*contents.tags, *live_formats}):
+        # a weight on one side only belongs to another model, which `fit.check_model` reports
+        if f"model.{name}" in contents.reader.entries and name in own:
+            formats[name] = contents.tags.get(name, HIGH_PRECISION), live_formats.get(name, HIGH_PRECISION)
+    params = components.named_parameters(model) if contents.other_scales else {}
+    for name in contents.other_scales:
+        cell = components.storage_of(params[name]).cell
+        formats[name] = cell.tag, str(cell)
+    return formats
+
+
+def _files(request: LoadRequest, reader: SafeReader) -> set[str]:
+    """The files that any rank will read, the same on all ranks; all files if weights can be requantized."""
+    roots = ("model.", f"{EXTRA}.") if request.optimizer is None else ("model.", f"{EXTRA}.", "optimizer.")
+    return {
+        info.relative_path
+        for index, info in reader.metadata.storage_data.items()
+        if request.requantize or index.fqn.startswith(roots)
+    }
+
+
+def _settings(request: LoadRequest, reader: SafeReader, live: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
+    """The keys of the optimizer's entries that are not tensors, and the new values of those that are loaded.
+
+    The groups keep their parameters.
+
+    Raises:
+        CheckpointError: an entry does not fit, or belongs to other parameters; a DamagedError if it cannot be read.
+    """
+    optimizer, entries = request.optimizer, reader.entries
+    if optimizer is None:
+        return set(), {}
+    keys = [key for key in live if key.startswith("optimizer.") and isinstance(entries[key], BytesStorageMetadata)]
+    objects = reader.read(keys)
+    groups = optimizer.param_groups if request.numbers is None else request.numbers.groups
+    fit.check_groups(request.path, objects, groups)
+    settings = {key: value for key, value in objects.items() if not fit.names_parameters(key)}
+    fit.check_settings(request.path, settings, live, optimizer)
+    return {*objects}, {key: components.as_setting(value, live[key]) for key, value in settings.items()}
+
+
+def _rank_states(request: LoadRequest, reader: SafeReader) -> tuple[dict[str, tuple[str, Any]], tuple[str, ...]]:
+    """The states that this rank's objects load, and the names of the objects that keep theirs."""
+    if not request.objects:
+        return {}, ()
+    keys = rank_state.wanted_keys(reader.entries)
+    for key in keys:
+        if not isinstance(reader.entries[key], TensorStorageMetadata):
+            raise CheckpointError(f"{request.path} is damaged: {key} is no tensor there; choose another checkpoint")
+    return rank_state.to_load(request.objects, reader.read(keys), rank_state.writers(reader.entries))
+
+
+def _extra_targets(reader: SafeReader) -> dict[str, Tensor | None]:
+    """The targets to read the caller's entries into: an empty CPU tensor, or None for an object."""
+    targets: dict[str, Tensor | None] = {}
+    for key, entry in reader.entries.items():
+        if key.startswith(f"{EXTRA}."):
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            target = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
+            targets[key.removeprefix(f"{EXTRA}.")] = target
+    return targets
+
+
+# Applying
+
+
 def _apply(plan: LoadPlan) -> dict[str, Any]:
     """Carry out a plan, and return the caller's entries. A collective call."""
-    reading = {**plan.reading, **{f"{EXTRA}.{key}": value for key, value in plan.extra.items()}}
     # DCP exchanges the ranks' read plans and their failures, so a disk error is raised on all ranks. Each batch of
     # requantized weights does the same, and checks its values on all ranks before it writes weights.
+    reading = {**plan.reading, **{f"{EXTRA}.{name}": target for name, target in plan.extra.items()}}
     plan.reader.read_into(reading)
-    extra = {key: reading.pop(f"{EXTRA}.{key}") for key in plan.extra}
-    objects = {key: value for key, value in reading.items() if value is not plan.reading[key]}  # tensors: in place
+    objects = {key: reading[key] for key, target in plan.reading.items() if reading[key] is not target}
     for key, value in {**plan.settings, **objects}.items():
         _put(plan.state, plan.places[key], value)
-    masters = list(requantization.write_weights(plan.reader, plan.conversions))
-    state_conversion.write_states(plan.reader, plan.states, plan.request.optimizer)
+    masters = list(requantization.write_weights(plan.reader, plan.conversions)) if plan.conversions else []
+    if plan.states:
+        requantization.write_states(plan.reader, plan.states, plan.request.optimizer)
     # The caller's modules, optimizers and objects can fail on one rank only, and no plan can predict that.
     agreement.run_on_all_ranks(lambda: _load_states(plan, masters))
-    return extra
+    return {name: reading[f"{EXTRA}.{name}"] for name in plan.extra}
 
 
 def _put(root: Any, path: Sequence[str | int], value: Any) -> None:
@@ -174,5 +459,7 @@ def _load_states(plan: LoadPlan, masters: list[tuple[ParameterConversion, Tensor
         requantization.begin_histories(request.model, plan.ignored)
     if request.optimizer is not None:
         optimizer_states.load_optimizer(request.optimizer, plan.state["optimizer"], request.numbers)
+    if masters:
         requantization.set_masters(request.optimizer, masters)
-    rank_state.load_states(request.objects, plan.rank_states)
+    if plan.rank_states:
+        rank_state.load_states(request.objects, plan.rank_states)

@@ -32,7 +32,7 @@ from quantshard.checkpoints.disk.commit import CommitWriter, SaveTarget
 from quantshard.checkpoints.disk.manifest import MANIFEST
 from quantshard.checkpoints.disk.ownership import Ownership, being_read, is_being_read
 from quantshard.checkpoints.disk.store import Path_, locate, why
-from quantshard.checkpoints.load_plan import LoadRequest
+from quantshard.checkpoints.loading import LoadRequest
 from quantshard.checkpoints.metadata import DamagedError
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives.process_groups import world
@@ -97,8 +97,6 @@ class Manager:
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ConfigurationError(f"keep_last = {keep_last}: must be 1 or more, or None to keep all")
-        if keep_every < 0:
-            raise ConfigurationError(f"keep_every = {keep_every}: must be 0 or more, 0 for none")
         if async_ not in MODES:
             raise ConfigurationError(f'async_ = {async_!r}: choose one of: None, "thread", "process"')
         if async_ == "process" and world() is None:

@@ -29,8 +29,8 @@ from quantshard import private_torch
 from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE, Manifest
 from quantshard.checkpoints.disk.store import Path_, Store, is_inside, locate, why
-from quantshard.errors import CheckpointError, printable
-from quantshard.read_limits import FILE_BYTES
+from quantshard.errors import CheckpointError, QuantshardError, printable
+from quantshard.foreign import FILE_BYTES
 
 
 class DamagedError(CheckpointError):
@@ -43,15 +43,12 @@ class MissingError(DamagedError):
 
 _DCP = "torch.distributed.checkpoint."
 _CLASSES: Mapping[str, Any] = {
-    f"{_DCP}filesystem._StorageInfo": private_torch.storage_info,
-    **{
-        f"{_DCP}metadata.{kind.__name__}": kind
-        for kind in (
-            Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
-        )
-    },
+    f"{_DCP}metadata.{kind.__name__}": kind
+    for kind in (
+        Metadata, StorageMeta, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex,
+    )
 }  # fmt: skip
-"""The classes of DCP's metadata by full name, except TensorProperties."""
+"""The public classes of DCP's metadata by full name, except TensorProperties."""
 
 _CALLS = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING",
@@ -90,6 +87,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         full_name = f"{module}.{name}"
         if full_name in _CLASSES:
             return _factory(_CLASSES[full_name])
+        if full_name == f"{_DCP}filesystem._StorageInfo":
+            return _factory(type(private_torch.storage_info("", 0, 0)))  # raises if this PyTorch has no such class
         if full_name == f"{_DCP}metadata.TensorProperties":
             return _factory(_Properties)
         if full_name in _DTYPES:
@@ -159,7 +158,7 @@ def _unpickled(content: bytes) -> Metadata:
         metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_types(metadata)
         return metadata
-    except (CheckpointError, MemoryError):
+    except (QuantshardError, MemoryError):
         raise
     except Exception as error:  # pickle raises many kinds, and a class can lack any attribute
         raise CheckpointError(f"it is damaged ({type(error).__name__})") from error
@@ -243,8 +242,6 @@ def _file_sizes(path: Path_, metadata: Metadata, described: Manifest | None) -> 
             problem = f"{MANIFEST} does not name its file {name}"
         elif described is not None:
             problem = manifest.wrong_file(path, name, described.files[name], contents=False)
-        elif store.leads_out(store.join(folder, name), folder):
-            problem = f"its file {name} is a link out of the directory"
         if problem is not None:
             raise CheckpointError(f"{problem}; restore it")
         try:

@@ -95,12 +95,8 @@ def to_load(
     rank. RNG states written by a single rank are not loaded on several ranks, which would all draw the same numbers.
 
     Raises:
-        CheckpointError: an entry is not the bytes of a state.
+        CheckpointError: an entry cannot be decoded.
     """
-    for key, entry in values.items():
-        if not isinstance(entry, Tensor) or entry.dtype != torch.uint8 or entry.ndim != 1:
-            what = f"{entry.dtype} {list(entry.shape)}" if isinstance(entry, Tensor) else f"a {type(entry).__name__}"
-            raise CheckpointError(f"{key} is {what}, not the bytes of a state; choose another checkpoint")
     keys_by_rank, states, unloaded = _by_rank(values), {}, []
     skipped = {RANDOM} if written_by == 1 and agreement.rank_count() > 1 else set()
     for name in objects:

@@ -4,6 +4,9 @@ A weight whose format differs becomes the nearest quantization of its float32 ma
 process, whatever meshes the checkpoint was written and loaded on. Each rank reads its own shards in batches. In
 addition to the model and the optimizer, a rank holds float32 values of `BATCH_ELEMENTS` / ranks elements or of its
 largest weight; if the masters are of another kind than the stored ones, it holds the values of all of them.
+
+Optimizer states that this optimizer keeps in another dtype are read as stored, in the same batches, and rounded to
+nearest.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from torch.optim import Optimizer
 
 from quantshard import numerics, private_torch
 from quantshard.checkpoints.disk import agreement
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, numbers_of
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, numbers_of
 from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.errors import CheckpointError
 from quantshard.formats import FORMATS, Orientation
 from quantshard.numerics import split_codes
-from quantshard.numerics.states import MASTER, REMAINDER_SUFFIX
+from quantshard.numerics.states import AVERAGE, MASTER, REMAINDER_SUFFIX
 from quantshard.recipe import QuantSpec, format_of_tag
-from quantshard.state_storage import STATE_CELLS
+from quantshard.state_storage import STATE_CELLS, STATE_SCALE_SUFFIXES, scaled_state, stored_state_cell
 from quantshard.tensor import components, requantize
 from quantshard.tensor import storage as storages
 from quantshard.tensor.storage import AMAX_HISTORY, DRAWS, KEY, QuantizedStorage
@@ -80,6 +83,7 @@ def changes(
     reader: SafeReader,
     model: nn.Module,
     optimizer: Optimizer | None,
+    numbers: ParameterNumbers | None,
     formats: Mapping[str, tuple[str, str]],
     lossy: bool,
 ) -> list[ParameterConversion]:
@@ -92,12 +96,12 @@ def changes(
         CheckpointError: `lossy` is false, and a weight has no master in the checkpoint, or no optimizer was given; or
             masters of another kind must be set, and the optimizer has no `seed_master` (FusedAdam has one).
     """
-    entries, numbers = reader.entries, _numbers(model, optimizer)
+    entries, number_by_id = reader.entries, {} if optimizer is None else numbers_of(optimizer, numbers)
     conversions, unconvertible = [], []
     seen_ids: set[int] = set()
     for name, param in components.named_parameters(model).items():
         stored_format, live_format = formats.get(name, (HIGH_PRECISION, HIGH_PRECISION))
-        index = numbers.get(id(param))
+        index = number_by_id.get(id(param))
         sets_master = _sets_master(optimizer, param, index, entries, stored_format, live_format)
         if id(param) in seen_ids or (stored_format == live_format and not sets_master):
             continue
@@ -118,10 +122,6 @@ def changes(
             "it (lossy=True, or --lossy) to quantize their dequantized codes, which loses what the masters kept"
         )
     return conversions
-
-
-def _numbers(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
-    return {} if optimizer is None else numbers_of(optimizer, ParameterNumbers.of(model, optimizer))
 
 
 def _live_masters(optimizer: Optimizer | None, param: Tensor) -> dict[str, Tensor]:
@@ -145,10 +145,11 @@ def _sets_master(
     stored_keys = {key.removeprefix(prefix) for key in stored if key.startswith(prefix + MASTER)}
     if not live or stored_keys != live.keys():
         return bool(live)
-    return any(_dtype(stored[prefix + key]) != value.dtype for key, value in live.items())
+    return any(dtype_of(stored[prefix + key]) != value.dtype for key, value in live.items())
 
 
-def _dtype(entry: STORAGE_TYPES) -> torch.dtype | None:
+def dtype_of(entry: STORAGE_TYPES | None) -> torch.dtype | None:
+    """The dtype of a stored tensor; None for another entry."""
     return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
 
 
@@ -268,7 +269,7 @@ def _reading(
         parts = (private_torch.local_tensor(part) for part in (high, low))
         return lambda: numerics.join_bfloat16(next(parts), next(parts).view(torch.int16).squeeze(-1))
     key = state + MASTER if change.source == "master" else weight
-    dtype = _dtype(stored[key])
+    dtype = dtype_of(stored[key])
     cell: QuantSpec | None = None
     if change.source == "master" and key + _SCALE in stored and dtype is not None:
         cell = STATE_CELLS[dtype]
@@ -309,7 +310,7 @@ def set_masters(optimizer: Optimizer | None, values: list[tuple[ParameterConvers
         seed_master(change.param, value)
 
 
-def conversion_notices(found: list[ParameterConversion]) -> list[str]:
+def _weight_notices(found: list[ParameterConversion]) -> list[str]:
     """Sentences about the converted weights and masters: counts, formats and sources."""
     counts = Counter((c.saved, c.own, c.source) for c in found if c.requantizes)
     lines = ", ".join(f"{n} from {old} to {new} by {_told(source)}" for (old, new, source), n in counts.items())
@@ -329,3 +330,98 @@ def conversion_notices(found: list[ParameterConversion]) -> list[str]:
 
 def _told(source: str) -> str:
     return "their dequantized codes, WITHOUT masters" if source == "codes" else "their masters"
+
+
+# Optimizer states
+
+
+@dataclass(frozen=True)
+class StateConversion:
+    """An optimizer state that is not loaded as it is stored.
+
+    `param`, `role`, `key`: its parameter, its name in the optimizer, and its key in the checkpoint. `saved`, `own`: the
+    stored and the live dtype, each with the format of its codes and scales, or None for plain values.
+    """
+
+    param: Tensor
+    role: str
+    key: str
+    saved: tuple[torch.dtype, QuantSpec | None]
+    own: tuple[torch.dtype, QuantSpec | None]
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys that the state can have in the checkpoint or in this optimizer."""
+        return [self.key, *(self.key + suffix for suffix in STATE_SCALE_SUFFIXES)]
+
+
+def state_conversions(
+    reader: SafeReader, optimizer: Optimizer | None, numbers: ParameterNumbers | None
+) -> list[StateConversion]:
+    """The states of a quantshard optimizer that the checkpoint has in another dtype. The same on every rank."""
+    if optimizer is None or not hasattr(optimizer, "set_scaled_state"):
+        return []
+    entries, conversions = reader.entries, []
+    number_by_id = numbers_of(optimizer, numbers)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            live = optimizer.state.get(param, {})
+            for role in _roles(live):
+                key = f"optimizer.state.{number_by_id.get(id(param))}.{role}"
+                entry = entries.get(key)
+                if not isinstance(entry, TensorStorageMetadata) or entry.size != live[role].shape:
+                    continue  # of another optimizer or model, which `fit` reports
+                stored_kind = entry.properties.dtype, stored_state_cell(key, entry.properties.dtype, entries)
+                live_kind = live[role].dtype, stored_state_cell(role, live[role].dtype, live)
+                if stored_kind != live_kind and _is_known(stored_kind):
+                    conversions.append(StateConversion(param, role, key, stored_kind, live_kind))
+    return conversions
+
+
+def _roles(live: Mapping[str, Any]) -> Iterator[str]:
+    """The names of a parameter's states, except masters, averages and scales."""
+    for key, value in live.items():
+        if isinstance(value, Tensor) and not key.startswith((MASTER, AVERAGE)) and not scaled_state(key):
+            yield key
+
+
+def _is_known(saved: tuple[torch.dtype, QuantSpec | None]) -> bool:
+    dtype, cell = saved
+    return cell is not None or dtype in (torch.float32, torch.bfloat16)
+
+
+def write_states(reader: SafeReader, found: list[StateConversion], optimizer: Any) -> None:
+    """Read the states and write their values into the optimizer, in batches. A collective call.
+
+    Raises:
+        CheckpointError: a value is infinite or NaN, which would spoil all values under the same scale.
+    """
+    for batch in batches(found, lambda change: change.param):
+        tensors: dict[str, Tensor] = {}
+        value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
+        reader.read_into(dict(tensors))
+        values = [compute() for compute in value_readers]
+        agreement.run_on_all_ranks(partial(_check_finite_states, reader.path, batch, values))
+        for change, value in zip(batch, values, strict=True):
+            optimizer.set_scaled_state(change.param, change.role, value)
+
+
+def _check_finite_states(path: object, batch: list[StateConversion], values: list[Tensor]) -> None:
+    for change, value in zip(batch, values, strict=True):
+        if count := int(value.isfinite().logical_not().sum()):
+            raise CheckpointError(
+                f"{path}: {count} values of {change.key} are infinite or NaN, and rounded to another dtype they would "
+                "spoil those that share a scale with them"
+            )
+
+
+def notices(conversions: list[ParameterConversion], states: list[StateConversion]) -> list[str]:
+    """Sentences about what was converted: counts, names, formats and sources."""
+    counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in states)
+    lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
+    return [*_weight_notices(conversions), *([f"states are kept in other dtypes here: {lines}"] if lines else [])]
+
+
+def _named(kind: tuple[torch.dtype, QuantSpec | None]) -> str:
+    dtype, cell = kind
+    return str(dtype).removeprefix("torch.") if cell is None else cell.tag

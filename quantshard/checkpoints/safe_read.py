@@ -8,11 +8,12 @@ checksums of the manifest only.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -32,13 +33,23 @@ from torch.futures import Future
 
 from quantshard import private_torch
 from quantshard.checkpoints.disk import agreement, manifest, transfer
-from quantshard.checkpoints.disk.store import Path_, locate, why
+from quantshard.checkpoints.disk.manifest import MANIFEST, METADATA_FILE
+from quantshard.checkpoints.disk.store import LocalStore, Path_, locate, why
 from quantshard.checkpoints.metadata import DamagedError, read_metadata
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable
-from quantshard.read_limits import OBJECT_BYTES, OBJECT_DEPTH, OBJECT_VALUES
+from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, printable, warn_user
 
 T = TypeVar("T")
+
+OBJECT_BYTES = 16 << 20
+"""Maximum bytes of a pickled object in a checkpoint, without its tensors, which are stored separately."""
+
+OBJECT_VALUES, OBJECT_DEPTH = 1 << 21, 32
+"""Maximum number of values in such an object, and of containers inside each other. Repeated containers have more values
+than bytes."""
+
+_LATER = 10**9
+"""Nanoseconds; clocks of hosts that share a file system differ."""
 
 _SMALL_BYTES = 1 << 20
 """An entry of at most this length is read at once, which saves calls of Python."""
@@ -90,7 +101,8 @@ def read_entry(file: BinaryIO, offset: int, length: int) -> Any:
     """
     part: Any = _FileSlice(file, offset, length)
     if length <= _SMALL_BYTES:
-        part = io.BytesIO(part.read())
+        file.seek(offset)
+        part = io.BytesIO(file.read(length))
     try:
         total = 0
         for record in zipfile.ZipFile(part).infolist():
@@ -190,6 +202,10 @@ def _culprit(what: str, value: Any, error: Exception, depth: int = 0) -> tuple[s
 
 
 # Reader
+
+
+class NoManifestWarning(UserWarning):
+    """A checkpoint without a manifest is loaded, so its files cannot be verified to be of one save."""
 
 
 class SafeReader(FileSystemReader):
@@ -342,6 +358,26 @@ class SafeReader(FileSystemReader):
                 )
         return tensor
 
+    def check_files(self, names: Collection[str]) -> None:
+        """Compare this rank's share of files (`names` is the same on all ranks) with the manifest, if there is one.
+
+        Raises:
+            DamagedError: a file of the share differs from the manifest; the message names the first one.
+        """
+        if self.manifest is None:
+            return
+        files = self.manifest.files
+        sizes = {name: files[name].bytes for name in names}
+        share = share_of_files(sizes, agreement.rank(), agreement.rank_count())
+        transfer.expect(sum([sizes[name] for name in share]))
+        for name in share:
+            problem = manifest.wrong_file(self.path, name, files[name])
+            if problem is not None:
+                raise DamagedError(
+                    f"{self.path} is damaged or incomplete: {problem}; nothing was loaded. Restore its files or choose "
+                    "another checkpoint"
+                )
+
     def _chunks_at(self, keys: Iterable[str]) -> dict[MetadataIndex, ChunkStorageMetadata]:
         entries = ((key, self.entries[key]) for key in keys)
         tensors = [(key, entry) for key, entry in entries if isinstance(entry, TensorStorageMetadata)]
@@ -373,3 +409,55 @@ class SafeReader(FileSystemReader):
         with named(index.fqn):
             file.seek(location.offset)
             return _plain_object(file.read(location.length))
+
+
+def share_of_files(sizes: Mapping[str, int], rank: int, count: int) -> list[str]:
+    """Files that one of `count` ranks compares: each file falls to one rank, and each rank gets about as many bytes.
+
+    Files are assigned in the order of the ranks that wrote them. Under FSDP2, a rank then loads mostly the files that
+    it compared, on the same or a different number of ranks, and finds them in the page cache.
+    """
+    total = max(1, sum(sizes.values()))
+    names, offset = [], 0
+    for name in sorted(sizes, key=_by_writer):
+        # The middle of a file decides its rank.
+        if min((2 * offset + sizes[name]) * count // (2 * total), count - 1) == rank:
+            names.append(name)
+        offset += sizes[name]
+    return names
+
+
+def _by_writer(name: str) -> tuple[list[int], str]:
+    """Sort key for DCP's file names, `__RANK_NUMBER.distcp`."""
+    return [int(number) for number in re.findall("[0-9]+", name)], name
+
+
+def warn_without_manifest(reader: SafeReader) -> None:
+    """Warn on rank 0 that a checkpoint has no manifest, and name files that look like another save's."""
+    path = reader.path
+    if agreement.rank() == 0:
+        hints = "".join(f"; {hint}" for hint in _of_another_save(reader))
+        warn_user(
+            f"{path} has no {MANIFEST}, so nothing tells whether its files are all of one save, unchanged (a save into "
+            f"a directory that holds one mixes them if it is killed){hints}; `quantshard verify {path}` looks at what "
+            "can be told, and checkpoints.save and Manager write a manifest",
+            NoManifestWarning,
+        )
+
+
+def _of_another_save(reader: SafeReader) -> list[str]:
+    """Describe files that the metadata do not name, and files written after the metadata."""
+    store, folder = locate(reader.path)
+    if not isinstance(store, LocalStore):
+        return []
+    expected = {info.relative_path for info in reader.metadata.storage_data.values()}
+    try:
+        unnamed = sorted(name for name in store.names(folder) if name.endswith(".distcp") and name not in expected)
+        metadata_time = os.stat(store.join(folder, METADATA_FILE)).st_mtime_ns
+        later = sorted(
+            name for name in expected if os.stat(store.join(folder, name)).st_mtime_ns > metadata_time + _LATER
+        )
+    except OSError:
+        return []
+    findings = [(unnamed, f"are not named in its {METADATA_FILE}"), (later, f"were written after its {METADATA_FILE}")]
+    return [f"{len(names)} of its files (first: {names[0]}) {description}" for names, description in findings if names]

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from quantshard import private_torch
-from quantshard.checkpoints import extras, fit, optimizer_states
+from quantshard.checkpoints import extras, optimizer_states
 from quantshard.checkpoints.disk import agreement, commit
 from quantshard.checkpoints.disk.commit import CommitWriter
 from quantshard.checkpoints.disk.store import Path_
 from quantshard.checkpoints.extras import EXTRA
-from quantshard.checkpoints.parameter_numbers import ParameterNumbers, check_alike
+from quantshard.checkpoints.optimizer_states import ParameterNumbers, check_alike
 from quantshard.collectives import process_groups
 from quantshard.errors import CheckpointError, LostRankError
 from quantshard.tensor import components, state_keys
@@ -75,7 +75,7 @@ def checkpoint_state(
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     def own() -> tuple[dict[str, Any], str | None]:
-        fit.check_members("save", model, optimizer)
+        optimizer_states.check_members("save", model, optimizer)
         numbers = ParameterNumbers.of(model, optimizer)
         return optimizer_states.saved(optimizer, numbers), None if numbers is None else numbers.digest
 

@@ -49,8 +49,10 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
     for name, (lowest, highest) in RANGES.items():
         if name not in group or name not in names:
             continue
-        value = group[name]
-        for number in value if name == "betas" and isinstance(value, list | tuple) else (value,):
+        value, numbers = group[name], (group[name],)
+        if name == "betas":
+            numbers = value if isinstance(value, list | tuple) else (None,)
+        for number in numbers:
             if isinstance(number, Tensor) and number.device.type != "cpu":
                 continue
             if not isinstance(number, int | float | Tensor) or not lowest <= number <= highest or number == math.inf:

@@ -23,8 +23,15 @@ from torch import Tensor
 from quantshard import kernel_dispatch, kernels, numerics, private_torch
 from quantshard.collectives.flat_max import FlatMax
 from quantshard.collectives.process_groups import Groups
-from quantshard.kernels.optimizer.settings import SettingsRow, adam_row, lion_row, muon_row
-from quantshard.kernels.optimizer.stored import Algorithm, MatrixRegion, StepParameter
+from quantshard.kernels.optimizer.stored import (
+    Algorithm,
+    MatrixRegion,
+    SettingsRow,
+    StepParameter,
+    adam_row,
+    lion_row,
+    muon_row,
+)
 from quantshard.numerics.adam import Hyperparameters
 from quantshard.numerics.lion import LionSettings
 from quantshard.numerics.muon import MuonSettings
@@ -92,7 +99,8 @@ class KernelStep:
     def __init__(self) -> None:
         self._planned: list[_DevicePlan] = []
         self._planned_work: Sequence[ParameterStep] = ()
-        self._tensors: list[Iterable[Tensor]] = []
+        self._tensors: list[Tensor] = []
+        self._storages: list[QuantizedStorage] = []
         self._drawing: list[QuantizedStorage] = []
         self._addresses: list[int] = []
         self._rows: dict[tuple[int, tuple[int, ...]], ParameterStep] = {}
@@ -123,7 +131,9 @@ class KernelStep:
         """
         self._work = ()
         if work is not self._planned_work:
-            self._tensors = [tensors for item in work for tensors in item.tensors()]
+            states = [state for item in work for state in item.targets.values()]
+            self._tensors = [tensor for state in states for tensor in state.live()]
+            self._storages = [state.storage for state in states if state.storage is not None]
             self._drawing = [item.storage for item in work if item.storage is not None and item.has_draws]
         if work is not self._planned_work or self._addresses != self._current_addresses():
             self._make_plans(work, is_bounded)
@@ -164,9 +174,11 @@ class KernelStep:
 
     def _current_addresses(self) -> list[int]:
         """Addresses of all tensors, and the keys of weights with random draws, which a load writes in place."""
-        return [tensor.data_ptr() for tensors in self._tensors for tensor in tensors] + [
-            int(storage.state[KEY]) for storage in self._drawing
-        ]
+        tensors = [*self._tensors]
+        for storage in self._storages:  # their entries can be replaced
+            tensors += storage.components.values()
+            tensors += storage.state.values()
+        return [tensor.data_ptr() for tensor in tensors] + [int(storage.state[KEY]) for storage in self._drawing]
 
     def _make_plans(self, work: Sequence[ParameterStep], is_bounded: Callable[[Tensor], bool] | None) -> None:
         self._captured += [device_plan.plan for device_plan in self._planned if device_plan.plan.is_captured]
@@ -365,10 +377,11 @@ class KernelOptimizer(ElementwiseOptimizer):
         state_dtypes: Mapping[str, torch.dtype | None],
         **common: Unpack[CommonOptions],
     ) -> None:
-        explicit: dict[str, Any] = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
+        options: dict[str, Any] = dict(common)
+        explicit = {f"{role}_dtype": dtype for role, dtype in state_dtypes.items()}
         for name in ("master_weights", "master_weight_dtype", "store_param_remainders"):
-            explicit[name] = common.pop(name, None)  # type: ignore[misc]
-        storage = chosen_options(type(self).__name__, common.pop("preset", None), explicit)
+            explicit[name] = options.pop(name, None)
+        storage = chosen_options(type(self).__name__, options.pop("preset", None), explicit)
         super().__init__(
             params,
             defaults,
@@ -376,7 +389,7 @@ class KernelOptimizer(ElementwiseOptimizer):
             master_weights=storage.master_weights,
             master_weight_dtype=storage.master_weight_dtype,
             store_param_remainders=storage.store_param_remainders,
-            **common,  # type: ignore[misc]
+            **options,
         )
 
     @cached_property

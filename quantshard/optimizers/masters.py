@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -73,6 +72,7 @@ class MasterOptimizer(ParameterOptimizer):
         if store_param_remainders:
             check_remainders(self._name, master_weights, master_weight_dtype)
         self._capturable, self._use_decoupled_grad = capturable, use_decoupled_grad
+        check_ranges(self._name, {EMA_DECAY: ema_decay}, (EMA_DECAY,))
         averages = {EMA_DECAY: float(ema_decay)} if ema_decay else {}
         super().__init__(params, {**defaults, **averages, **dict.fromkeys(COUNTERS, 0)})
         if capturable:
@@ -412,8 +412,7 @@ class MasterOptimizer(ParameterOptimizer):
         """
         self._adopt_replaced_parameters()
         self._read_flags()
-        if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
-            self._is_assigned = True
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._late_error = None  # a load recovers from it
         self._told_skipped = -1
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after

@@ -177,10 +177,12 @@ class Muon(AdamOptimizer):
             raise ConfigurationError(
                 f"{where}: adjust_lr_fn={group['adjust_lr_fn']!r} is invalid: use {', '.join(RATE_FACTORS)} or None"
             )
-        if not SMALLEST_EPS <= group["eps"] < math.inf or not all(map(math.isfinite, group["ns_coefficients"])):
+        if not SMALLEST_EPS <= group["eps"] < math.inf:
+            raise ConfigurationError(f"{where}: eps={group['eps']} is invalid: use at least {SMALLEST_EPS:g}")
+        if not 0 < group["ns_steps"] < 100 or not all(map(math.isfinite, group["ns_coefficients"])):
             raise ConfigurationError(
-                f"{where}: eps={group['eps']}, ns_coefficients={group['ns_coefficients']}: use finite numbers, and an "
-                f"eps of at least {SMALLEST_EPS:g}"
+                f"{where}: ns_steps={group['ns_steps']}, ns_coefficients={group['ns_coefficients']}: use 1 to 99 steps "
+                "and finite coefficients"
             )
 
     # Step ------------------------------------------------------------------------------------------------------------

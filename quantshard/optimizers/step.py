@@ -8,7 +8,7 @@ write, so that no copy of the model is needed in between.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,14 +127,6 @@ class ParameterStep:
         if self.storage is None:
             return private_torch.in_place_changes(self.param)
         return self.storage.seen_version()
-
-    def tensors(self) -> Iterator[Iterable[Tensor]]:
-        """Yield views of the tensors that a step reads or writes, whose addresses kernels use until they change."""
-        for state in self.targets.values():
-            yield state.live()
-            if state.storage is not None:  # these views show replaced entries
-                yield state.storage.components.values()
-                yield state.storage.state.values()
 
     def written(self) -> None:
         """Record that kernels wrote the parameter."""

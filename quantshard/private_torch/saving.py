@@ -23,9 +23,6 @@ each copy in torch 2.11, so every save would pin the memory again."""
 storage_info = private_name(f"{_DCP}.filesystem._StorageInfo", "reading the metadata of a checkpoint")
 """Location of one piece of an entry in the metadata of DCP. DCP's readers need this class, which has no public name."""
 
-set_element = private_name(f"{_DCP}._traverse.set_element", _LOADING)
-"""Sets a value in nested dicts and lists by the path that DCP's planners record. No public API does this."""
-
 flatten_state_dict = private_name(f"{_DCP}._nested_dict.flatten_state_dict", _LOADING)
 """Flattens nested state dicts to the keys of DCP's planners, and returns the path to each entry."""
 

@@ -14,16 +14,14 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
@@ -35,6 +33,7 @@ from quantshard.readable import human_bytes
 from quantshard.recipe import OPERANDS, QuantSpec, Recipe, TensorRole
 from quantshard.tensor.quantized_tensor import QuantizedTensor, quantize_weight
 from quantshard.tensor.storage import QuantizedStorage
+from quantshard.tools.observe.table import plain_table
 from quantshard.version import __version__
 
 OK, WRONG, NOT_HERE = "ok", "WRONG", "not here"
@@ -47,7 +46,6 @@ COMPILED = ((131, 257), (1024, 2048))
 INTERPRETED = ((5, 34),)
 """Shapes for kernels in Triton's interpreter, which is slow."""
 
-_TRITON = ("triton", "pytorch-triton", "triton-windows")
 _STYLES = {OK: "green", WRONG: "bold red", NOT_HERE: "dim"}
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:\\|~?/)[^\s'\"`,;:()]+")
 _LONGEST = 200
@@ -238,6 +236,7 @@ def _result(name: str, check: Callable[[], bool]) -> CheckResult:
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the keys of the JSON that need no check."""
     no_kernels = why_no_kernels(device)
+    triton = import_module("triton").__version__ if find_spec("triton") else None
     has_nccl = dist.is_available() and dist.is_nccl_available()
     paths = {name: hardware.gemm_path(recipes.resolve(name).weight, device) for name in recipe_names()}
     return {
@@ -248,7 +247,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": _triton_version(),
+        "triton": triton,
         "device": _device(device),
         "collectives": {
             "gloo": dist.is_available() and dist.is_gloo_available(),
@@ -263,18 +262,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _triton_version() -> str | None:
-    for name in _TRITON:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
-        return {"type": device.type, "name": _cpu_name(), "count": 1, "threads": torch.get_num_threads()}
+        return {"type": device.type, "name": platform.machine(), "count": 1, "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,
@@ -285,22 +275,7 @@ def _device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _cpu_name() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
-    except OSError:
-        match = None
-    return match[1] if match else platform.machine()
-
-
 # ------------------------------------------------------------------------------------------------------------- printing
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
 
 
 def _render(report: MachineReport) -> Group:
@@ -309,7 +284,7 @@ def _render(report: MachineReport) -> Group:
     if "capability" in device:
         capability = ".".join(map(str, device["capability"]))
         name += f", compute capability {capability}, {human_bytes(device['memory_bytes'])}"
-    machine = _table("this machine", "")
+    machine = plain_table("this machine", "", texts=2)
     for key, value in (
         ("device", name),
         ("system", about["system"]),
@@ -322,10 +297,10 @@ def _render(report: MachineReport) -> Group:
         ("quantshard", about["quantshard"]),
     ):
         machine.add_row(key, Text(value))
-    products = _table("recipe", "GEMMs", "why")
+    products = plain_table("recipe", "GEMMs", "why", texts=3)
     for recipe, path in about["recipes"].items():
         products.add_row(recipe, path, Text(about["reasons"][recipe]))
-    tests = _table("self-test", "", "reason")
+    tests = plain_table("self-test", "", "reason", texts=3)
     for result in report.checks:
         tests.add_row(result.name, Text(result.state, style=_STYLES[result.state]), Text(result.reason))
     count = {state: sum(result.state == state for result in report.checks) for state in _STYLES}

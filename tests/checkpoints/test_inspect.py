@@ -28,7 +28,6 @@ from quantshard.formats import FORMATS, Role
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
 from quantshard.tools.cli import inspect as inspect_command
-from quantshard.tools.cli import verify as verify_command
 from tests.checkpoints.small import SHAPES, built, written
 from tests.checkpoints.test_untrusted import change_object
 from tests.distributed.models import RECIPES, Case, build, optimizer_of
@@ -286,7 +285,6 @@ def command(name: str, *arguments: Any) -> Any:
     app = typer.Typer()
     app.callback()(lambda: None)
     inspect_command.register(app)
-    verify_command.register(app)
     return CliRunner().invoke(app, [name, *map(str, arguments)])
 
 

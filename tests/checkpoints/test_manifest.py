@@ -14,7 +14,7 @@ from quantshard.checkpoints.disk import manifest
 from quantshard.checkpoints.disk.manifest import MANIFEST, FileEntry, Manifest
 from quantshard.checkpoints.metadata import DamagedError
 from quantshard.errors import CheckpointError
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES
 from tests.checkpoints.small import built
 
 CONTENT = {".metadata": b"meta", "__0_0.distcp": bytes(range(256)) * 40, "__1_0.distcp": b""}

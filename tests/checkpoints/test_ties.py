@@ -67,7 +67,7 @@ def test_an_optimizer_of_other_weights_does_not_tell(tmp_path: Path) -> None:
     untied, tied = built("mxfp8", False), built("mxfp8", True)
     biases = lambda model: FusedAdam([layer.bias for layer in model])  # noqa: E731
     checkpoints.save(tmp_path / "untied", untied, biases(untied))
-    with pytest.raises(CheckpointError, match="which are one tied weight"):
+    with pytest.raises(CheckpointError, match="one tied weight"):
         checkpoints.load(tmp_path / "untied", tied, biases(tied))
 
 
@@ -87,4 +87,4 @@ def test_every_rank_refuses(tmp_path: Path) -> None:
     """1 and 3 ranks; of these, each compares some."""
     for ranks in (1, 3):
         for (told,) in run_ranks(ranks, sharded, str(tmp_path / str(ranks))):
-            assert "which are one tied weight in this model" in told
+            assert "one tied weight in this model" in told

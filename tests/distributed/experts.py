@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import quantshard as qs
-from quantshard.checkpoints import load_plan
+from quantshard.checkpoints.loading import LoadRequest
 from quantshard.numerics.states import ROUNDING_SEED
 from tests.distributed.models import RECIPES, content, joined, sha
 from tests.distributed.tensor_parallel import off
@@ -267,7 +267,7 @@ def errors() -> dict[str, str]:
         param.requires_grad_(False)  # so that ranks have as many, and not the same
     trained = qs.optimizers.FusedAdam([param for param in spread.parameters() if param.requires_grad])
     attempt("frozen", lambda: qs.checkpoints.save("/nowhere/experts", spread, trained))
-    attempt("load", lambda: load_plan.LoadRequest("/nowhere/experts", layer, backwards).numbers)
+    attempt("load", lambda: LoadRequest("/nowhere/experts", layer, backwards).numbers)
     return found
 
 

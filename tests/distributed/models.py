@@ -190,10 +190,12 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     mine = {name: content(value._local_tensor) for name, value in sharded.items()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {name: (bytes_, sharded[name]._local_tensor.shape) for name, bytes_ in mine.items()})
-    found = dict(tensors)
+    found, ranks = dict(tensors), dict[DeviceMesh, Tensor]()
     for name, value in sharded.items():
         pieces = [torch.from_numpy(held[name][0]).view(value.dtype).view(held[name][1]) for held in every]
-        found[name] = joined(value.device_mesh.mesh, value.placements, pieces)
+        if value.device_mesh not in ranks:
+            ranks[value.device_mesh] = value.device_mesh.mesh  # made anew by each access
+        found[name] = joined(ranks[value.device_mesh], value.placements, pieces)
         assert found[name].shape == value.shape, name
     return found
 

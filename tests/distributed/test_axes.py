@@ -8,7 +8,6 @@ call each, and prints two tables.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -173,13 +172,13 @@ def load(folder: str, target: str, source: str, recipe: str, option: str) -> lis
     return [*wrong, different(held(model, optimizer), later)]
 
 
-@pytest.mark.parametrize("turns", [(0, 5), pytest.param(range(7), marks=pytest.mark.exhaustive)], ids=["some", "all"])
+@pytest.mark.parametrize("turns", [(3,), pytest.param(range(7), marks=pytest.mark.exhaustive)], ids=["some", "all"])
 def test_saved_on_any_mesh_and_loaded_on_any_other(
     turns: Sequence[int], tmp_path: Path, show: Callable[[str], None]
 ) -> None:
     """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's.
 
-    Some: each mesh loads those of two others, and of each recipe there are checkpoints of two meshes at least."""
+    Some: each mesh loads those of another, of one recipe."""
     names, recipes = list(MESHES), list(RECIPES)
     saves, loads = [], []
     for (i, source), (j, target) in itertools.permutations(enumerate(names), 2):
@@ -192,7 +191,7 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(
         loads.append((target, *job))
     if len(turns) == len(recipes):
         assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
-    assert min(Counter(recipe for _, _, recipe, _ in loads).values()) >= 2
+    assert {recipe for _, _, recipe, _ in loads} == RECIPES.keys()
     saved, loaded = runs(save, saves, str(tmp_path)), runs(load, loads, str(tmp_path))
     wrong = {job: keys for job in loads for ways in (*saved[job[1:]], *loaded[job]) for keys in ways if keys}
     bad, tried = {job[:2] for job in wrong}, {job[:2] for job in loads}
@@ -240,7 +239,7 @@ def unequal(one: Any, two: Any, where: str = "") -> list[str]:
     return [] if one == two else [where]
 
 
-SOME = ("delayed", "block", "rowwise", "nvfp4")
+SOME = ("delayed", "nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -285,9 +284,14 @@ def ours(folder: str, name: str) -> list[str]:
     return wrong
 
 
-def test_our_own_ways_to_save_and_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "meshes",
+    [["dp 2, tp 2"], pytest.param(["tp 4", "dp_shard 1, tp 2"], marks=pytest.mark.exhaustive)],
+    ids=["some", "rest"],
+)
+def test_our_own_ways_to_save_and_load(meshes: list[str], tmp_path: Path) -> None:
     """2 and 4 ranks."""
-    found = runs(ours, [("dp 2, tp 2",), ("tp 4",), ("dp_shard 1, tp 2",)], str(tmp_path))
+    found = runs(ours, [(mesh,) for mesh in meshes], str(tmp_path))
     assert {job: results for job, results in found.items() if any(results)} == {}
 
 
@@ -373,8 +377,8 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
     return different(found[1], {key: tensor for key, (tensor, _) in found[0].items()})
 
 
-OF_STOCK = {"dp 2, tp 2": (2,), "tp 4": (1,), "dp_shard 1, tp 2": (0, 3)}
-"""Mesh -> which of the ways of `test_stock_optimizers_and_masters`, each once."""
+OF_STOCK = {"dp 2, tp 2": (2,), "dp_shard 1, tp 2": (0, 3)}
+"""Mesh -> which of the ways of `test_stock_optimizers_and_masters` `make test` has."""
 
 
 @pytest.mark.parametrize("chosen", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["some", "rest"])

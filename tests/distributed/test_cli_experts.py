@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.inspect.compare import compare
-from quantshard.tools.trainer.models.flops import flops_of_token
 from quantshard.tools.trainer.models.model import ModelSpec, build
+from quantshard.tools.trainer.monitoring.performance import flops_of_token
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard

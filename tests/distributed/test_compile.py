@@ -91,14 +91,12 @@ Cells = dict[tuple[str, int], list[str]]
 
 
 def cells(backend: str) -> Cells:
-    """In turns: a recipe of blocks on 1 rank, and two that keep something each in one setting, on 2 ranks or 3."""
+    """A recipe that keeps something, on 3 ranks; tests/modules/test_compile.py has the MLP."""
     first = next(iter(SETTINGS))
     if backend == "inductor":  # it takes long, and sees nothing of a linear layer but an operator
         return {(first, 1): ["delayed"]}
     return {
-        (first, 1): ["block"],
         ("a linear layer, gathered once", 3): ["mxfp8 two copies"],
-        ("with an MLP", 2): ["nvfp4"],
     }
 
 
@@ -130,7 +128,7 @@ def compared(ranks: int, backend: str, label: str, recipe: str) -> str:
     ("backend", "cells"),
     [
         ("aot_eager", cells("aot_eager")),
-        pytest.param("inductor", cells("inductor"), marks=pytest.mark.slow),
+        pytest.param("inductor", cells("inductor"), marks=pytest.mark.exhaustive),
         pytest.param("aot_eager", rest(), marks=pytest.mark.exhaustive),
         pytest.param("inductor", {("linear layers", 2): ["nvfp4"]}, marks=pytest.mark.exhaustive),
     ],

@@ -32,7 +32,7 @@ SIZES = {
     "hidden": 64, "layers": 1, "heads": 2, "seq_length": 32, "global_batch": 4, "steps": STEPS, "warmup": 5,
     "save_every": EVERY, "eval_every": 12, "eval_sequences": 4,
 }  # fmt: skip
-RUNS = ("uninterrupted", "killed", "on-1-process", "bf16")
+RUNS = ("uninterrupted", "killed", "on-1-process")
 
 
 def in_the_pool(self: demo.DemoRun, arguments: list[str], run: Any, kill_at: int | None) -> int:
@@ -89,10 +89,9 @@ def losses(out: Path, run: str) -> dict[int, float]:
 
 def test_story_is_told(told):
     text = told[1]
-    assert re.findall(r"^\[(\d)/6\]", text, re.MULTILINE) == list("123456")
+    assert re.findall(r"^\[(\d)/5\]", text, re.MULTILINE) == list("12345")
     assert text.count("expected:") >= 3
     assert "emulated" in text
-    assert re.search(r"with BF16: (\d+% (slower|faster)|about the same speed)", " ".join(text.split()))
     for line in re.findall(r"^  \$ quantshard (\w+) (\S+)", text, re.MULTILINE):
         assert line[0] in ("train", "resume", "diff")
     assert len(re.findall(r" ok *$", text, re.MULTILINE)) == 4
@@ -108,7 +107,6 @@ def test_what_it_says_is_so(told):
     runs = {run: losses(out, run) for run in RUNS}
     assert all(list(by_step) == list(range(1, STEPS + 1)) for by_step in runs.values())
     assert runs["killed"] == runs["uninterrupted"]
-    assert runs["bf16"] != runs["uninterrupted"]
     (killed_at, resumed) = map(int, re.search(r"killed when step (\d+) was done; .* step (\d+)\.", text).groups())
     assert STEPS / 2 < killed_at < STEPS
     assert killed_at // EVERY - resumed // EVERY in (0, 1) and resumed % EVERY == 0  # 1: killed while it saved
@@ -117,9 +115,6 @@ def test_what_it_says_is_so(told):
     gap = max(abs(single[step] - runs["uninterrupted"][step]) for step in single)
     assert f"at most {gap:.5f}" in text
     assert compare(out / f"killed/checkpoints/step-{resumed:06d}", out / f"resaved-step-{resumed:06d}").equal
-    picture = (out / "losses.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n")
-    assert len(picture) > 10_000
 
 
 def story(told: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> demo.DemoRun:
@@ -144,11 +139,11 @@ def change_metrics(path: Path, step: int, change: Any) -> None:
 def test_one_unit_in_the_last_place_of_one_step_is_a_failure(told, tmp_path, monkeypatch, field):
     again = story(told, tmp_path, monkeypatch)
     again.resume_on_two()
-    assert again.outcome.failures == []
+    assert again.failures == []
     nudge = lambda record: record.update({field: math.nextafter(record[field], 9)})  # noqa: E731
     change_metrics(again.killed.metrics, STEPS, nudge)
     again.resume_on_two()
-    assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
+    assert again.failures == ["resumed on 2: losses bitwise equal"]
 
 
 def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
@@ -156,7 +151,7 @@ def test_a_missing_step_is_a_failure(told, tmp_path, monkeypatch):
     lines = again.killed.metrics.read_text().splitlines(keepends=True)
     again.killed.metrics.write_text("".join(lines[: STEPS - EVERY] + lines[STEPS - EVERY + 1 :]))
     again.resume_on_two()
-    assert again.outcome.failures == ["resumed on 2: losses bitwise equal"]
+    assert again.failures == ["resumed on 2: losses bitwise equal"]
 
 
 def test_other_bits_in_the_checkpoint_are_a_failure(told, tmp_path, monkeypatch):
@@ -165,9 +160,9 @@ def test_other_bits_in_the_checkpoint_are_a_failure(told, tmp_path, monkeypatch)
     monkeypatch.setattr(demo.DemoRun, "diff", command_diff)
     monkeypatch.setattr(demo.subprocess, "run", here)
     shutil.rmtree(again.killed.checkpoint(STEPS))
-    shutil.copytree(again.bf16.checkpoint(STEPS), again.killed.checkpoint(STEPS))
+    shutil.copytree(again.single.checkpoint(STEPS), again.killed.checkpoint(STEPS))
     again.resume_on_two()
-    assert again.outcome.failures == ["resumed on 2: last checkpoint bitwise equal"]
+    assert again.failures == ["resumed on 2: last checkpoint bitwise equal"]
 
 
 def test_other_bits_after_loading_are_a_failure(told, tmp_path, monkeypatch):
@@ -180,7 +175,7 @@ def test_other_bits_after_loading_are_a_failure(told, tmp_path, monkeypatch):
 
     monkeypatch.setattr(demo, "load_and_save", save_another)
     again.load_on_one()
-    assert again.outcome.failures == ["loaded by 1: weights and optimizer bitwise equal"]
+    assert again.failures == ["loaded by 1: weights and optimizer bitwise equal"]
 
 
 def test_only_the_checkpoint_can_make_the_bits_equal(told, tmp_path, monkeypatch):
@@ -195,20 +190,20 @@ def test_only_the_checkpoint_can_make_the_bits_equal(told, tmp_path, monkeypatch
 def test_a_loss_out_of_bounds_is_a_failure(told, tmp_path, monkeypatch):
     again = story(told, tmp_path, monkeypatch)
     again.resume_on_one()
-    assert again.outcome.failures == []
+    assert again.failures == []
     first = again.resumed + 1
     assert again.rounding_bounds()[first] < 0.02
     change_metrics(again.single.metrics, first, lambda record: record.update(loss=record["loss"] + 0.02))
     again.resume_on_one()
-    assert again.outcome.failures == ["resumed on 1: losses within the bound"]
+    assert again.failures == ["resumed on 1: losses within the bound"]
 
 
 def test_a_failure_ends_the_command_with_an_error(tmp_path, monkeypatch):
     def tell(self: demo.DemoRun) -> None:
-        self.outcome.add("bits", "other ones", False)
+        self.add("bits", "other ones", False)
 
     monkeypatch.setattr(demo.DemoRun, "tell", tell)
-    monkeypatch.setattr(demo.DemoRun, "summary", lambda self, seconds: None)
+    monkeypatch.setattr(demo.DemoRun, "summary", lambda self: None)
     with pytest.raises(demo.DemoError, match="the demo failed: bits"):
         demo.demo(tmp_path / "out")
 
@@ -263,16 +258,3 @@ def test_folder_of_an_earlier_demo_is_emptied_and_others_are_refused(tmp_path):
         with pytest.raises(ConfigurationError, match="name another folder"):
             demo._prepare(path, {})
     assert (tmp_path / "mine/file").exists()
-
-
-@pytest.mark.parametrize(
-    ("ratio", "verdict"),
-    [
-        (0.5, "50% slower, because the format is emulated"),
-        (0.97, "about the same speed"),
-        (1.04, "about the same speed"),
-        (1.2, "20% faster"),
-    ],
-)
-def test_what_measured_speeds_show(ratio: float, verdict: str) -> None:
-    assert demo.speed_verdict(ratio) == verdict

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from quantshard import checkpoints
 from quantshard.checkpoints import Manager, rank_state
 from quantshard.checkpoints.disk.manifest import MANIFEST
-from quantshard.checkpoints.load_plan import LoadRequest, plan_load, read_contents
+from quantshard.checkpoints.loading import LoadRequest, plan_load, read_contents
 from quantshard.errors import CheckpointError
 from quantshard.tensor import components
 from tests.checkpoints.small import built

@@ -185,7 +185,6 @@ USES: dict[str, list[Callable[[Path], object]]] = {
     f"{_DCP}._state_dict_stager.StateDictStager": [partial(saved, async_="thread")],
     f"{_DCP}._async_process_executor": [lambda _: private_torch.end_checkpoint_process()],
     f"{_DCP}.filesystem._StorageInfo": [loaded],
-    f"{_DCP}._traverse.set_element": [loaded],
     f"{_DCP}._nested_dict.flatten_state_dict": [loaded],
     f"{_DCP}.state_dict_saver._save_state_dict": [saved],
     f"{_DCP}.state_dict_loader._load_state_dict": [loaded],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import quantshard as qs
 from quantshard.errors import RankMismatchError
 from quantshard.optimizers import FusedAdam, Lion, MasterWeights, Muon, clip_grad_norm_, muon_groups
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, bits
 from tests.distributed.pool import run_ranks
 from tests.distributed.test_recompute import Recomputing
@@ -141,8 +143,12 @@ def sharded_steps(recipe: str, ways: list[Way], device: str) -> list[list[float]
         return [steps(recipe, way, device) for way in ways]
 
 
-@pytest.mark.parametrize("way", [name for name in WAYS if not WAYS[name].shard])
-@pytest.mark.parametrize("recipe", NAMED)
+ALONE = [name for name in WAYS if not WAYS[name].shard]
+CELLS = list(product(NAMED, ALONE))
+TURNS = [(NAMED[turn % len(NAMED)], way) for turn, way in enumerate(ALONE)]
+
+
+@pytest.mark.parametrize(("recipe", "way"), exhaustive(CELLS, CELLS if GPU else TURNS))
 def test_steps_without_a_process_group(recipe: str, way: str) -> None:
     """1 process: no step waits after the second."""
     with flags_come_late():
@@ -153,7 +159,8 @@ def test_steps_without_a_process_group(recipe: str, way: str) -> None:
 @pytest.mark.parametrize("recipe", NAMED if GPU else ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_steps_with_a_process_group(recipe: str) -> None:
     """1 rank: the same, in one that reduces amaxes over all its ranks, and under FSDP2."""
-    run_ranks(1, sharded_steps, recipe, list(WAYS.values()), "cuda" if GPU else "cpu")
+    ways = [way for way in WAYS.values() if GPU or way.shard]
+    run_ranks(1, sharded_steps, recipe, ways, "cuda" if GPU else "cpu")
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

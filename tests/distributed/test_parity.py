@@ -46,17 +46,20 @@ BITWISE = [
     Case("delayed", "dp_replicate 2, tp 2", exact=True),
     Case("current", "dp 3", exact=True, global_amaxes=True),
 ]
-LEFT = (*IN_HIGH_PRECISION[:2], IN_HIGH_PRECISION[3], BITWISE[0], BITWISE[2], BITWISE[4])
-"""To `make test-all`: others have as many ranks."""
+LEFT = (*IN_HIGH_PRECISION[:2], *IN_HIGH_PRECISION[3:], *BITWISE[:3], BITWISE[4])
+"""To `make test-all`."""
 LOCAL_SCALES = Case("current", "dp 3", exact=True)
 
 
 @pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest) -> dict[Case, Run]:
     """What one process does; two take turns. The random words of NVFP4 are of a test in `make test-all` alone."""
-    ids = [item.name for item in request.session.items if item.path == request.path]
-    first = [BITWISE[0]] if any("nvfp4" in each for each in ids) else []
-    cases = dict.fromkeys(case.alone for case in (*first, BITWISE[1], BITWISE[3], BITWISE[2], IN_HIGH_PRECISION[0]))
+    asked = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
+    cases = dict.fromkeys([each["case"].alone for each in asked if "case" in each] + [LOCAL_SCALES.alone])
     return run_ranks(2, run_alone, list(cases))[0]
 
 

@@ -38,7 +38,7 @@ def trained(folder: str, spelled: bool, loads: bool) -> list[Bits]:
     """The bits after two steps, which are saved or loaded, and after four."""
     found = []
     for number, (recipe, preset) in enumerate(CASES):
-        options = PRESETS[preset].arguments if spelled else {"preset": preset}
+        options = PRESETS[preset].arguments() if spelled else {"preset": preset}
         model, optimizer = built(recipe, number + 10 * loads, **options)
         for step in () if loads else range(2):
             set_gradients(model, step)

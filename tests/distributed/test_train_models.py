@@ -22,14 +22,13 @@ from quantshard import QuantizedTensor, private_torch, recipe
 from quantshard.errors import ConfigurationError
 from quantshard.tools.trainer.data import collect
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, make_optimizer
-from quantshard.tools.trainer.models import huggingface, model_choice
+from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.models.flops import flops_of_token
+from quantshard.tools.trainer.monitoring.performance import flops_of_token
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
-from quantshard.tools.trainer.settings.sizes import SIZES
 from tests.distributed.commands import quantshard
 from tests.distributed.forked import STARTS
 from tests.distributed.pool import run_ranks
@@ -291,21 +290,21 @@ def test_what_a_configuration_of_anybody_may_not_do():
 def test_what_is_named_goes_before_what_is_implied(folder, tmp_path):
     """Flags, then the sizes of a flag's model, then a file, then those of weights; contradictions are refused."""
     file = {"hidden": 48, "layers": 1, "model": "llama3-8b"}
-    found = model_choice.chosen({"model": "gpt2-small", "layers": 3}, file)
+    found = initialization.chosen({"model": "gpt2-small", "layers": 3}, file)
     assert (found["hidden"], found["layers"], found["architecture"]) == (768, 3, "gpt")
-    assert model_choice.chosen({}, file)["hidden"] == 48 and model_choice.chosen({}, file)["ffn"] == 14336
+    assert initialization.chosen({}, file)["hidden"] == 48 and initialization.chosen({}, file)["ffn"] == 14336
     llama = str(folder / "llama")
     with pytest.raises(ConfigurationError, match="model = 'gpt2-small' has hidden = 768, but the model of init_from"):
-        model_choice.chosen({"model": "gpt2-small", "init_from": llama}, {})
+        initialization.chosen({"model": "gpt2-small", "init_from": llama}, {})
     of_run = {"model": llama, "hidden": 256, "tokenizer": ""}  # as the config.toml of a run says it
-    assert model_choice.chosen({}, of_run)["init_from"] == llama
+    assert initialization.chosen({}, of_run)["init_from"] == llama
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((folder / "llama" / "config.json").read_text())
     (other / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=r"has weights in pytorch_model\.bin, which is not read"):
-        model_choice.chosen({"model": str(other)}, {})
-    assert "init_from" not in model_choice.chosen({"model": str(other), "random_weights": True}, {})
+        initialization.chosen({"model": str(other)}, {})
+    assert "init_from" not in initialization.chosen({"model": str(other), "random_weights": True}, {})
 
 
 def test_stacked_experts_decay(monkeypatch):
@@ -347,7 +346,6 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--model", "FOLDER", "--recompute", "activation"], "there is no recompute = 'activation' here"),
         (["--model", "FOLDER", "--seq-length", "9", "--recipe", "*.up_prj=bf16,*=mxfp8"], "did you mean 'up_proj'?"),
         (["--model", "FOLDER", "--random-weights", "--init-from", "FOLDER"], "names weights; give one"),
-        (["--random-weights"], "random_weights is of a --model DIR that has weights"),
         (["--recompute", "all"], "choose one of: none, activation, layer"),
         (["--micro-batch", "2", "--micro-batches", "2"], "both say how a process takes its share"),
         (
@@ -359,16 +357,6 @@ def test_the_weights_of_a_folder_are_told(folder, tmp_path):
         (["--experts", "4", "--experts-per-token", "5"], "experts_per_token = 5, but there are experts = 4"),
         (["--experts", "4", "--mesh", "tp=2"], "there is no tp in the mesh of a mixture of experts here"),
         (["--experts", "4", "--architecture", "gpt"], "there is no architecture = 'gpt' of a mixture"),
-        (["--experts-per-token", "4"], "experts_per_token = 4 would do nothing, since it needs experts"),
-        (
-            ["--no-master-weights", "--master-dtype", "float16"],
-            "would do nothing, since it needs master_weights = true",
-        ),
-        (["--keep-every", "7"], "keep_every = 7 would do nothing, since it needs keep_last"),
-        (["--sequence-parallel", "on"], "sequence_parallel = 'on' would do nothing, since it needs a mesh with tp"),
-        (["--decay-share", "0.5"], "decay_share = 0.5 would do nothing, since it needs schedule = 'wsd'"),
-        (["--recompute-every", "2"], "recompute_every = 2 would do nothing, since it needs recompute = 'layer'"),
-        (["--sample-every", "2"], "sample_every = 2 would do nothing, since it needs sample_tokens"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, flags, says):
@@ -386,7 +374,7 @@ def test_what_would_train_on_something_else_is_refused(folder, tmp_path):
     with pytest.raises(ConfigurationError, match="has no safetensors beside it; give --random-weights"):
         (tmp_path / "bare").mkdir()
         shutil.copy(model / "config.json", tmp_path / "bare")
-        model_choice.chosen({"model": str(tmp_path / "bare")}, {})
+        initialization.chosen({"model": str(tmp_path / "bare")}, {})
     spec = models.ModelSpec(replace(SHORT, model=str(model), seq_length=16), huggingface.read_configuration(str(model)))
     with pytest.raises(ConfigurationError, match=r"no tokenizer in model = .*--vocabulary 257 to train on bytes"):
         spec.check()
@@ -421,7 +409,7 @@ def test_masters_begin_with_the_values_of_the_file(folder):
 
 
 def test_weights_begin_a_fine_tuning(folder, tmp_path):
-    model, defaults = str(folder / "llama"), model_choice.fine_tuning_defaults
+    model, defaults = str(folder / "llama"), initialization.fine_tuning_defaults
     assert defaults({"model": model, "init_from": model}) == {"lr": 1e-5, "weight_decay": 0.01, "seq_length": 64}
     assert defaults({"init_from": model, "lr": 1.0, "seq_length": 8}) == {"weight_decay": 0.01}
     assert defaults({"model": model, "init_from": ""}) == {}
@@ -431,7 +419,6 @@ def test_weights_begin_a_fine_tuning(folder, tmp_path):
 
 
 def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
-    """Of its own model: no flag for sizes would help, which --model DIR does not take."""
     shutil.copytree(folder / "llama", tmp_path / "llama")
     file = tmp_path / "llama" / "model.safetensors"
     weights = load_file(file)
@@ -440,8 +427,7 @@ def test_weights_that_a_folder_lacks_are_told(folder, tmp_path):
     line = ["train", "--run", tmp_path / "run", "--data", folder / "text", "--seq-length", 16, "--vocabulary", 257]
     says = f"{tmp_path / 'llama'} lacks model.layers.1.mlp.up_proj.weight, which this model has; "
     result = quantshard(*line, "--model", tmp_path / "llama")
-    assert result.returncode == 1 and f"{says}the safetensors of --model are not all that its config" in result.stderr
-    assert "is the download complete?" in result.stderr and "--init-from" not in result.stderr
+    assert result.returncode == 1 and says in result.stderr
     other = tmp_path / "other"
     shutil.copytree(folder / "llama", other)
     result = quantshard(*line, "--model", other, "--init-from", tmp_path / "llama")

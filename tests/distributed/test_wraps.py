@@ -273,14 +273,11 @@ Cells = dict[int, list[tuple[str, str]]]
 
 
 def cells() -> Cells:
-    """Every way with one of the recipes that keep something, every third with one of the others, on 1 rank or 2."""
-    others = [recipe for recipe in RECIPES if recipe not in KEEPING]
+    """Every way with one of the recipes that keep something."""
     found: Cells = {ranks: [] for ranks in (1, 2, 3, 4)}
     for number, name in enumerate(ROWS):
         kept = list(KEEPING)[number % len(KEEPING)]
         found[KEEPING[kept]].append((name, kept))
-        if number % 3 == 0:
-            found[1 + number % 2].append((name, others[number // 3 % len(others)]))
     plain, *more = HSDP_ROWS
     found[4] = [(plain, "delayed"), *zip(more, ("nvfp4", "mxfp8 two copies"), strict=True)]
     return found

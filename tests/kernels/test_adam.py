@@ -21,8 +21,7 @@ from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer.formulas import quotient_by_root
 from quantshard.kernels.optimizer.parameters import StepPasses, passes_of
 from quantshard.kernels.optimizer.plan import StepLaunchPlan
-from quantshard.kernels.optimizer.settings import adam_row
-from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter
+from quantshard.kernels.optimizer.stored import MatrixRegion, PlainTensor, ScaledTensor, StepParameter, adam_row
 from quantshard.numerics.adam import Hyperparameters, adam
 from quantshard.numerics.states import StateKind
 from quantshard.optimizers import rounding

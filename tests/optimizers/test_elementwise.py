@@ -7,7 +7,6 @@ from torch import nn
 from quantshard import Linear, quantized_model_init
 from quantshard.errors import ConfigurationError
 from quantshard.optimizers import ElementwiseOptimizer, StateSpec
-from quantshard.state_storage import STATE_CELLS
 from tests.distributed.models import bits, set_gradients
 from tests.tensor.test_tensor import random
 
@@ -73,7 +72,7 @@ def test_without_masters_weights_are_rounded_stochastically():
         ([StateSpec("master_param")], SETTINGS, {}, "roles must differ"),
         ([StateSpec("a", words_of="b")], SETTINGS, {}, "words_of name one"),
         ([StateSpec("a")], {}, {}, "give lr"),
-        ([StateSpec("a")], {"lr": -1.0}, {}, "0 or more"),
+        ([StateSpec("a")], {"lr": -1.0}, {}, "at least 0"),
         ([StateSpec("a")], SETTINGS, {"state_dtypes": {"b": torch.uint8}}, r"it has no state \['b'\], but \['a'\]"),
         ([StateSpec("a")], SETTINGS, {"state_dtypes": {"a": torch.int8}}, r"Formula\(a_dtype=torch.int8\)"),
     ],
@@ -104,23 +103,11 @@ class Squares(ElementwiseOptimizer):
         return master - settings["lr"] * grad, {"energy": energy}
 
 
-def test_nonnegative_states_of_8_bits(monkeypatch):
-    """Without a sign, a positive one never zero, a negative one zero; a state dict of before is loaded by its values,
-    whatever the state is called."""
-
-    def made():
-        param = torch.nn.Parameter(torch.ones(3, 200))
-        return param, Squares([param], {"lr": 0.1}, state_dtypes={"energy": torch.uint8})
-
-    monkeypatch.setattr("quantshard.optimizers.state.state_cell", lambda dtype, nonnegative: STATE_CELLS[dtype])
-    param, optimizer = made()
-    optimizer.set_scaled_state(param, "energy", torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) ** 8)
-    before, state = optimizer.get_unscaled_state(param, "energy").clone(), optimizer.state_dict()
-    monkeypatch.undo()
-    param, optimizer = made()
-    optimizer.load_state_dict(state)
+def test_nonnegative_states_of_8_bits():
+    """They have no sign; a positive one never becomes zero, and a negative one is zero."""
+    param = torch.nn.Parameter(torch.ones(3, 200))
+    optimizer = Squares([param], {"lr": 0.1}, state_dtypes={"energy": torch.uint8})
     assert set(optimizer.state[param]) == {"energy", "energy_scale_e8m0"}
-    assert torch.equal(optimizer.get_unscaled_state(param, "energy"), before) and before.unique().numel() > 50
     param.grad = torch.full((3, 200), 1e-12)
     param.grad[:, 0] = 1.0
     optimizer.step()

@@ -73,10 +73,9 @@ def test_a_step_from_which_nothing_is_read_has_the_same_bits():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "0 or more"),
-        ({"betas": (0.9, 1.0)}, "with 1 no gradient would count"),
-        ({"betas": 0.9}, "give two numbers"),
-        ({"lr": 10.0, "weight_decay": 1.0}, "lower one of them"),
+        ({"lr": -1.0}, "at least 0"),
+        ({"betas": (0.9, 1.0)}, "less than 1"),
+        ({"betas": 0.9}, "less than 1"),
         ({"exp_avg_dtype": torch.int8}, r"Lion\(exp_avg_dtype=torch.int8\)"),
     ],
 )

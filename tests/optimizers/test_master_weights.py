@@ -313,8 +313,6 @@ def test_new_values_from_elsewhere_are_noticed():
 
 def test_refusals():
     params = parameters()
-    with pytest.raises(ConfigurationError, match=r"MasterWeights\(AdamW object\): give the class"):
-        MasterWeights(torch.optim.AdamW([nn.Parameter(torch.ones(4))]), params.values())
     with pytest.raises(ConfigurationError, match=r"LBFGS.step\(\) does not work without arguments"):
         MasterWeights(torch.optim.LBFGS, [params["quantized"]])
     with pytest.raises(ConfigurationError, match="meta device"):
@@ -428,13 +426,3 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(CheckpointError, match=r"quantized: optimizer state exp_avg is torch.bfloat16"):
         optimizer.load_state_dict(state)
     assert not differing(before, everything(optimizer))
-
-
-def test_a_misspelled_option_of_a_group_is_warned_of(recwarn):
-    """Of the optimizer inside, whose options a group has; also of one that is added, once."""
-    group = {"params": [torch.nn.Parameter(torch.ones(4))], "weight_decy": 0.1, "initial_lr": 1.0}
-    optimizer = MasterWeights(torch.optim.AdamW, [group], lr=1e-3)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))], "beta": (0.9, 0.9)})
-    said = [f"MasterWeights: a group has {name!r}, which does nothing; did you mean {meant!r}?"
-            for name, meant in (("weight_decy", "weight_decay"), ("beta", "betas"))]  # fmt: skip
-    assert [str(warning.message) for warning in recwarn] == said

@@ -1,5 +1,7 @@
 """Muon in one process: beside `torch.optim.Muon`, beside a plain float32 oracle, its groups, and what it refuses."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -163,21 +165,18 @@ def test_steps_in_a_row_that_are_skipped_end_with_the_parameters_name():
 @pytest.mark.parametrize(
     ("group", "options", "message"),
     [
-        ({}, {"momentum": 1.0}, "with 1 or more no gradient would count"),
-        ({}, {"ns_steps": 100}, "whole number from 1 to 99"),
-        ({}, {"ns_steps": True}, "whole number from 1 to 99"),
-        ({}, {"nesterov": "yes"}, "nesterov='yes'.: it must be True or False"),
-        ({}, {"ns_coefficients": (1.0, 2.0)}, "three finite numbers"),
-        ({}, {"adjust_lr_fn": "moonshot"}, "use one of original, match_rms_adamw, or None"),
-        ({}, {"eps": 0.0}, "a matrix of zeros would become NaN"),
-        ({}, {"lr": -1.0}, "0 or more"),
-        ({}, {"lr": 10.0, "weight_decay": 1.0}, "lower one of them"),
+        ({}, {"momentum": 1.0}, r"momentum=1\.0 is invalid: .* less than 1"),
+        ({}, {"ns_steps": 100}, "use 1 to 99 steps"),
+        ({}, {"ns_coefficients": (1.0, 2.0, math.nan)}, "finite coefficients"),
+        ({}, {"adjust_lr_fn": "moonshot"}, "use original, match_rms_adamw or None"),
+        ({}, {"eps": 0.0}, r"eps=0\.0 is invalid"),
+        ({}, {"lr": -1.0}, "at least 0"),
         ({}, {"momentum_buffer_dtype": torch.int8}, r"Muon\(momentum_buffer_dtype=torch.int8\)"),
         ({"algorithm": "adam"}, {}, "algorithm = 'adam'; use 'muon' or 'adamw'"),
         ({"betas": (0.9, 0.9)}, {}, "has betas, which would do nothing, since its algorithm is 'muon'"),
         ({"algorithm": "adamw", "lr": 1e-3, "ns_steps": 3}, {}, "has ns_steps, which would do nothing"),
         ({"algorithm": "adamw"}, {"lr": 0.02}, r"has no lr of its own; Muon's, 0.02, suits"),
-        ({"algorithm": "adamw", "lr": 1e-3, "betas": (0.9, 1.0)}, {}, "divides by zero"),
+        ({"algorithm": "adamw", "lr": 1e-3, "betas": (0.9, 1.0)}, {}, "less than 1"),
     ],
 )
 def test_what_makes_no_step_is_refused(group, options, message):

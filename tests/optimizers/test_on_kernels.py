@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
+import types
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +23,7 @@ pytest.importorskip("triton")
 
 from quantshard import private_torch
 from quantshard.errors import ConfigurationError, NonFiniteGradientError, UnsupportedOperationError
+from quantshard.kernels.optimizer import multi_tensor
 from quantshard.kernels.optimizer import plan as step_plan
 from quantshard.optimizers import FusedAdam, Muon, kernel_step
 from quantshard.recipe import resolve
@@ -383,3 +388,37 @@ def test_a_plan_is_not_made_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     monkeypatch.setattr(step_plan.StepLaunchPlan, "_is_capturing", property(lambda self: True))
     with kernels_on(DEVICE), pytest.raises(UnsupportedOperationError, match="run a step before"):
         optimizer.step()
+
+
+def python_calls(count: int) -> Counter[str]:
+    """Calls of quantshard's functions in a step of `count` weights, by file."""
+    params = [
+        nn.Parameter(quantize_weight(random(16, 32, seed=seed).to(DEVICE), resolve(RECIPES["current"]).weight))
+        for seed in range(count)
+    ]
+    optimizer, calls = FusedAdam(params, lr=0.01), Counter[str]()
+    root = str(Path(kernel_step.__file__).parents[1])
+
+    def count_call(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls[frame.f_code.co_filename] += 1
+
+    with kernels_on(DEVICE):
+        for step in range(3):
+            set_grads({str(index): param for index, param in enumerate(params)}, step)
+            if step == 2:
+                sys.setprofile(count_call)
+            try:
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+    return calls
+
+
+def test_a_planned_step_makes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each further weight and in all, and in few files. Launches do nothing."""
+    for module in (step_plan, multi_tensor):
+        monkeypatch.setattr(module, "launch_kernel", lambda *args, **options: None)
+    one, two = python_calls(1), python_calls(2)
+    assert two.total() - one.total() <= 15
+    assert one.total() <= 140 and len(one) <= 15

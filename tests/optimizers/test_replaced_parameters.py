@@ -1,7 +1,6 @@
 """Parameters that others put into an optimizer's groups: adopted before the first step, refused after it, by name."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -162,11 +161,6 @@ def test_one_that_was_replaced_in_the_model_alone_gets_no_gradient_which_is_said
     model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
     with pytest.warns(UserWarning, match=r"none of this optimizer's 1 parameters \(weight, .*replaced in the model"):
         optimizer.step()
-    optimizer.param_groups[0]["params"][0] = model.weight
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-    assert (model.weight != 1).all()
 
 
 @every_optimizer

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from quantshard.collectives import process_groups
-from quantshard.errors import CheckpointError, ConfigurationError, LostRankError, QuantshardError
+from quantshard.errors import CheckpointError, LostRankError, QuantshardError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -63,29 +63,13 @@ def from_rank0(find: Callable[[], T]) -> T:
         CheckpointError, ConfigurationError: `find` failed; on every rank. Other errors are converted to
             CheckpointError.
     """
-    payload: list[Any] = [None, None]
-    interrupt: BaseException | None = None
-    if rank() == 0:
-        try:
-            payload = [find(), None]
-        except ConfigurationError as error:
-            payload = [None, (ConfigurationError, str(error))]
-        except (CheckpointError, OSError) as error:
-            payload = [None, (CheckpointError, str(error))]
-        except Exception as error:  # the other ranks wait
-            payload = [None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}")]
-        except INTERRUPTS as error:
-            payload, interrupt = [None, (CheckpointError, _interrupted(0, error))], error
+    result, failure, error = _attempt(find) if rank() == 0 else (None, None, None)
+    payload = [result, failure]
     if process_groups.world() is not None:
         with _told():
             dist.broadcast_object_list(payload, src=0)
-    if interrupt is not None:
-        raise interrupt
-    if payload[1] is not None:
-        kind, message = payload[1]
-        raise kind(message)
-    result: T = payload[0]
-    return result
+    raise_first([payload[1]], error)
+    return cast(T, payload[0])
 
 
 @contextmanager
@@ -95,13 +79,6 @@ def writing_into(what: str) -> Iterator[None]:
         yield
     except QuantshardError as error:
         raise type(error)(f"{error}; {what} is partly loaded: load again, or build it again") from error
-
-
-def raise_first(errors: Sequence[str | None], prefix: str = "") -> None:
-    """Raise the first of the errors of all ranks, by rank, after a prefix."""
-    for number, message in enumerate(errors):
-        if message is not None:
-            raise CheckpointError(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}")
 
 
 def run_on_all_ranks(own: Callable[[], T], prefix: str = "") -> T:
@@ -122,28 +99,43 @@ def exchange_results(own: Callable[[], T], tell: Callable[[T], U], prefix: str =
 
     One collective call; see `run_on_all_ranks` for `prefix` and errors.
     """
-    results: list[T] = []
-    summary: U | None = None
-    failed: tuple[type[QuantshardError], str] | None = None
-    cause: BaseException | None = None
+
+    def own_and_summary() -> tuple[T, U]:
+        result = own()
+        return result, tell(result)
+
+    results, failure, error = _attempt(own_and_summary)
+    by_rank = all_gather_object((failure, None if results is None else results[1]))
+    raise_first([rank_failure for rank_failure, _ in by_rank], error, prefix)
+    assert results is not None
+    return results[0], [cast(U, summary) for _, summary in by_rank]
+
+
+Failure = tuple[type[QuantshardError], str]
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, Failure | None, BaseException | None]:
+    """The result of a call, or how other ranks are told of its failure, and the error itself."""
     try:
-        results.append(own())
-        summary = tell(results[0])
+        return call(), None, None
     except QuantshardError as error:
-        failed, cause = (type(error), str(error)), error
+        return None, (type(error), str(error)), error
     except OSError as error:
-        failed, cause = (CheckpointError, str(error)), error
-    except Exception as error:  # user code can raise anything, and the other ranks wait
-        failed, cause = (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
+        return None, (CheckpointError, str(error)), error
     except INTERRUPTS as error:
-        all_gather_object(((CheckpointError, _interrupted(rank(), error)), None))
-        raise
-    by_rank = all_gather_object((failed, summary))
-    for number, (failure, _) in enumerate(by_rank):
+        return None, (CheckpointError, _interrupted(rank(), error)), error
+    except Exception as error:  # user code can raise anything, and the other ranks wait
+        return None, (CheckpointError, f"{type(error).__name__}: {first_failure(error)}"), error
+
+
+def raise_first(failures: Sequence[Failure | None], own: BaseException | None = None, prefix: str = "") -> None:
+    """Raise the first failure by rank. `own`: this rank's error; if it is an interrupt, it is raised instead."""
+    if isinstance(own, INTERRUPTS):
+        raise own
+    for number, failure in enumerate(failures):
         if failure is not None:
             kind, message = failure
-            raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from cause
-    return results[0], [cast(U, rank_summary) for _, rank_summary in by_rank]
+            raise kind(f"{prefix}{'' if number == 0 else f'on rank {number}: '}{message}") from own
 
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)

@@ -23,8 +23,7 @@ import xxhash
 from quantshard.checkpoints.disk import transfer
 from quantshard.checkpoints.disk.store import Path_, is_inside, locate, why
 from quantshard.errors import CheckpointError
-from quantshard.foreign import json_object
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, json_object
 
 MANIFEST, METADATA_FILE = "manifest.json", ".metadata"
 VERSION = 1

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
 from quantshard.foreign import open_regular, regular_content, regular_size
-from quantshard.read_limits import NAME_LENGTH
 
 Path_ = str | os.PathLike[str]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,19 +63,6 @@ class LocalStore(FileSystem):
             return regular_size(path) >= 0
         except OSError:
             return False
-
-    def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """Whether symbolic links place a subfolder outside of `folder`.
-
-        Links to files need no check, since only regular files are read.
-        """
-        parent = os.path.dirname(path)
-        if parent == os.fspath(folder):
-            return False
-        try:
-            return not Path(parent).resolve().is_relative_to(Path(folder).resolve())
-        except (OSError, RuntimeError, ValueError):  # e.g. a link to itself, an invalid name
-            return True
 
     def size(self, path: Path_) -> int:
         """The length of a regular file in bytes."""
@@ -246,10 +232,6 @@ class FsspecStore(FileSystemBase):
             return []
         return sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
 
-    def leads_out(self, path: Path_, folder: Path_) -> bool:
-        """False: remote stores have no links."""
-        return False
-
     @_remote
     def is_file(self, path: Path_) -> bool:
         """Whether the path is an existing file."""
@@ -290,7 +272,7 @@ class FsspecStore(FileSystemBase):
 
 def is_inside(name: object) -> bool:
     """Whether a name from a file can be that of another file in the same folder, on every platform."""
-    if type(name) is not str or len(name) > NAME_LENGTH or not name.isprintable():
+    if type(name) is not str or not name.isprintable():
         return False
     return name not in ("", ".", "..") and not {"/", "\\", ":"}.intersection(name)
 

@@ -35,8 +35,7 @@ from quantshard.checkpoints.safe_read import SafeReader
 from quantshard.collectives import process_groups
 from quantshard.distributed.replicas import broadcast_, check_replicas
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
-from quantshard.foreign import read_json
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, read_json
 from quantshard.tensor import components
 
 OptimizerFactory = Callable[[Iterator[tuple[str, nn.Parameter]]], Optimizer]

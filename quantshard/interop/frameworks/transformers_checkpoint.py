@@ -21,8 +21,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from quantshard import foreign
 from quantshard.errors import CheckpointError, ConfigurationError, warn_user
+from quantshard.foreign import FILE_BYTES
 from quantshard.interop.conversion import packing
-from quantshard.read_limits import FILE_BYTES
 from quantshard.tensor import components
 
 _UNSAVED: Final = "_keys_to_ignore_on_save"

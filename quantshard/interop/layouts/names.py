@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import read_toml, shown
+from quantshard.foreign import FILE_BYTES, read_toml, shown
 from quantshard.interop.layouts.conversion import RowRun, whole_run
-from quantshard.read_limits import FILE_BYTES
 
 ORDERS: Final = ("interleaved", "stacked")
 """Row orders of a fused weight of queries, keys and values: interleaved by group, or stacked one after the other."""

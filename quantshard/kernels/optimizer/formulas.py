@@ -1,6 +1,6 @@
 """Formulas of optimizers on float32 tiles, with the operations of `numerics`, in the same order.
 
-`settings` points to a row with the columns of `settings.SETTINGS`.
+`settings` points to a row with the columns of `stored.SETTINGS`.
 """
 
 from __future__ import annotations

@@ -32,8 +32,15 @@ from quantshard.kernels.optimizer import multi_tensor as km
 from quantshard.kernels.optimizer import states as ks
 from quantshard.kernels.optimizer import step as kp
 from quantshard.kernels.optimizer.parameters import StepPasses, is_aligned, passes_of, step_kernel_config
-from quantshard.kernels.optimizer.settings import SETTINGS, SettingsRow, table_of
-from quantshard.kernels.optimizer.stored import Algorithm, ScaledTensor, StepParameter, StoredTensor
+from quantshard.kernels.optimizer.stored import (
+    SETTINGS,
+    Algorithm,
+    ScaledTensor,
+    SettingsRow,
+    StepParameter,
+    StoredTensor,
+    table_of,
+)
 from quantshard.kernels.tables import device_table
 from quantshard.numerics.states import AVERAGE, WEIGHT
 

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from quantshard.kernels import language as ql
 from quantshard.kernels import scale_rule as sr
-from quantshard.kernels.optimizer.settings import SETTINGS
-from quantshard.kernels.optimizer.stored import Algorithm
+from quantshard.kernels.optimizer.stored import SETTINGS, Algorithm
 from quantshard.kernels.quantize import random_words as rw
 from quantshard.numerics.states import StateKind
 

@@ -41,6 +41,8 @@ class LinearModule(Protocol):
 
     def weight_operand(self, name: str, call: LinearContext, device: torch.device) -> Tensor: ...
 
+    def label(self, parameter: str) -> str: ...
+
 
 _modules: WeakValueDictionary[int, LinearModule] = WeakValueDictionary()
 """Address of the handle -> module."""

@@ -87,8 +87,7 @@ def _ready(step: StepArguments) -> list[PreparedLinear]:
     module, states = step.states()
     biases, ready, weights = iter(step.biases), [], step.weights_of(module)
     if structure.setting == context.NO_AUTOCAST and not step.plain and structure.is_trained:
-        weight = f"{type(module).__name__}.{structure.layers[0].weights[0]}"
-        limits.warn("dequantized", weight, "autocast(enabled=False)")
+        limits.warn("dequantized", module.label(structure.layers[0].weights[0]), "autocast(enabled=False)")
     for index, layer in enumerate(structure.layers):
         names = id(module), ",".join(layer.weights)
         call = recompute.linear_context(names, not step.plain, structure.record, structure.setting)

@@ -12,7 +12,6 @@ import typer
 
 from quantshard.errors import QuantshardError
 from quantshard.tools.cli import (
-    convert,
     debug,
     demo,
     diff,
@@ -24,7 +23,6 @@ from quantshard.tools.cli import (
     status,
     tokenize,
     train,
-    verify,
 )
 from quantshard.tools.cli.train import near_setting
 from quantshard.tools.terminal.screen import complain, prepare_output, say
@@ -33,7 +31,7 @@ from quantshard.version import __version__
 
 _MODULES: tuple[Any, ...] = (
     *(train, status, tokenize, report, demo, debug),
-    *(explain, diff, inspect, verify, exchange, convert, doctor),
+    *(explain, diff, inspect, exchange, doctor),
 )
 REGISTER: tuple[Callable[[typer.Typer], None], ...] = tuple(module.register for module in _MODULES)
 """Functions that add commands to the command line."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,18 +13,13 @@ import typer
 from quantshard.errors import ConfigurationError
 from quantshard.tools.observe.table import FittedTable
 from quantshard.tools.statistics.sensitivity import GemmError, LayerError, RecipeSuggestion
-from quantshard.tools.terminal import inputs, outputs
+from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer import debugging
 from quantshard.tools.trainer.debugging import DebugReport, DebugSource, ModelPair
 
 _SHOWN = 20
 """Maximum number of table rows without --wide."""
-_PICTURES = (".png", ".svg", ".pdf")
-_OPERANDS = (
-    ("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad_output"),
-    ("dgrad", "weight"), ("wgrad", "grad_output"), ("wgrad", "input"),
-)  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -50,9 +43,6 @@ def debug(
         float | None,
         typer.Option(metavar="SHARE", help="suggest the fewest layers with this share of the squared errors"),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="draw the errors: .png, .svg or .pdf; must be new")
-    ] = None,
     wide: Annotated[bool, typer.Option("--wide", help="every operand")] = False,
     json_: Annotated[bool, typer.Option("--json", help="all of it, as JSON")] = False,
 ) -> None:
@@ -64,28 +54,16 @@ def debug(
     """
     if remove is not None and not 0 < remove < 1:
         raise ConfigurationError(f"--remove {remove}: it is a share of the errors, above 0 and below 1")
-    if picture is not None:
-        _check_picture(picture)
     for path in data or ():
         inputs.existing(path, "text")
     debug_source = debugging.find(source, checkpoints)
     pair = ModelPair(debug_source, debugging.batch_of(debug_source, data or (), batch))
     report = pair.compare(end_to_end)
     suggestion = pair.suggestion(report, remove)
-    if picture is not None:
-        outputs.write_file(picture, _drawn(report, picture.suffix[1:]))
     if json_:
         say_whole(json.dumps(_as_json(debug_source, report, suggestion), indent=2))
         return
     _show(debug_source, report, suggestion, batch, wide)
-
-
-def _check_picture(path: Path) -> None:
-    if path.suffix not in _PICTURES:
-        raise ConfigurationError(f"--picture {path}: its name must end in one of {', '.join(_PICTURES)}")
-    if path.exists() or path.is_symlink():
-        raise ConfigurationError(f"--picture {path} exists; name another file")
-    outputs.check_writable(path)
 
 
 def _show(found: DebugSource, report: DebugReport, suggestion: RecipeSuggestion, batch: int, wide: bool) -> None:
@@ -159,34 +137,3 @@ def _as_json(found: DebugSource, report: DebugReport, suggestion: RecipeSuggesti
             "recipe": suggestion.recipes,
         },
     }
-
-
-def _drawn(report: DebugReport, kind: str) -> bytes:
-    """Render the errors as a heat map (weights x GEMM operands) in the image format `kind`."""
-    # Imported here, because the import is slow.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    weights = sorted({row.weight for row in report.gemms}, key=_natural)
-    errors = {(row.weight, (row.gemm, row.operand)): row.error for row in report.gemms}
-    table = [[100 * errors.get((weight, operand), 0.0) for operand in _OPERANDS] for weight in weights]
-    figure = Figure(figsize=(9, 1.8 + 0.24 * len(weights)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    image = axes.imshow(table, aspect="auto", cmap="magma_r", vmin=0)
-    axes.set_xticks(range(len(_OPERANDS)), [f"{gemm}\n{operand}" for gemm, operand in _OPERANDS])
-    axes.set_yticks(range(len(weights)), [_plain(weight) for weight in weights], fontsize=7)
-    axes.set_title("Error that quantizing one operand adds to its GEMM, %")
-    figure.colorbar(image)
-    content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=150)
-    return content.getvalue()
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in name.split("."))
-
-
-def _plain(name: str) -> str:
-    """Escape dollar signs, which matplotlib would typeset as math."""
-    return name.replace("$", r"\$")

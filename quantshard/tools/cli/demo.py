@@ -8,37 +8,31 @@ it fails if bits differ that must be equal. Chapters, in order:
     3  resume on 2 processes: losses are bitwise equal to chapter 1
     4  load the checkpoint in 1 process: the bits are equal
     5  resume on 1 process: losses equal the ones in chapter 1 up to rounding
-    6  train the same model with BF16 weights, to compare loss and memory
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from quantshard import checkpoints, recipe
 from quantshard.errors import ConfigurationError, QuantshardError, printable
-from quantshard.tools.observe.table import GATHERED, WEIGHTS
+from quantshard.tools.observe.table import GATHERED, WEIGHTS, plain_table
 from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.screen import Screen, say
 from quantshard.tools.trainer import launch
@@ -84,22 +78,6 @@ class DemoError(QuantshardError):
     """Raised if a claim of the demo fails; the message names the claim and the log."""
 
 
-@dataclass
-class DemoOutcome:
-    """Results of the chapters, for the summary."""
-
-    lines: list[tuple[str, str, bool | None]] = field(default_factory=list)
-
-    def add(self, what: str, found: str, holds: bool | None = None) -> None:
-        """Record a result. `holds`: whether the claim is true, or None for a result without a claim."""
-        self.lines.append((what, found, holds))
-
-    @property
-    def failures(self) -> list[str]:
-        """Claims that failed."""
-        return [what for what, _, holds in self.lines if holds is False]
-
-
 def register(app: typer.Typer) -> None:
     """Add the command to the command line."""
     app.command("demo")(demo)
@@ -118,12 +96,11 @@ def demo(
     settings = _settings(config)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `started` clean up
     _prepare(out, settings)
-    story = DemoRun(out, settings)
-    start = time.monotonic()
-    story.tell()
-    story.summary(time.monotonic() - start)
-    if story.outcome.failures:
-        raise DemoError(f"the demo failed: {'; '.join(story.outcome.failures)}; logs and runs are in {out}")
+    run = DemoRun(out, settings)
+    run.tell()
+    run.summary()
+    if run.failures:
+        raise DemoError(f"the demo failed: {'; '.join(run.failures)}; logs and runs are in {out}")
 
 
 def _settings(config: Path | None) -> dict[str, Any]:
@@ -154,11 +131,21 @@ class DemoRun:
         self.out, self.steps = out, int(settings["steps"])
         self.save_every = int(settings["save_every"])
         self.console = Screen(soft_wrap=True)
-        self.outcome = DemoOutcome()
+        self.results: list[tuple[str, str, bool | None]] = []
+        """Claim or figure, what was found, and whether a claim is true (None: a figure)."""
         self.resumed = self.parameters = 0
-        self.whole, self.killed, self.single, self.bf16 = (
-            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process", "bf16")
+        self.whole, self.killed, self.single = (
+            RunDir(out / name) for name in ("uninterrupted", "killed", "on-1-process")
         )
+
+    def add(self, what: str, found: str, holds: bool | None = None) -> None:
+        """Record a result."""
+        self.results.append((what, found, holds))
+
+    @property
+    def failures(self) -> list[str]:
+        """Claims that failed."""
+        return [what for what, _, holds in self.results if holds is False]
 
     def tell(self) -> None:
         """Run all chapters."""
@@ -175,7 +162,6 @@ class DemoRun:
         self.resume_on_two()
         self.load_on_one()
         self.resume_on_one()
-        self.compare_with_bf16()
 
     # Chapters --------------------------------------------------------------------------------------------------------
 
@@ -185,7 +171,7 @@ class DemoRun:
         self.say(
             f"  {self.steps} steps, with a checkpoint every {self.save_every}. All else is compared with this run."
         )
-        self.train(self.whole, "mxfp8", "--sample-tokens", str(SAMPLE_BYTES))
+        self.train(self.whole, "--sample-tokens", str(SAMPLE_BYTES))
         losses = self.losses(self.whole)
         self.seen(f"the loss fell from {losses[1]:.2f} to {losses[self.steps]:.2f} nats a byte.")
         weights, gathered = (self.figures(self.whole, label) for label in (WEIGHTS, GATHERED))
@@ -193,16 +179,18 @@ class DemoRun:
             f"each process holds {weights[0]} of weights, {weights[1]} if they were BF16, and in each step gives "
             f"{gathered[0]} to the all-gathers instead of {gathered[1]}."
         )
-        self.outcome.add("weights, bytes on each process", f"{weights[0]} ({weights[2]} of BF16's {weights[1]})")
-        self.outcome.add("on the wire, bytes a step", f"{gathered[0]} ({gathered[2]} of BF16's {gathered[1]})")
-        self.show_samples()
+        self.add("weights, bytes on each process", f"{weights[0]} ({weights[2]} of BF16's {weights[1]})")
+        self.add("on the wire, bytes a step", f"{gathered[0]} ({gathered[2]} of BF16's {gathered[1]})")
+        for sample in records(self.whole.samples):
+            self.say(f"  what it writes after {sample['step']} steps:")
+            self.say(*(f"    | {printable(line)}" for line in sample["text"].splitlines()))
 
     def kill(self) -> None:
         """Chapter 2: a run that is killed."""
         kill_step = int(self.steps * _KILL_AFTER) + max(1, self.save_every // 2)
         self.chapter(2, f"Start the same training again, and kill it at step {kill_step}")
         self.say("  SIGKILL gives no process a chance to save anything: all since the last checkpoint is lost.")
-        last = self.train(self.killed, "mxfp8", kill_at=kill_step)
+        last = self.train(self.killed, kill_at=kill_step)
         shutil.copytree(self.killed.path, self.single.path)
         self.resumed = self.single.last_complete()[0]
         self.seen(f"killed when step {last} was done; the last complete checkpoint is of step {self.resumed}.")
@@ -221,8 +209,8 @@ class DemoRun:
             + (f"; the first that differs is step {differing[0]}." if differing else ".")
         )
         is_equal = self.diff(self.whole.checkpoint(self.steps), self.killed.checkpoint(self.steps))
-        self.outcome.add("resumed on 2: losses bitwise equal", f"{len(equal)} of {len(reference)} steps", not differing)
-        self.outcome.add("resumed on 2: last checkpoint bitwise equal", "yes" if is_equal else "no", is_equal)
+        self.add("resumed on 2: losses bitwise equal", f"{len(equal)} of {len(reference)} steps", not differing)
+        self.add("resumed on 2: last checkpoint bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def load_on_one(self) -> None:
         """Chapter 4: its checkpoint loaded by 1 process."""
@@ -232,7 +220,7 @@ class DemoRun:
         self.say(f"  checkpoints.load({str(checkpoint)!r}, model, optimizer); checkpoints.save({str(resaved)!r}, ...)")
         self.parameters = load_and_save(self.killed, checkpoint, resaved)
         is_equal = self.diff(checkpoint, resaved)
-        self.outcome.add("loaded by 1: weights and optimizer bitwise equal", "yes" if is_equal else "no", is_equal)
+        self.add("loaded by 1: weights and optimizer bitwise equal", "yes" if is_equal else "no", is_equal)
 
     def resume_on_one(self) -> None:
         """Chapter 5: the killed run resumed on 1 process."""
@@ -242,12 +230,6 @@ class DemoRun:
             f"the losses of chapter 1 up to rounding: within {bounds[self.resumed + 1]:.4f} at first, when the weights "
             f"are the same, and {bounds[self.steps]:.2f} at the end."
         )
-        self.say(
-            "            (Two processes round their halves of a gradient g to BF16 before adding them, one process",
-            "            rounds the whole: 2 x 2^-9 of it may differ. Adam makes of that at most twice as large",
-            "            a part of a step, and to first order the loss follows by that times",
-            "            lr |g|_1 <= lr sqrt(parameters) |g|_2.)",
-        )
         self.resume(self.single, 1)
         resumed, reference = self.losses(self.single), self.losses(self.whole)
         gaps = {step: abs(resumed[step] - reference[step]) for step in bounds}
@@ -256,26 +238,11 @@ class DemoRun:
         self.seen(
             f"they differ by at most {gaps[largest]:.5f}, at step {largest}: {'within' if within else 'OUT OF'} bounds."
         )
-        self.outcome.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
+        self.add("resumed on 1: losses within the bound", f"differ by at most {gaps[largest]:.5f}", within)
 
-    def compare_with_bf16(self) -> None:
-        """Chapter 6: the same model with BF16 weights."""
-        self.chapter(6, "Train the same model with BF16 weights")
-        self.say("  The same seed, data and learning rate, on 2 processes. No bits are claimed here, only shown.")
-        self.train(self.bf16, "bf16")
-        heldout = [self.metrics(run)[self.steps]["heldout_loss"] for run in (self.whole, self.bf16)]
-        speed = [self.speed(run) for run in (self.whole, self.bf16)]
-        text = f"{heldout[0]:.4f}, {heldout[1]:.4f} with BF16 ({heldout[0] - heldout[1]:+.4f})"
-        self.seen(f"held-out loss after {self.steps} steps: {text}.")
-        self.seen(
-            f"{speed[0]:,.0f} bytes of text a second; {speed[1]:,.0f} with BF16: {speed_verdict(speed[0] / speed[1])}."
-        )
-        self.outcome.add("held-out loss", text)
-        self.outcome.add("speed on this CPU, emulated", f"{speed[0] / speed[1]:.2f} of BF16's")
-
-    def train(self, run: RunDir, recipe_name: str, *more: str, kill_at: int | None = None) -> int:
+    def train(self, run: RunDir, *more: str, kill_at: int | None = None) -> int:
         """Run `quantshard train` on 2 processes, and return the last completed step."""
-        arguments = ["train", "--run", str(run.path), "--recipe", recipe_name, "--nproc-per-node", "2"]
+        arguments = ["train", "--run", str(run.path), "--recipe", "mxfp8", "--nproc-per-node", "2"]
         return self.follow([*arguments, "--config", str(self.out / MARK), *more], run, kill_at)
 
     def resume(self, run: RunDir, processes: int) -> None:
@@ -327,10 +294,6 @@ class DemoRun:
         """Losses of a run by step."""
         return {step: float(record["loss"]) for step, record in self.metrics(run).items()}
 
-    def speed(self, run: RunDir) -> float:
-        """Median tokens per second over the steps."""
-        return statistics.median(record["tokens_per_s"] for record in records(run.metrics))
-
     def figures(self, run: RunDir, label: str) -> list[str]:
         """Parse a total from the table printed by `train`: the amount, the BF16 amount, and their ratio."""
         text = (self.out / f"{run.path.name}-train.log").read_text(encoding="utf-8")
@@ -340,7 +303,12 @@ class DemoRun:
         return list(match.groups())
 
     def rounding_bounds(self) -> dict[int, float]:
-        """Bound on the loss difference between 1 and 2 processes, for every step after the resume."""
+        """Bound on the loss difference between 1 and 2 processes, for every step after the resume.
+
+        Two processes round their halves of a gradient g to BF16 before adding them, one process rounds the sum: they
+        differ by 2 x 2**-9 of it. Adam at most doubles this in a step, and to first order the loss follows by that
+        times lr |g|_1 <= lr sqrt(parameters) |g|_2.
+        """
         bounds, drift = {}, 0.0
         for step, record in self.metrics(self.whole).items():
             if step > self.resumed:
@@ -355,7 +323,7 @@ class DemoRun:
 
     def chapter(self, number: int, title: str) -> None:
         """Print the title of a chapter."""
-        self.say("", f"[{number}/6] {title}")
+        self.say("", f"[{number}/5] {title}")
 
     def expected(self, text: str) -> None:
         """Print the expected observation."""
@@ -365,30 +333,17 @@ class DemoRun:
         """Print the actual observation."""
         self.say(f"  seen:     {text}")
 
-    def show_samples(self) -> None:
-        """Print text samples of the model before and after training."""
-        for sample in records(self.whole.samples):
-            self.say(f"  what it writes after {sample['step']} steps:")
-            self.say(*(f"    | {printable(line)}" for line in sample["text"].splitlines()))
-
-    def summary(self, seconds: float) -> None:
+    def summary(self) -> None:
         """Print the table of results and the paths of the files."""
-        runs = self.whole, self.killed, self.single, self.bf16
-        picture = self.out / "losses.png"
-        draw(picture, [self.losses(run) for run in runs], self.resumed, self.rounding_bounds())
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("what", "found", ""):
-            table.add_column(heading, overflow="fold")
-        for what, result, holds in self.outcome.lines:
+        table = plain_table("what", "found", "", texts=3)
+        for what, result, holds in self.results:
             table.add_row(what, result, "" if holds is None else "ok" if holds else "FAILED")
         self.say("", "Summary")
         self.console.print(table)
+        names = ", ".join(run.path.name for run in (self.whole, self.killed, self.single))
         self.say(
-            f"  losses as a picture:     {picture}",
-            f"  the runs:                {', '.join(run.path.name for run in runs)} in {self.out}",
-            "                           (metrics.jsonl: every step; checkpoints: readable by stock PyTorch)",
-            f"  what the commands said:  {self.out / '*.log'}",
-            f"  time taken:              {seconds:.0f} s",
+            f"  the runs: {names} in {self.out}, with logs",
+            f"  to compare their losses: quantshard report {self.out}/*/",
         )
 
 
@@ -434,13 +389,6 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def speed_verdict(ratio: float) -> str:
-    """Describe the speed of emulated MXFP8 relative to BF16."""
-    if 0.95 < ratio < 1.05:
-        return "about the same speed"
-    return f"{1 - ratio:.0%} slower, because the format is emulated" if ratio < 1 else f"{ratio - 1:.0%} faster"
-
-
 def last_step(run: RunDir) -> int:
     """Last step in the metrics of a run, or 0."""
     entries = records(run.metrics)
@@ -464,36 +412,3 @@ def load_and_save(run: RunDir, saved: Path | str, again: Path) -> int:
 def facts(record: Mapping[str, Any]) -> dict[str, Any]:
     """Reproducible part of a metrics record: everything except measurements such as speed and memory."""
     return {name: value for name, value in record.items() if name not in MEASURED}
-
-
-def draw(file: Path, losses: Sequence[Mapping[int, float]], resumed: int, bounds: Mapping[int, float]) -> None:
-    """Plot the losses of the four runs, and the distance of the resumed runs from the uninterrupted one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss_axes, gap_axes = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    styles: dict[str, dict[str, Any]] = {
-        "MXFP8, uninterrupted": {"color": "C0", "linewidth": 5, "alpha": 0.4},
-        "MXFP8, killed and resumed on 2 processes": {"color": "C3"},
-        "MXFP8, killed and resumed on 1 process": {"color": "C2", "linestyle": ":"},
-        "BF16": {"color": "C7", "linestyle": "--", "linewidth": 1},
-    }
-    for (label, style), by_step in zip(styles.items(), losses, strict=True):
-        loss_axes.plot(list(by_step), list(by_step.values()), label=label, **style)
-    loss_axes.axvline(resumed, color="black", linewidth=0.5)
-    loss_axes.annotate(" resumed here", (resumed, max(losses[0].values())), fontsize="small")
-    loss_axes.set_ylabel("loss (nats a byte)")
-    loss_axes.legend(fontsize="small")
-    for (label, style), by_step in list(zip(styles.items(), losses, strict=True))[1:3]:
-        gaps = [abs(by_step[step] - losses[0][step]) for step in bounds]
-        gap_axes.plot(list(bounds), gaps, label=f"{label}: at most {max(gaps):.2g}", **style)
-    gap_axes.plot(list(bounds), list(bounds.values()), "k--", linewidth=0.8, label="bound for 1 process")
-    gap_axes.set_yscale("symlog", linthresh=1e-4)
-    gap_axes.set_xlabel("step")
-    gap_axes.set_ylabel("difference from\nuninterrupted")
-    gap_axes.legend(fontsize="small")
-    content = io.BytesIO()
-    figure.savefig(content, dpi=120)
-    outputs.write_file(file, content.getvalue(), within=file.parent)

@@ -1,4 +1,4 @@
-"""`quantshard export` and `quantshard import`: convert weights to and from the layouts of other programs."""
+"""`quantshard export`, `import` and `convert-te`: convert weights to and from the layouts of other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantshard.checkpoints.disk.manifest import FileEntry
 from quantshard.checkpoints.disk.store import is_taken, local, locate
 from quantshard.errors import CheckpointError, ConfigurationError
 from quantshard.foreign import regular_content
-from quantshard.interop import layouts
+from quantshard.interop import layouts, transformer_engine
 from quantshard.interop.layouts import Names, names
 from quantshard.interop.layouts.files import SafetensorsFiles, companions, copied_lines, read_layout_json
 from quantshard.interop.layouts.table import LAYOUTS
@@ -52,6 +52,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command("export", no_args_is_help=True)(export)
     app.command("import", no_args_is_help=True)(import_)
+    app.command("convert-te", no_args_is_help=True)(convert_te)
 
 
 def export(
@@ -137,6 +138,26 @@ def import_(
     copied = _copy_beside(folder, out)
     say(*result.lines(), *copied)
     say(f"wrote {out}, weights of quantshard's own decoder by recipe {recipe_name!r}")
+
+
+def convert_te(
+    source: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="of torch.distributed.checkpoint, with TE 2.17 or later")
+    ],
+    like: Annotated[Path, typer.Option(metavar="CKPT", help="of the model that is to go on, saved when it is new")],
+    out: Annotated[Path, typer.Option(help="the checkpoint to write, a folder that does not exist")],
+    model: Annotated[str, typer.Option(help="where the model's state dict is; '': at the top")] = "model",
+    optimizer: Annotated[str, typer.Option(help="where the optimizer's is")] = "optimizer",
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="quantize anew or round what does not go over exactly")
+    ] = False,
+) -> None:
+    """Write a TransformerEngine checkpoint (model, FusedAdam) as one of ours, and list what is not exact."""
+    for checkpoint in (source, like):
+        inputs.existing(checkpoint, "a checkpoint")
+    result = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)
+    say(*result.lines())
+    say(f"wrote {out}")
 
 
 def _copy_beside(folder: Path, out: str) -> list[str]:

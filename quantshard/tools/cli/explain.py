@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import glob
 import json
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
+from torch import Tensor, nn
 
-from quantshard import limits, recipe
+from quantshard import kernels, limits, recipe
 from quantshard.errors import ConfigurationError, meant
 from quantshard.gemm import hardware
-from quantshard.numerics.muon import MOMENTUM_BUFFER
 from quantshard.state_storage import ADAMW, ALGORITHMS, LION, MUON, PRESETS, UNUSED_OPTIONS
 from quantshard.tools import observe, planning
 from quantshard.tools.cli import models
 from quantshard.tools.cli.models import ModelSource
-from quantshard.tools.cli.planned_step import StepOptions, planned_step
 from quantshard.tools.observe.table import Report
+from quantshard.tools.planning import TrainingStep
 from quantshard.tools.terminal.screen import Screen, say_whole
 from quantshard.tools.trainer.models import huggingface
+from quantshard.tools.trainer.models.model import losses, trained_loss
 from quantshard.tools.trainer.optimizer import muon_head
+from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import TP, MeshSpec
 from quantshard.tools.trainer.settings.optimizer_states import (
     FLOAT32_STATES,
-    MASTER_DTYPES,
-    MOMENT_DTYPES,
     STATE_SETTINGS,
-    SWITCH,
     as_settings,
     state_options,
 )
@@ -38,10 +39,7 @@ from quantshard.tools.trainer.settings.optimizer_states import (
 _ALONE = "none"
 """Value of --mesh for one process without FSDP2."""
 
-_CHOICES = {"master_dtype": tuple(MASTER_DTYPES), "master_remainders": tuple(SWITCH)}
-"""Choices of the options for masters; the other state options take the dtypes of moments."""
-
-_TITLES = {ADAMW: "AdamW", LION: "Lion", MUON: "Muon"}
+_TITLES = {ADAMW: "AdamW", LION: "Lion"}
 
 _WORLD_SIZE = 8
 """Default number of ranks of a plan."""
@@ -92,9 +90,9 @@ def explain(
         # The settings of a run define its optimizer states, so no optimizer is built here.
         capability = hardware.capability_of(torch.device("cuda"))
         report = planning.plan(
-            model_source.model, {}, **_states(model_source, None, {}), ema=model_source.ema, capability=capability
+            model_source.model, {}, **_states(model_source), ema=model_source.ema, capability=capability
         )
-    _show(model_source, model_source.told, report, wide, json_)
+    _show(model_source.told, report, model_source.left, wide, json_)
 
 
 def plan(
@@ -117,12 +115,6 @@ def plan(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
     ] = None,
-    no_master_weights: Annotated[bool, typer.Option("--no-master-weights", help="no masters")] = False,
-    master_dtype: Annotated[str | None, typer.Option(help=f"of masters: {', '.join(MASTER_DTYPES)}")] = None,
-    master_remainders: Annotated[str | None, typer.Option(help="of masters what weights lack: on, off")] = None,
-    exp_avg_dtype: Annotated[str | None, typer.Option(help=f"Adam's first moment: {', '.join(MOMENT_DTYPES)}")] = None,
-    exp_avg_sq_dtype: Annotated[str | None, typer.Option(help="Adam's second moment: as the first")] = None,
-    momentum_dtype: Annotated[str | None, typer.Option(help="Muon's momentum: as the first")] = None,
     ema: Annotated[
         bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
     ] = None,
@@ -155,14 +147,13 @@ def plan(
     axes, mesh_origin = _axes(model_source, mesh, world_size)
     mesh_notes = _refused(model_source, axes)
     cuts = _cuts(model_source.model, axes[TP]) if TP in axes else None
-    step_options = StepOptions(batch, seq_length, checkpoint_activations, compute_capability, memory is not None)
-    step, step_notes = planned_step(model_source, axes, step_options)
+    capability = _capability(compute_capability)
+    step = _step(model_source, axes, batch, seq_length, checkpoint_activations, capability)
+    if isinstance(step, str) and (batch or seq_length or checkpoint_activations or memory is not None):
+        raise ConfigurationError(f"the memory of a step is not counted: {step}")
+    step_notes = (f"{_LACKS}: {step}",) if isinstance(step, str) else _uncounted(model_source.settings)
     settings = model_source.settings
-    moments = {"exp_avg_dtype": exp_avg_dtype, "exp_avg_sq_dtype": exp_avg_sq_dtype, "momentum_dtype": momentum_dtype}
-    masters = {"master_dtype": master_dtype, "master_remainders": master_remainders}
-    has_masters = False if no_master_weights else True if any(masters.values()) else None
-    states = {"master_weights": has_masters, **masters, **moments}
-    optimizer_arguments = _states(model_source, preset, states, optimizer)
+    optimizer_arguments = _states(model_source, preset, optimizer)
     report = planning.plan(
         model_source.model,
         axes,
@@ -171,34 +162,23 @@ def plan(
         tensor_parallel=cuts,
         reshard_after_forward=None if settings is None else settings.reshard_after_forward,
         **optimizer_arguments,
-        step=step,
+        step=None if isinstance(step, str) else step,
         memory=None if memory is None else int(memory * 2**30),
         ema=model_source.ema if ema is None else ema,
-        capability=step_options.capability,
+        capability=capability,
     )
     axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items())
     where = f"rank {rank} of mesh {axes_text}{mesh_origin}" if axes else "one process without FSDP2"
-    _show(
-        model_source,
-        (
-            *model_source.told,
-            *step_notes,
-            where,
-            *mesh_notes,
-            *_counted(model_source, optimizer_arguments["optimizer"]),
-        ),
-        report,
-        wide,
-        json_,
-    )
+    counted = _counted(model_source, optimizer_arguments["optimizer"])
+    lines = (*model_source.told, *step_notes, where, *mesh_notes, *counted)
+    _show(lines, report, model_source.left, wide, json_, lists_left=wide)
 
 
 def _counted(found: ModelSource, optimizer: str) -> tuple[str, ...]:
     """A note on which optimizer's states are counted instead of those in a checkpoint; empty without states."""
     if found.optimizer is None:
         return ()
-    split = " of the matrices whose momentum it holds, and AdamW's of the others" if optimizer == MUON else ""
-    return (f"states are counted as {_TITLES[optimizer]}'s{split}; explain tells those that are there",)
+    return (f"states are counted as {_TITLES[optimizer]}'s; explain tells those that are there",)
 
 
 def _axes(found: ModelSource, mesh: str | None, world_size: int | None) -> tuple[dict[str, int], str]:
@@ -263,39 +243,17 @@ def _cuts(model: nn.Module, ranks: int) -> dict[str, int]:
     return cuts
 
 
-def _states(
-    found: ModelSource, preset: str | None, given: dict[str, Any], algorithm: str | None = None
-) -> dict[str, Any]:
-    """Arguments of `planning.plan` for the optimizer and its states.
-
-    Options in `given` override the preset; without a preset, they override the settings of the model's run.
+def _states(found: ModelSource, preset: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
+    """Arguments of `planning.plan` for the optimizer and its states: of a preset, otherwise of the model's run.
 
     Raises:
-        ConfigurationError: an optimizer, preset or option value is unknown, or options contradict each other.
+        ConfigurationError: the optimizer or the preset is unknown.
     """
-    options = {name: value for name, value in given.items() if value is not None}
-    for name, value in options.items():
-        choices = _CHOICES.get(name, tuple(MOMENT_DTYPES))
-        if isinstance(value, str) and value not in choices:
-            hint = f"{meant(value, choices)}choose one of {', '.join(choices)}"
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {hint}")
-    for name in ("master_dtype", "master_remainders") if options.get("master_weights") is False else ():
-        if name in options:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} would do nothing beside --no-master-weights; leave one of the two out"
-            )
-    state_settings = state_options(preset or "", options if preset else as_settings(found.states) | options)
+    state_settings = state_options(preset or "", {} if preset else as_settings(found.states))
     optimizer_arguments = _algorithm(found, algorithm)
-    unused = UNUSED_OPTIONS[optimizer_arguments["optimizer"]]
-    for name in options:
-        if STATE_SETTINGS[name] in unused:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} would do nothing beside {optimizer_arguments['optimizer']}; leave it out"
-            )
-    supported = {*STATE_SETTINGS.values()}.difference(unused)
-    return {
-        name: value for name, value in state_settings.muon_arguments.items() if name in supported
-    } | optimizer_arguments
+    supported = {*STATE_SETTINGS.values()}.difference(UNUSED_OPTIONS[optimizer_arguments["optimizer"]])
+    states = {name: value for name, value in state_settings.arguments(MUON).items() if name in supported}
+    return states | optimizer_arguments
 
 
 def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
@@ -304,37 +262,94 @@ def _algorithm(found: ModelSource, given: str | None) -> dict[str, Any]:
     if name not in ALGORITHMS:
         raise ConfigurationError(f"--optimizer {name}: {meant(name, ALGORITHMS)}choose one of {', '.join(ALGORITHMS)}")
     if name == MUON and found.is_stored:
-        return {"optimizer": name, "head": _stored_head(found)}
+        raise ConfigurationError(
+            "--optimizer muon: a checkpoint does not say which layer gives the logits; name its run, or a config.json"
+        )
     head = muon_head(found.model, found.settings) if name == MUON and found.settings is not None else None
     return {"optimizer": name, "head": head}
 
 
-def _stored_head(found: ModelSource) -> list[str]:
-    """Patterns for matrices of a checkpoint that Muon does not update: those without a momentum state.
-
-    Raises:
-        ConfigurationError: there is no momentum state, or a parameter that is not a matrix has one (as under SGD).
-    """
-    states = {} if found.optimizer is None else found.optimizer.state
-    params = dict(found.model.named_parameters())
-    with_momentum = [name for name, param in params.items() if MOMENTUM_BUFFER in states.get(param, {})]
-    non_matrices = [name for name in with_momentum if params[name].ndim != 2]
-    if not with_momentum or non_matrices:
-        why = (
-            f"{non_matrices[0]}, which is no matrix, has momentum" if non_matrices else "it holds no momentum of Muon's"
-        )
-        raise ConfigurationError(
-            "--optimizer muon: a checkpoint does not say which layer gives the logits, nor do the states of this one: "
-            f"{why}; name its run, or a config.json"
-        )
-    return [glob.escape(name) for name, param in params.items() if param.ndim == 2 and name not in with_momentum]
-
-
-def _show(found: ModelSource, told: tuple[str, ...], report: Report, wide: bool, as_json: bool) -> None:
+def _show(
+    lines: tuple[str, ...], report: Report, left: tuple[str, ...], wide: bool, as_json: bool, lists_left: bool = True
+) -> None:
+    """Print a report. `left`: lines about layers in high precision."""
     if as_json:
-        say_whole(json.dumps({"source": list(told), "left": list(found.left), **report.to_dict()}, indent=2))
+        say_whole(json.dumps({"source": list(lines), "left": list(left), **report.to_dict()}, indent=2))
         return
     screen = Screen(wide=wide)
-    screen.lines(*told, "")
+    screen.lines(*lines, "")
     screen.print(report if wide else report.summary(WIDER))
-    screen.lines(*found.left)
+    screen.lines(*(left if lists_left else ()))
+
+
+# The training step of a plan
+
+_LACKS = "activations, gradients and gathered weights are not in it"
+
+
+def _capability(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,2})\.(\d)", text, re.ASCII)
+    if match is None:
+        raise ConfigurationError(
+            f"--compute-capability {text}: give two numbers, such as 9.0 (an H100 or H200) or 10.0 (a B200)"
+        )
+    return int(match[1]), int(match[2])
+
+
+def _uncounted(settings: TrainSettings | None) -> tuple[str, ...]:
+    """Notes about enabled settings of a run that the memory estimate ignores."""
+    if settings is None:
+        return ()
+    every = settings.statistics_every
+    ignored = {"compile": settings.compile, f"statistics_every = {every}": every}
+    return tuple(f"{name}: the peak is that of a step without it" for name, is_asked in ignored.items() if is_asked)
+
+
+def _step(
+    found: ModelSource,
+    axes: Mapping[str, int],
+    batch: int | None,
+    seq_length: int | None,
+    recompute: bool,
+    capability: tuple[int, int],
+) -> TrainingStep | str:
+    """The step of a run's settings or of the options, or why its memory cannot be estimated."""
+    if axes.get(TP, 1) > 1:
+        return f"the mesh has an axis of tensor parallelism, {TP}={axes[TP]}"
+    if found.is_stored:
+        return "a checkpoint does not say how its model computes; plan the run or config.json that it is of"
+    if not kernels.USABLE:
+        return "it is counted with the kernels, for which Triton must be installed (no GPU is needed)"
+    settings = found.settings
+    if settings is None:
+        if batch is None or seq_length is None:
+            return "give --batch and --seq-length"
+        return TrainingStep(batch, seq_length, checkpoint_activations=recompute, capability=capability)
+    if settings.experts:
+        return "which expert a token goes to, and so what is kept, follows from values"
+    batch = batch or _own_batch(settings, axes)
+    if batch is None:
+        return f"global_batch = {settings.global_batch} cannot be divided on this mesh; give --batch"
+    return TrainingStep(
+        batch,
+        seq_length or settings.seq_length,
+        micro_batches=settings.parts(MeshSpec(**axes)),
+        loss=partial(_loss, settings),
+        checkpoint_activations=recompute,
+        forward_prefetch=True,
+        reduce_dtype=settings.torch_reduce_dtype,
+        norm_dtype=torch.float64,
+        capability=capability,
+    )
+
+
+def _own_batch(settings: TrainSettings, axes: Mapping[str, int]) -> int | None:
+    """Sequences of a micro-batch on one rank, or None if the global batch is not divisible."""
+    if settings.micro_batch:
+        return settings.micro_batch
+    parts = settings.micro_batches * math.prod(axes.values())
+    return None if settings.global_batch % parts else settings.global_batch // parts
+
+
+def _loss(settings: TrainSettings, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return trained_loss(model, losses(model, tokens, targets), settings)

@@ -1,30 +1,34 @@
-"""`quantshard inspect`: shows the contents of a checkpoint or of safetensors files."""
+"""`quantshard inspect` and `verify`: show and check the contents of a checkpoint."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import typer
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from quantshard.checkpoints.inspect.inspection import Inspection, TensorSummary
+from quantshard.checkpoints.inspect.verify import Verification
+from quantshard.checkpoints.inspect.verify import verify as verify_checkpoint
 from quantshard.errors import printable
 from quantshard.interop.layouts.inspection import inspect as inspect_path
 from quantshard.readable import counted_name, human_bytes, pattern_groups
 from quantshard.tools.cli.explain import WIDE, WIDER
-from quantshard.tools.observe.table import FittedTable
+from quantshard.tools.observe.table import FittedTable, plain_table
 from quantshard.tools.terminal import inputs
-from quantshard.tools.terminal.screen import Screen, say_whole
+from quantshard.tools.terminal.progress import transfer_bar
+from quantshard.tools.terminal.screen import Screen, say, say_whole
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
+    """Add the commands to the command line."""
     app.command("inspect", no_args_is_help=True)(inspect)
+    app.command("verify", no_args_is_help=True)(verify)
 
 
 def inspect(
@@ -110,11 +114,7 @@ def _share(count: int | None, row: TensorSummary) -> str:
 
 
 def _totals(found: Inspection) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("what", "stored as"):
-        table.add_column(heading)
-    for heading in ("tensors", "elements", "bytes", "bytes an element"):
-        table.add_column(heading, justify="right")
+    table = plain_table("what", "stored as", "tensors", "elements", "bytes", "bytes an element", texts=2)
     for total in found.totals:
         table.add_row(
             total.kind,
@@ -125,3 +125,43 @@ def _totals(found: Inspection) -> Table:
             f"{total.bytes_per_element:.3f}",
         )
     return table
+
+
+# Verify
+
+WRONG = 1
+"""Exit code if anything is wrong."""
+
+
+def verify(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
+    ],
+    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+) -> None:
+    """Check that a checkpoint is whole: its files' checksums, its tensors' pieces, its weights' components.
+
+    It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
+    """
+    inputs.existing(checkpoint, "a checkpoint")
+    with transfer_bar("reading"):
+        result = verify_checkpoint(checkpoint)
+    if json_:
+        say_whole(json.dumps({**asdict(result), "ok": result.ok}, indent=1))
+    else:
+        say(*verification_lines(result))
+    if not result.ok:
+        raise typer.Exit(WRONG)
+
+
+def verification_lines(found: Verification) -> list[str]:
+    """Format a verification as lines of text."""
+    lines = [f"wrong: {' '.join(line.split())}" for line in found.problems]
+    if not found.checksums and found.tensors:
+        lines.append("there is no manifest, so files were not compared with checksums; completeness was checked")
+    if not found.tensors and not found.others:  # there is no readable checkpoint
+        return lines or [f"not whole: {found.path} has no entries"]
+    size = f"{found.tensors} tensors ({found.quantized} quantized), {found.others} other entries"
+    count = len(found.problems)
+    state = f"not whole: {count} problem{'s' if count > 1 else ''}" if count else "whole"
+    return [*lines, f"{state}: {found.path}, {size}, {human_bytes(found.bytes)}"]

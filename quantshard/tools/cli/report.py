@@ -13,9 +13,8 @@ from rich.live import Live
 from quantshard.checkpoints.disk.store import why
 from quantshard.errors import ConfigurationError
 from quantshard.readable import human_bytes
-from quantshard.tools.report.figures import step_line
+from quantshard.tools.report.figures import LiveView, step_line
 from quantshard.tools.report.history import read_history
-from quantshard.tools.report.live import LiveView
 from quantshard.tools.report.page import is_report, render
 from quantshard.tools.report.records import Record
 from quantshard.tools.report.source import CONFIG

@@ -20,10 +20,9 @@ from quantshard.errors import ConfigurationError, nearest
 from quantshard.tools.terminal import inputs
 from quantshard.tools.terminal.screen import say
 from quantshard.tools.trainer import launch, restarts, worker
-from quantshard.tools.trainer.models import model_choice
+from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.schedule import check_schedule
-from quantshard.tools.trainer.settings.config import TYPES, TrainSettings, setting_fields
+from quantshard.tools.trainer.settings.config import TrainSettings, setting_fields
 from quantshard.tools.trainer.settings.optimizer_states import (
     FLOAT32_STATES,
     above_file,
@@ -34,7 +33,6 @@ from quantshard.tools.trainer.settings.optimizer_states import (
     of_preset,
 )
 from quantshard.tools.trainer.settings.settings_file import given_processes, given_values
-from quantshard.tools.trainer.settings.unused_settings import check_used
 from quantshard.tools.trainer.worker import WorkerJob
 
 _ANNOTATIONS: dict[type, Any] = {
@@ -106,15 +104,13 @@ def train(
     flag_values = above_file(flag_values, file, file_values)
     values = {**file_values, **flag_values}
     if not exists:
-        model_values = model_choice.chosen(flag_values, file_values)
-        defaults = model_choice.fine_tuning_defaults(model_values)
+        model_values = initialization.chosen(flag_values, file_values)
+        defaults = initialization.fine_tuning_defaults(model_values)
         if defaults and not launch.is_worker():
             say("defaults for fine-tuning: " + ", ".join(f"{name} = {value}" for name, value in defaults.items()))
     settings = TrainSettings(**(values if exists else defaults | model_values))
     if not exists:  # otherwise the settings of the existing run are checked, with the changes
         settings.check()
-        check_used(flag_values, settings)  # only flags: a file can be the config of another run, with all settings
-        check_schedule(flag_values, settings)
         if not launch.is_worker() and (notice := dropped_preset(file, file_values, flag_values, str(config))):
             say(notice)
         if not launch.is_worker() and (notice := float_momentum(flag_values, settings)):
@@ -275,7 +271,7 @@ def _flags(setting: Field[Any]) -> Iterator[inspect.Parameter]:
                 key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]
             )
     else:
-        annotation: Any = _ANNOTATIONS[TYPES[name]]
+        annotation: Any = _ANNOTATIONS[type(setting.default)]
         option = typer.Option(hidden=rare, show_default=False, **about)
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, option]

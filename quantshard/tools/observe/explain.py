@@ -32,8 +32,15 @@ from quantshard.state_storage import scaled_state
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
-from quantshard.tools.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
+from quantshard.tools.observe.costs import (
+    BF16_BYTES,
+    BF16_OPTIMIZER_BYTES,
+    REMAINDER,
+    REPLICATED,
+    SHORT_DTYPES,
+    SPLIT,
+    SharedScaleCost,
+)
 from quantshard.tools.observe.table import Report, Row
 
 _REMAINDER_SUFFIX = "_low"

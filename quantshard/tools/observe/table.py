@@ -21,8 +21,7 @@ from rich.text import Text
 from quantshard.errors import printable
 from quantshard.limits import FALLBACKS
 from quantshard.readable import common_start, counted_name, human_bytes, united_groups
-from quantshard.tools.observe.parameter_bytes import ParameterBytes, ParameterPart
-from quantshard.tools.observe.step_memory import KINDS, StepMemory
+from quantshard.tools.observe.costs import ParameterBytes, ParameterPart
 
 WEIGHTS = "weights"
 GATHERED = "given to all-gathers, forward and backward"
@@ -119,6 +118,61 @@ class Totals:
     def gather_bytes(self) -> int:
         """Bytes that this rank sends to the all-gathers of one forward and one backward."""
         return self.forward_gather_bytes + self.backward_gather_bytes
+
+
+KINDS = (
+    "weights",
+    "optimizer states",
+    "gathered weights",
+    "gradients",
+    "activations",
+    "head and loss",
+    "temporary",
+)
+"""Kinds of memory. Activations are what a forward saves for its backward. Head and loss are what follows the repeated
+layers: logits, their gradient, and related buffers."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes by kind at the peak of a phase ("forward", "backward" or "optimizer step")."""
+
+    phase: str
+    bytes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Sum over all kinds."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The phases of a step, in order.
+
+    `step`: a description of the step (batch, sequence length and so on). `fits`: the largest batch that fits, in words;
+    "" if no memory size was given.
+    """
+
+    phases: tuple[PhaseMemory, ...]
+    step: str
+    fits: str = ""
+
+    @property
+    def highest(self) -> PhaseMemory:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of the step."""
+        return self.highest.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the phases as a dict that JSON can represent."""
+        phases = {phase.phase: {**phase.bytes, "total": phase.total} for phase in self.phases}
+        result = {"step": self.step, "peak_bytes": self.peak, "reached_in": self.highest.phase, "phases": phases}
+        return result | ({"fits": self.fits} if self.fits else {})
 
 
 @dataclass(frozen=True)
@@ -225,8 +279,7 @@ def _united(pattern: str, rows: Sequence[Row]) -> Row:
 class FittedTable:
     """A rich table of untrusted texts that fits its width.
 
-    If the table is too wide, names in the first column are folded, then columns are left out, and a last line lists
-    them.
+    If the table is too wide, names in the first column are folded, then columns are left out, and a last line says so.
 
     `columns`: heading -> alignment. `spared`: columns to leave out, in this order. `more`: a hint on how to see the
     columns left out. `name_width`: width to which names are folded before columns are left out.
@@ -245,8 +298,7 @@ class FittedTable:
         room = options.max_width - self._width(left_out, console, options)
         yield self._table(left_out, self.name_width + max(0, room))
         if left_out:
-            names = ", ".join(self.spared[:left_out])
-            yield Text(f"no room for the columns {names}: {self.more}")
+            yield Text(f"no room for {left_out} more columns: {self.more}")
 
     def _width(self, left_out: int, console: Console, options: ConsoleOptions) -> int:
         """Width of the table with its names folded to `name_width`."""
@@ -284,9 +336,9 @@ def _render(report: Report) -> Group:
             report, rows=tuple(replace(row, name=name) for row, name in zip(report.rows, names, strict=True))
         )
     parts: list[Any] = [_totals_table(report.totals)]
-    parts += [Text()] if report.parameter is None else [Text(str(report.parameter)), Text()]
+    parts += [Text()] if report.parameter is None else [Text(str(report.parameter))]
     if report.memory is not None:
-        parts += [_memory_table(report.memory), Text(printable(_peak_text(report.memory)), style="bold"), Text()]
+        parts += [_memory_table(report.memory), *(Text(printable(line), style="bold") for line in _peak(report.memory))]
     parts.append(_parameter_table(report, heading))
     parts += [Text(printable(text)) for text in (*_details(report), *report.attention)]
     reasons = dict.fromkeys(row.gemm_reason for row in report.rows if row.gemm == EMULATED)
@@ -347,41 +399,38 @@ def _shape_text(row: Row) -> str:
     return " x ".join(map(str, row.shape)) or "scalar"
 
 
+def plain_table(*headings: str, texts: int = 1, edge: bool = True) -> Table:
+    """An empty table. `texts`: number of columns aligned to the left; the others have numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=edge)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < texts else "right", overflow="fold")
+    return table
+
+
 def _totals_table(totals: Totals) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for heading in ("this rank", "here", "in BF16", "ratio"):
-        table.add_column(heading, justify="left" if heading == "this rank" else "right")
+    table = plain_table("this rank", "here", "in BF16", "ratio", edge=False)
     lines = [
         (f"{WEIGHTS} of {totals.parameters:,} parameters", totals.bytes, totals.bf16_bytes),
         (GATHERED, totals.gather_bytes, totals.bf16_gather_bytes),
-        ("amaxes reduced in a step", totals.reduced_bytes, 0),
         ("optimizer states", totals.optimizer_bytes, totals.bf16_optimizer_bytes),
     ]
     for label, local_bytes, bf16_bytes in (line for line in lines if any(line[1:])):
-        table.add_row(
-            label,
-            human_bytes(local_bytes),
-            human_bytes(bf16_bytes),
-            f"{local_bytes / bf16_bytes:.2f}" if bf16_bytes else "-",
-        )
+        ratio = f"{local_bytes / bf16_bytes:.2f}" if bf16_bytes else "-"
+        table.add_row(label, human_bytes(local_bytes), human_bytes(bf16_bytes), ratio)
     return table
 
 
 def _memory_table(memory: StepMemory) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("most memory of a step", justify="left")
-    for phase in memory.phases:
-        table.add_column(phase.phase, justify="right")
+    table = plain_table("most memory of a step", *(phase.phase for phase in memory.phases), edge=False)
     for kind in KINDS:
-        if any(phase.bytes[kind] for phase in memory.phases):
+        if max(phase.bytes[kind] for phase in memory.phases) * 1000 >= memory.peak:
             table.add_row(kind, *(human_bytes(phase.bytes[kind]) for phase in memory.phases))
-    table.add_row("together", *(human_bytes(phase.total) for phase in memory.phases))
     return table
 
 
-def _peak_text(memory: StepMemory) -> str:
-    fits = f"; {memory.fits}" if memory.fits else ""
-    return f"peak {human_bytes(memory.peak)} of a step of {memory.step}, in {memory.highest.phase}{fits}"
+def _peak(memory: StepMemory) -> list[str]:
+    peak = f"peak {human_bytes(memory.peak)} in {memory.highest.phase}, with {memory.step}"
+    return [peak, memory.fits] if memory.fits else [peak]
 
 
 def _merged(told: Iterable[tuple[str, str]]) -> list[str]:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from quantshard.readable import human_bytes
-from quantshard.tools.observe.step_memory import PhaseMemory, StepMemory
-from quantshard.tools.observe.table import Row, Totals
+from quantshard.tools.observe.table import PhaseMemory, Row, StepMemory, Totals
 from quantshard.tools.planning.rehearsal import StepSharding, TrainingStep, rehearse
 from quantshard.tools.planning.sharded_passes import UnitSizes
 
@@ -117,7 +116,7 @@ def _fitting(step: TrainingStep, peak: int, limit: int, peak_of: Callable[[int],
         (fits if candidate_peak <= allowed else fails)[candidate] = candidate_peak
         candidate = _next_batch({**fits, **fails}, fits, fails, allowed)
     batch = max(fits)
-    size = f"{human_bytes(limit)}, of which {RESERVE:.0%} are kept for what is not counted"
+    size = f"{human_bytes(limit)} with {RESERVE:.0%} in reserve"
     if not batch:
         return f"not even a batch of 1 fits in {size}"
     at_least = "at least " if not fails or min(fails) - batch > 1 else ""

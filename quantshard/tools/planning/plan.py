@@ -41,9 +41,16 @@ from quantshard.state_storage import (
 from quantshard.tensor import components
 from quantshard.tensor.storage import QuantizedStorage
 from quantshard.tools.observe import costs
-from quantshard.tools.observe.costs import BF16_BYTES, BF16_OPTIMIZER_BYTES, REPLICATED, SharedScaleCost
+from quantshard.tools.observe.costs import (
+    BF16_BYTES,
+    BF16_OPTIMIZER_BYTES,
+    REMAINDER,
+    REPLICATED,
+    SHORT_DTYPES,
+    SPLIT,
+    SharedScaleCost,
+)
 from quantshard.tools.observe.explain import GemmPath, dtype_name, fallbacks_of, gemm_of, recipe_in
-from quantshard.tools.observe.parameter_bytes import REMAINDER, SHORT_DTYPES, SPLIT
 from quantshard.tools.observe.table import Report, Row
 from quantshard.tools.planning.peak import ParameterShare, step_memory
 from quantshard.tools.planning.rehearsal import TrainingStep
@@ -109,10 +116,8 @@ def plan(
         ConfigurationError: arguments are inconsistent, the model is already sharded, or it cannot run without values.
     """
     mesh_rank, layers = _MeshRank.of(mesh, rank), list(layers)
-    cut_by_tp, layer_of = (
-        dict(tensor_parallel or {}),
-        {id(module): layer for layer in layers for module in layer.modules()},
-    )
+    cut_by_tp = dict(tensor_parallel or {})
+    layer_of = {id(module): layer for layer in layers for module in layer.modules()}
     options = {
         "master_weights": master_weights,
         "master_weight_dtype": master_weight_dtype,
@@ -126,7 +131,6 @@ def plan(
     spec = _OptimizerSpec(states, ema, optimizer, _matrices(model, optimizer, head))
     _check_arguments(model, mesh_rank, cut_by_tp, spec)
     _check_step(step, mesh_rank, memory)
-    _check_capability(capability)
     rows, shares, optimized = [], [], 0
     capability = capability or (None if step is None else step.capability)
     device = None if capability is None else torch.device("meta")
@@ -197,12 +201,6 @@ def _matrices(model: nn.Module, optimizer: str, head: str | Iterable[str] | None
     return frozenset(id(param) for params in param_lists for _, param in params)
 
 
-def _is_tensor_parallel(axis: object) -> bool:
-    """Whether an axis has a name that other libraries use for tensor parallelism."""
-    name = str(axis).lower().replace("-", "_")
-    return name.startswith(TP) or name in ("tensor", "tensor_parallel")
-
-
 @dataclass(frozen=True)
 class _MeshRank:
     """One rank of a mesh. `at`: axis -> coordinate. `is_wrapped`: whether `fully_shard` wraps the model."""
@@ -217,15 +215,11 @@ class _MeshRank:
             return cls({_ALONE: 1}, {_ALONE: 0}, is_wrapped=False)
         ranks = math.prod(mesh.values())
         sharding_axes = [axis for axis in mesh if axis != TP]
-        if tp_axes := [axis for axis in sharding_axes if _is_tensor_parallel(axis)]:
-            raise ConfigurationError(
-                f"plan: mesh axis {tp_axes[0]!r} would shard or replicate, as every axis but {TP!r} does; name the one "
-                f"of tensor parallelism {TP!r}, and others by what they are, such as 'dp_shard'"
-            )
-        if not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
+        misnamed = any(str(axis).lower().startswith((TP, "tensor")) for axis in sharding_axes)
+        if misnamed or not 1 <= len(sharding_axes) <= 2 or TP in list(mesh)[:-1]:
             raise ConfigurationError(
                 f"plan: mesh {dict(mesh)} must have the axis that fully_shard shards over, at most one before it "
-                f"(HSDP), and {TP!r} only as the last"
+                f"(HSDP), and tensor parallelism only as the last, named {TP!r}"
             )
         if min(mesh.values()) < 1 or not 0 <= rank < ranks:
             raise ConfigurationError(
@@ -293,16 +287,6 @@ def _check_arguments(model: nn.Module, place: _MeshRank, cut_by_tp: Mapping[str,
             check_dtype("plan", state, dtype)
     if spec.states.store_param_remainders:
         check_remainders("plan", spec.states.master_weights, spec.states.master_weight_dtype)
-
-
-def _check_capability(capability: object) -> None:
-    is_pair = (
-        isinstance(capability, tuple) and len(capability) == 2 and all(type(number) is int for number in capability)
-    )
-    if capability is not None and not is_pair:
-        raise ConfigurationError(
-            f"plan(capability={capability!r}): give two numbers, such as (9, 0) of an H100 or H200"
-        )
 
 
 def _check_step(step: TrainingStep | None, place: _MeshRank, memory: int | None) -> None:

@@ -28,10 +28,9 @@ from quantshard.modules import autocast, checkpoint
 from quantshard.recipe import Recipe
 from quantshard.tensor import components
 from quantshard.tensor.quantized_tensor import QuantizedTensor
-from quantshard.tools.observe.step_memory import KINDS, PhaseMemory
-from quantshard.tools.planning.gpu_operations import GpuTimeline, gpu_attention
+from quantshard.tools.observe.table import KINDS, PhaseMemory
 from quantshard.tools.planning.sharded_passes import GRADIENTS, ShardedPasses, ShardedUnit, UnitSizes
-from quantshard.tools.planning.timeline import Allocation, tensors_in
+from quantshard.tools.planning.timeline import Allocation, GpuTimeline, gpu_attention, tensors_in
 
 _ACTIVATIONS, _HEAD, _TEMPORARY = "activations", "head and loss", "temporary"
 

@@ -14,12 +14,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from quantshard.checkpoints.disk.store import Store
-from quantshard.read_limits import BROKEN_LINES, LOG_BYTES
 
 Record = dict[str, Any]
 
 AT_ONCE = 1 << 22
 """Bytes per read, which is also the maximum length of a line."""
+
+LOG_BYTES = 1 << 30
+"""Bytes of `metrics.jsonl` that a report reads: five million steps. Of a longer file parts are read, evenly over it."""
+
+BROKEN_LINES = 10_000
+"""Lines of such a file that are no records, after which some hundred lines are read only if all are: each costs an
+exception."""
 
 _BLANK_LINES = re.compile(rb"\n\n+")
 _BATCH = 512

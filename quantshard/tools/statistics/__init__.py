@@ -1,9 +1,8 @@
 """Statistics of a model's numbers during training, alarms, and the origin of infinite and NaN values."""
 
-from quantshard.tools.statistics.alarms import Alarm
 from quantshard.tools.statistics.nonfinite import NonfiniteValue, first_nonfinite
 from quantshard.tools.statistics.recorder import Statistics
-from quantshard.tools.statistics.rows import OperandError, StatisticsRow, StatisticsSample
+from quantshard.tools.statistics.rows import Alarm, OperandError, StatisticsRow, StatisticsSample
 
 __all__ = [
     "Alarm",

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from quantshard.collectives import process_groups
 from quantshard.errors import ConfigurationError
 from quantshard.tensor import observation
-from quantshard.tools.statistics.alarms import Alarm, LossHistory, OnAlarm, check_share
-from quantshard.tools.statistics.rows import StatisticsRow, StatisticsSample, rows_of
+from quantshard.tools.statistics.rows import (
+    Alarm,
+    LossHistory,
+    OnAlarm,
+    StatisticsRow,
+    StatisticsSample,
+    check_share,
+    rows_of,
+)
 from quantshard.tools.statistics.slots import KINDS, PendingNumbers
 from quantshard.tools.statistics.step_sample import ModelNames, StepSample
 

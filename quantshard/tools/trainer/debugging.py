@@ -60,17 +60,11 @@ def find(source: str, checkpoints: str | None = None) -> DebugSource:
 
     Args:
         checkpoints: location of the run's checkpoints, if the user named it.
-
-    Raises:
-        ConfigurationError: `source` is neither a run nor a checkpoint of one, or its recipes quantize nothing.
-        CheckpointError: the checkpoints cannot be listed.
     """
     location = Path(inputs.existing(source, "a run, or a checkpoint of one"))
     is_run = "://" not in source and (location / "config.toml").is_file()
     if is_run:
         run = RunDir(location)
-    elif checkpoints is not None:
-        raise ConfigurationError(f"--checkpoints {checkpoints}: {source} is no run, of which it could be the place")
     elif "://" in source or (location.is_dir() and is_complete(source)):
         owner = run_of_checkpoint(source)
         if owner is None:
@@ -121,10 +115,6 @@ class ModelPair:
     """A checkpoint's model under its recipes, and in float32 with the masters (or the dequantized weights) as values.
 
     `recipes`: recipe of each quantized module, by module name.
-
-    Raises:
-        ConfigurationError: the model cannot be built.
-        CheckpointError: the weights do not fit.
     """
 
     def __init__(self, found: DebugSource, batch: Tensor) -> None:
@@ -177,11 +167,7 @@ class ModelPair:
         return loss
 
     def compare(self, end_to_end: bool) -> DebugReport:
-        """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized.
-
-        Raises:
-            ConfigurationError: the loss is not finite in float32.
-        """
+        """Run the passes and compare. `end_to_end`: one more pass per layer, with only that layer quantized."""
         passes: list[tuple[float, dict[str, Tensor]]] = []
         gemms = gemm_errors(
             self.exact, self.recipes,
@@ -242,11 +228,7 @@ def _quantized_modules(model: nn.Module) -> list[str]:
 
 
 def batch_of(found: DebugSource, paths: Sequence[str], count: int) -> Tensor:
-    """Return the first sequences of a run's first step, from its data or from `paths`: int64 [count, seq_length + 1].
-
-    Raises:
-        ConfigurationError: data are missing or too short.
-    """
+    """Return the first sequences of a run's first step, from its data or `paths`: int64 [count, seq_length + 1]."""
     settings = found.settings
     if not paths:
         windows = data.Windows(found.corpus, settings.seq_length, settings.heldout)

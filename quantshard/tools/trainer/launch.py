@@ -48,8 +48,6 @@ _SHUTDOWN_SECONDS = 20
 _PROCESSES, _PROCESSES_A_CORE = 64, 4
 """The most ranks to start here: the first number, or the second times the number of cores if that is more."""
 _PARENT_CHECK_SECONDS = 0.2
-_MOST_RANKS = 1 << 20
-_LAUNCHER_ADVICE = "start with torchrun, or unset RANK to have the processes started here"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _ON_PURPOSE, _CRASHED, _FOLLOWS = 0, 1, 2
 _LOST_PEER = re.compile(r"closed by peer|reset by peer|broken pipe|socket timeout|timed out|nccl|gloo", re.IGNORECASE)
@@ -85,27 +83,15 @@ def is_other_worker() -> bool:
 
 
 def process_numbers() -> tuple[int, int, int]:
-    """Return the rank, the world size and the local rank of this process, as its launcher set them.
-
-    Raises:
-        ConfigurationError: a variable is missing or out of range.
-    """
+    """Return the rank, the world size and the local rank of this process, as its launcher set them."""
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigurationError(
-            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; {_LAUNCHER_ADVICE}"
+            f"RANK is set, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not; start with torchrun, "
+            "or unset RANK to have the processes started here"
         )
-    ranks = _process_number("WORLD_SIZE", 1, _MOST_RANKS)
-    _process_number("MASTER_PORT", 0, 65535)
-    rank = _process_number("RANK", 0, ranks - 1)
-    return rank, ranks, _process_number("LOCAL_RANK", 0, ranks - 1) if "LOCAL_RANK" in os.environ else rank
-
-
-def _process_number(name: str, least: int, most: int) -> int:
-    text = os.environ[name]
-    if not (text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
-        raise ConfigurationError(f"{name} = {text[:80]!r} is not a number from {least} to {most}; {_LAUNCHER_ADVICE}")
-    return int(text)
+    rank = int(os.environ["RANK"])
+    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 
 
 def is_of_torchrun() -> bool:
@@ -119,11 +105,7 @@ def default_processes() -> int:
 
 
 def check_processes(processes: int) -> None:
-    """Refuse more ranks than this machine can reasonably run.
-
-    Raises:
-        ConfigurationError: too many ranks for the number of cores.
-    """
+    """Refuse more ranks than this machine can reasonably run."""
     cores = os.cpu_count() or 1
     most = max(_PROCESSES, _PROCESSES_A_CORE * cores, default_processes())
     if processes > most:
@@ -139,14 +121,7 @@ def command_script() -> str:
 
 
 def launch(processes: int, arguments: list[str]) -> None:
-    """Run Python with `arguments` as `processes` ranks and wait for them.
-
-    Raises:
-        LaunchError: a rank failed; the others have been ended.
-        RunStoppedError: a signal arrived before the ranks could handle it, or a second signal arrived.
-        SystemExit: with code `INTERRUPTED` after Ctrl-C, once the ranks have saved and exited, so that a script does
-            not continue after the command. SIGTERM (the machine is being reclaimed) is not a failure.
-    """
+    """Run Python with `arguments` as `processes` ranks and wait for them."""
     for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     # torch's own handlers would cut the save short

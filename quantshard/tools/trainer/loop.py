@@ -33,16 +33,14 @@ from quantshard.errors import CheckpointError, ConfigurationError, UnsupportedOp
 from quantshard.modules import StepGraph
 from quantshard.optimizers import averaged_weights
 from quantshard.tools.trainer.data import BatchLoader, Corpus, Windows, load_tokenizer
-from quantshard.tools.trainer.models import flops, initialization
+from quantshard.tools.trainer.models import initialization
 from quantshard.tools.trainer.models import model as models
-from quantshard.tools.trainer.monitoring.host_wait import HostWait
-from quantshard.tools.trainer.monitoring.profiling import StepProfile
+from quantshard.tools.trainer.monitoring.performance import StepProfile, flops_of_token, peak_of
 from quantshard.tools.trainer.monitoring.progress import Progress
 from quantshard.tools.trainer.monitoring.statistics import RunStatistics
 from quantshard.tools.trainer.monitoring.trackers import Tracker
-from quantshard.tools.trainer.optimizer import make_optimizer
+from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.schedule import learning_rate
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import TP, SequenceShare
 
@@ -72,10 +70,6 @@ class Trainer:
 
     `init_from`: source of the initial weights; "" for random weights, None if a checkpoint will be loaded.
     `configuration`: configuration of a transformers model, or None.
-
-    Raises:
-        ConfigurationError: the settings do not fit the number of ranks or the data.
-        CheckpointError: the initial weights do not fit the model; raised on every rank.
     """
 
     def __init__(
@@ -104,10 +98,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         check_graphs(settings, place.device)
         self._graph = StepGraph(self._stepped, self.model, self.optimizer, enabled=settings.cuda_graphs)
-        self._flops = flops.flops_of_token(self.model, settings, configuration)
-        self._peak = flops.peak_of(place.device, settings)
+        self._flops = flops_of_token(self.model, settings, configuration)
+        self._peak = peak_of(place.device, settings)
         self.progress = Progress(settings, shown=place.rank == 0, name=run.path.absolute().name)
-        self._host_wait = HostWait(settings, self.progress.note)
         self.trackers: list[Tracker] = []
         if settings.peak_tflops and self._flops is None:
             self.progress.note("no MFU is told: what a token of this model takes, by its configuration, is not known")
@@ -120,8 +113,6 @@ class Trainer:
             _set_rate(group, learning_rate(self.settings, step))
         stop = torch.full((), float(self.stop.raised), dtype=torch.float64, device=self.place.device)
         batch = self._seeded(step)
-        # time spent waiting before this point counts as data loading
-        start = time.perf_counter()
         sampled = statistics is not None and statistics.is_sampling
         context = statistics.whole_step if statistics is not None and sampled else nullcontext
         # per-expert statistics read the number of rows of each expert on the host, which a graph cannot do
@@ -131,14 +122,11 @@ class Trainer:
                 sums = self._stepped(batch, stop)
         else:
             sums = self._graphed(context, batch, stop)
-        launched = time.perf_counter()
         if statistics is not None:
             # statistics of the previous step, while the device works on this one
             statistics.settle()
         # the only point where a step waits for the device, after all of its work is launched
         loss, squares, stops = sums.tolist()
-        if self.place.device.type == "cuda" and not sampled:
-            self._host_wait.add(launched - start, time.perf_counter() - launched)
         return loss / self.share.count, math.sqrt(squares / self.axes.dp_replicate), stops > 0
 
     def _graphed(self, around: Callable[[], AbstractContextManager[Any]], batch: Tensor, stop: Tensor) -> Tensor:
@@ -265,9 +253,6 @@ class Trainer:
     ) -> checkpoints.Restored:
         """Load the last good checkpoint of the run, or the checkpoint of `step`. The caller reports requantized
         weights.
-
-        Raises:
-            CheckpointError: no checkpoint is good, or the checkpoint does not fit the model.
         """
         with self.progress.moving("loading"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RequantizedWarning)
@@ -428,11 +413,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def check_graphs(settings: TrainSettings, device: torch.device) -> None:
-    """Check that the device supports CUDA graphs if the settings enable them.
-
-    Raises:
-        ConfigurationError: the device is not a GPU.
-    """
+    """Check that the device supports CUDA graphs if the settings enable them."""
     if settings.cuda_graphs and device.type != "cuda":
         raise ConfigurationError(
             f"cuda_graphs = true needs a GPU, and this run is on {device.type}; leave --cuda-graphs out, or go on with "

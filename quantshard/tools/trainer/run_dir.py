@@ -11,7 +11,7 @@
     parameters.json           how each parameter is stored, as reported by `explain` at the last start
     checkpoints/step-000050   the checkpoint after 50 steps; appears when complete (docs/checkpoints.md). The setting
                               `checkpoints` moves them to another folder or URL, marked by `of-run.json`
-    logs/rank-1.log           log of a rank (trainer/monitoring/logs.py)
+    logs/rank-1.log           log of a rank (trainer/monitoring/progress.py)
     logs/rank-1.txt           traceback of a failed rank
     profile/rank-0.json       trace of some steps, if enabled; memory-rank-0.pickle: GPU memory
     tensorboard/, wandb/      if enabled; wandb.json has the id of the run there
@@ -36,10 +36,9 @@ from quantshard import checkpoints
 from quantshard.checkpoints.disk import ownership
 from quantshard.checkpoints.disk.store import is_local, local, locate, why
 from quantshard.errors import CheckpointError, ConfigurationError, QuantshardError
-from quantshard.foreign import json_object, read_json, read_regular
+from quantshard.foreign import FILE_BYTES, json_object, read_json, read_regular
 from quantshard.interop.layouts.files import read_layout_json
 from quantshard.interop.layouts.writing import CONFIGURATION
-from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.terminal import inputs, outputs
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.settings_file import (
@@ -63,11 +62,7 @@ _OF_RUN, _OF_RUN_BYTES = "of-run.json", 1 << 16
 
 
 class RunDir:
-    """Paths and files of one run.
-
-    Raises:
-        ConfigurationError: the path is a URL.
-    """
+    """Paths and files of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path = local(path, "the folder of a run")
@@ -90,11 +85,7 @@ class RunDir:
     # Configuration ---------------------------------------------------------------------------------------------------
 
     def check_new(self) -> None:
-        """Refuse a folder that holds anything except tokens and what `withdraw` leaves.
-
-        Raises:
-            ConfigurationError: the path exists and is not an empty folder.
-        """
+        """Refuse a folder that holds anything except tokens and what `withdraw` leaves."""
         if not self.path.exists() or (self.path.is_dir() and self._is_free()):
             return
         advice = f"go on with it by `quantshard resume {self.path}` or --auto-resume"
@@ -158,11 +149,7 @@ class RunDir:
                 outputs.remove_unfinished(self.path, self.config.name, self.starts.name, self.parameters.name)
 
     def read_model(self, settings: TrainSettings) -> dict[str, Any] | None:
-        """Read the configuration of a transformers model; None if the model is built by sizes.
-
-        Raises:
-            CheckpointError: the file is missing or damaged.
-        """
+        """Read the configuration of a transformers model; None if the model is built by sizes."""
         return None if settings.is_by_sizes else read_layout_json(self.model / CONFIGURATION)
 
     def write_config(self, settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> None:
@@ -172,11 +159,7 @@ class RunDir:
         self.write(self.config, _config(settings, launch, corpus))
 
     def read_config(self) -> tuple[TrainSettings, dict[str, Any], dict[str, Any]]:
-        """Read the settings and the tables [launch] and [corpus].
-
-        Raises:
-            ConfigurationError: there is no run here, or its configuration is invalid.
-        """
+        """Read the settings and the tables [launch] and [corpus]."""
         if not self.is_begun():
             hint = "" if os.path.lexists(self.path) else inputs.meant_path(self.path)
             raise ConfigurationError(f"there is no run in {self.path}: it has no config.toml{hint}")
@@ -200,11 +183,7 @@ class RunDir:
         return Path(path).is_relative_to(self.tokens.absolute())
 
     def check_ours(self) -> None:
-        """Check that no path of the run leads to another place.
-
-        Raises:
-            ConfigurationError: a folder or file is a link.
-        """
+        """Check that no path of the run leads to another place."""
         if self.path.is_dir():
             files = (self.config, self.metrics, self.samples, self.starts, self.statistics, self.parameters, self.wandb)
             locks = (ownership.LOCK_FILE, f"{_CHECKPOINTS}/{ownership.LOCK_FILE}")
@@ -231,11 +210,7 @@ class RunDir:
         return self.checkpoints / name if isinstance(self.checkpoints, Path) else f"{self.checkpoints}/{name}"
 
     def saved_steps(self) -> tuple[list[int], list[int]]:
-        """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending.
-
-        Raises:
-            CheckpointError: the checkpoints cannot be listed.
-        """
+        """Return the steps with a complete and the steps with an incomplete checkpoint, both ascending."""
         store, path = locate(self.checkpoints)
         try:
             names = store.names(path)
@@ -256,9 +231,6 @@ class RunDir:
 
         A malicious `config.toml` could otherwise name another run's checkpoints, and the oldest of these would be
         removed.
-
-        Raises:
-            ConfigurationError: the location was not named and is not marked as this run's.
         """
         if isinstance(self.checkpoints, Path) or named or (run := self._marked()) == str(self.path.absolute()):
             return
@@ -272,9 +244,6 @@ class RunDir:
         """Choose where to look for checkpoints: the location that the user just named, or the one in the settings if it
         is local and marked as the run's. A URL from `config.toml` alone is never contacted, because the file is
         untrusted.
-
-        Raises:
-            ConfigurationError: the settings name a URL, or the location is not marked as this run's.
         """
         if named is not None:
             self.checkpoints = named or self.path / _CHECKPOINTS
@@ -317,11 +286,7 @@ class RunDir:
             ) from error
 
     def last_complete(self) -> tuple[int, list[int]]:
-        """Return the last step with a complete checkpoint, and the later steps with an incomplete one.
-
-        Raises:
-            ConfigurationError: no checkpoint is complete.
-        """
+        """Return the last step with a complete checkpoint, and the later steps with an incomplete one."""
         complete, incomplete = self.saved_steps()
         if not complete:
             raise ConfigurationError(
@@ -372,25 +337,8 @@ class RunDir:
             if remaining != content:
                 self.write(file, remaining)
 
-    def lost_steps(self, done: int) -> str:
-        """Return a message about finished steps without a record in `metrics`; "" if all have one. Long files are not
-        checked."""
-        if os.path.lexists(self.metrics) and os.lstat(self.metrics).st_size > _LONG_BYTES:
-            return ""
-        recorded = {step for line in self._content(self.metrics).split(b"\n") if (step := _step_of(line)) <= done}
-        if not (lost := done - len(recorded)):
-            return ""
-        # at most one step after the last record
-        first = next(step for step in range(1, done + 1) if step not in recorded)
-        description = f"step {first}" if lost == 1 else f"{lost:,} steps, the first of them {first:,}"
-        return f"{self.metrics} has lost the records of {description}; curves and best losses are without them"
-
     def _content(self, file: Path) -> bytes:
-        """Read a record file; empty if it does not exist.
-
-        Raises:
-            ConfigurationError: it is not a regular file, or is too long.
-        """
+        """Read a record file; empty if it does not exist."""
         return read_regular(file, _RECORD_BYTES) if os.path.lexists(file) else b""
 
     def write(self, file: Path, content: str | bytes) -> None:
@@ -400,11 +348,7 @@ class RunDir:
     # Lock ------------------------------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Lock the run until this process ends, however it ends.
-
-        Raises:
-            ConfigurationError: another process holds the lock and did not exit within a few seconds.
-        """
+        """Lock the run until this process ends, however it ends."""
         try:
             self._lock = ownership.lock(self.path)
             self._is_locked = True
@@ -418,9 +362,6 @@ class RunDir:
 def run_of_checkpoint(checkpoint: str) -> RunDir | None:
     """Return the run that owns a checkpoint: the run around it, or the run that a local mark names. A mark is
     untrusted, so it counts only if that run's settings name the location. None if there is no such run.
-
-    Raises:
-        ConfigurationError: the mark, or the configuration of the run that it names, is damaged or a link.
     """
     if not is_local(checkpoint):
         return None
@@ -441,11 +382,7 @@ def _is_same_folder(named: str, place: Path) -> bool:
 
 
 def _config(settings: TrainSettings, launch: Mapping[str, Any], corpus: Mapping[str, Any]) -> bytes:
-    """Serialize `config.toml`.
-
-    Raises:
-        ConfigurationError: a path is not UTF-8.
-    """
+    """Serialize `config.toml`."""
     try:
         return to_toml(settings, {"launch": dict(launch), "corpus": dict(corpus)}).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -30,14 +30,14 @@ from quantshard.errors import ConfigurationError, QuantshardError
 from quantshard.tools.observe import explain
 from quantshard.tools.observe.table import MORE, Report
 from quantshard.tools.terminal import screen
-from quantshard.tools.trainer import data, environment, launch, restarts
+from quantshard.tools.trainer import data, launch, restarts
 from quantshard.tools.trainer.data.preparation import Preparation
 from quantshard.tools.trainer.loop import ProcessInfo, StopFlag, Trainer, check_graphs, describe_run
 from quantshard.tools.trainer.models import huggingface, initialization
 from quantshard.tools.trainer.models.model import ModelSpec
-from quantshard.tools.trainer.monitoring import logs, trackers
+from quantshard.tools.trainer.monitoring import progress, trackers
+from quantshard.tools.trainer.optimizer import shortfalls
 from quantshard.tools.trainer.run_dir import RunDir
-from quantshard.tools.trainer.schedule import shortfalls
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from quantshard.tools.trainer.settings.settings_file import from_mapping
@@ -110,10 +110,6 @@ class RunSetup:
 def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     """Validate the settings of a new run and create its folder. Texts without random access are tokenized into the
     folder first; these tokens stay even if a later check fails.
-
-    Raises:
-        ConfigurationError: the run exists, or the settings do not fit the ranks or the data.
-        CheckpointError: the initial weights do not fit the model.
     """
     run.check_new()
     settings.check_ranks(processes)
@@ -126,8 +122,7 @@ def create_run(run: RunDir, settings: TrainSettings, processes: int) -> None:
     prepared = Preparation(settings)
     check_sampling(prepared.settings, prepared.described)
     spec = ModelSpec(prepared.settings, configuration)
-    for warning in spec.check():
-        screen.say(warning)
+    spec.check()
     model, report = spec.converted()
     if report is not None:
         screen.say(*report.high_precision())
@@ -167,11 +162,6 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
     ranks go to dp_shard.
     """
     updates = from_mapping(overrides, "resume")
-    if settings.mesh and "dp_replicate" in updates and "mesh" not in updates:
-        raise ConfigurationError(
-            f"dp_replicate = {updates['dp_replicate']} alone does not say what becomes of mesh = {settings.mesh}; name "
-            "the whole mesh with --mesh"
-        )
     if "mesh" in updates:
         settings = replace(settings, dp_replicate=1)  # the new mesh replaces both
     elif processes and of_mesh(settings) not in (0, processes):
@@ -182,14 +172,10 @@ def changed(settings: TrainSettings, overrides: dict[str, Any], processes: int =
 
 
 def check_logs(settings: TrainSettings) -> None:
-    """Check the trackers and the log level of a run.
-
-    Raises:
-        ConfigurationError: a package or an account is missing, or an environment variable is invalid.
-    """
+    """Check the trackers and the log level of a run."""
     trackers.check_trackers(settings)
     trackers.check_account(settings)
-    logs.asked_level(settings)
+    progress.asked_level(settings)
 
 
 def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: int) -> dict[str, Any]:
@@ -214,22 +200,13 @@ def changes(run: RunDir, new: TrainSettings, given: Collection[str], processes: 
 
 
 def check_copy(path: str) -> None:
-    """Refuse an existing `--copy-to` path.
-
-    Raises:
-        ConfigurationError: the path exists.
-        CheckpointError: the path is unreachable.
-    """
+    """Refuse an existing `--copy-to` path."""
     if path and is_taken(path):
         raise ConfigurationError(f"{path} exists; name another folder with --copy-to")
 
 
 def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Corpus:
-    """Find the data of a resumed run at the paths in its settings, and check that they are unchanged.
-
-    Raises:
-        ConfigurationError: a document is missing or differs.
-    """
+    """Find the data of a resumed run at the paths in its settings, and check that they are unchanged."""
 
     def announce() -> None:
         if settings.data:
@@ -248,13 +225,7 @@ def recorded_data(settings: TrainSettings, recorded: dict[str, Any]) -> data.Cor
 
 
 def check_sampling(settings: TrainSettings, corpus: data.Corpus) -> None:
-    """Check that a run that generates samples has the tokenizer of its data.
-
-    Raises:
-        ConfigurationError: the tokenizer is missing or differs.
-    """
-    if settings.sample_prompt and not settings.sample_tokens:
-        raise ConfigurationError("sample_prompt is given, but no text is generated; say how long with sample_tokens")
+    """Check that a run that generates samples has the tokenizer of its data."""
     if not settings.sample_tokens:
         return
     if not settings.tokenizer and not corpus.is_bytes:
@@ -279,7 +250,7 @@ def train_run(run: RunDir, order: WorkerJob) -> None:
     if process.device.type == "cpu":
         torch.set_num_threads(task.launched.get("threads", 1))
     try:
-        with logs.logged(task.settings, process.rank, run.path):
+        with progress.logged(task.settings, process.rank, run.path):
             _train(run, order, process, task, stop)
     except QuantshardError:
         run.withdraw()
@@ -333,9 +304,9 @@ def _record_start(run: RunDir, task: RunSetup, place: ProcessInfo, trainer: Trai
     if place.rank:
         return
     done = 0 if restored is None else restored.step
-    now = environment.current_environment(task.settings, place.device)
+    now = restarts.current_environment(task.settings, place.device)
     previous = run.last_start() if done else {}
-    if previous and (changes := environment.differences(previous.get("environment"), now)):
+    if previous and (changes := restarts.differences(previous.get("environment"), now)):
         suffix = f"; and {len(changes) - _CHANGES} more" if len(changes) > _CHANGES else ""
         trainer.progress.note(
             "WARNING: from here on losses may differ from those of the run without a stop, because "
@@ -369,9 +340,8 @@ def _announce(
         note(f"the run had mesh = {task.left}, which is not of {place.ranks} processes; it goes on with mesh = {now}")
     if task.again and not task.restores:
         note(f"{run.path} has no complete checkpoint, so it begins again")
-    lost_records = run.lost_steps(done) if place.rank == 0 else ""
     resumed_after = None if restored is None else done
-    for text in filter(None, (*task.edited, lost_records, *shortfalls(task.settings, resumed_after))):
+    for text in (*task.edited, *shortfalls(task.settings, resumed_after)):
         note(text, logging.WARNING)
     if trainer.begun:
         note(trainer.begun)
@@ -442,11 +412,7 @@ def _join(wanted: str) -> ProcessInfo:
 
 
 def device_kind(wanted: str) -> str:
-    """Resolve "cpu", "cuda" or "auto" to "cpu" or "cuda".
-
-    Raises:
-        ConfigurationError: "cuda" without a GPU.
-    """
+    """Resolve "cpu", "cuda" or "auto" to "cpu" or "cuda"."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and kind == "cpu":
         raise ConfigurationError("device = 'cuda', but torch sees no GPU here; use --device cpu or auto")
@@ -454,11 +420,7 @@ def device_kind(wanted: str) -> str:
 
 
 def check_local_gpu(local: int) -> None:
-    """Check that this machine has a GPU for local rank `local`.
-
-    Raises:
-        ConfigurationError: the machine has fewer GPUs.
-    """
+    """Check that this machine has a GPU for local rank `local`."""
     count = torch.cuda.device_count()
     if local >= count:
         raise ConfigurationError(

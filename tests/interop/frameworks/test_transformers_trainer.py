@@ -301,7 +301,7 @@ def test_the_trainer_as_it_is_with_our_optimizer(folder: Path, tmp_path: Path) -
 def test_a_preset_of_our_optimizer(folder: Path, tmp_path: Path) -> None:
     """As its options spelled out: the same losses and states."""
     found = []
-    for options in ({"preset": "lean6"}, PRESETS["lean6"].arguments, {}):
+    for options in ({"preset": "lean6"}, PRESETS["lean6"].arguments(), {}):
         given = arguments(tmp_path)
         trainer = QuantizedLossTrainer(
             load(folder, "block"), given, train_dataset=data(), optimizer_cls_and_kwargs=qt.adam(given, **options)

@@ -217,7 +217,7 @@ def test_resume_onto_a_mesh(monkeypatch, capsys, tmp_path):
     for arguments, says in (
         (["--mesh", "dp_shard=4", "--nproc-per-node", 2], "dp_shard=4 is of 4 processes, but .* says 2"),
         (["--mesh", "tp=8"], "heads = 4, but mesh = dp_shard=1,tp=8"),
-        (["--dp-replicate", 2], r"dp_replicate = 2 alone .* mesh = dp_shard=2,tp=2; name the whole mesh"),
+        (["--dp-replicate", 2], r"dp_replicate = 2, but mesh = dp_shard=2,tp=2"),
         (["--nproc-per-node", 5], "cannot be split evenly over 5 processes"),
         (["--copy-to", "text"], "text exists; name another folder with --copy-to"),
     ):

@@ -132,27 +132,16 @@ def test_status_asks_for_files_as_long_as_they_were(tmp_path: Path) -> None:
     assert (code, found["done"], found["step"]) == (75, False, 0) and "is missing" in found["damaged"][0]
 
 
-def test_records_that_are_lost_are_told(tmp_path: Path) -> None:
-    run = RunDir(made(tmp_path))
-    for step in (1, 2, 5):
-        run.append(run.metrics, {"step": step})
-    assert run.lost_steps(2) == ""
-    assert "has lost the records of step 3;" in run.lost_steps(3)
-    assert "has lost the records of 3 steps, the first of them 3;" in run.lost_steps(6)
-
-
-def test_texts_that_are_trained_on_twice_or_evaluated_on_too(tmp_path: Path) -> None:
+def test_texts_that_are_trained_and_evaluated_on(tmp_path: Path) -> None:
     """By contents, whatever their names; empty files are alike and say nothing."""
     for name, content in (("a", "one"), ("b", "two"), ("c", "two"), ("d/x", "three"), ("e/x", "four")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
         (tmp_path / name).with_name("empty").touch()
     a, b, c, d, e = (str(tmp_path / name) for name in "abcde")
-    assert data.collect([a, b, d], [e]).repeated() == []
-    (line,) = data.collect([a, b], [c]).repeated()
-    assert f"{c} is evaluated on and trained on: it has the contents of {b}" in line
-    both, twice = data.collect([a, b, a, b], [b, c]).repeated()
-    assert "trained on (as 1 more)" in both and f"{a} is named twice by --data (as 1 more)" in twice
+    assert data.collect([a, b, d], [e]).leaks() == []
+    (line,) = data.collect([a, b], [c]).leaks()
+    assert f"{c}, and 0 more, is evaluated on and trained on: its contents are those of {b}" in line
 
 
 def test_the_settings_of_another_run_say_how_many_processes(tmp_path: Path) -> None:
@@ -163,13 +152,6 @@ def test_the_settings_of_another_run_say_how_many_processes(tmp_path: Path) -> N
     assert told("train", "--run", tmp_path / "n", "--config", run / "config.toml", "--nproc-per-node", 1)[1][-1] == (
         "starting 1 process"
     )
-
-
-def test_evaluations_without_held_out_data_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("0123456789" * 100)
-    given = ("train", "--run", tmp_path / "r", "--data", tmp_path / "text", "--heldout", 0, "--eval-every", 1)
-    code, _, (line,) = told(*given)
-    assert code == 1 and "eval_every = 1 would do nothing, since it needs heldout or heldout_data" in line
 
 
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from quantshard import deterministic
 from quantshard.errors import ConfigurationError
-from quantshard.tools.trainer import environment, launch
-from quantshard.tools.trainer.environment import differences
+from quantshard.tools.trainer import launch, restarts
+from quantshard.tools.trainer.restarts import differences
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.tools.cli.hostile import told
 
@@ -29,14 +29,14 @@ def kept():
 def test_found_on_a_cpu(kept, monkeypatch):
     for name in ("NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE", "NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "x")
-    found = environment.current_environment(TrainSettings(), CPU)
+    found = restarts.current_environment(TrainSettings(), CPU)
     assert json.loads(json.dumps(found)) == found
     assert found["deterministic"] is False and found["torch"] == torch.__version__ and "cuda" not in found
     assert found["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
     assert {"NCCL_PROTO", "MKL_CBWR", "CUBLASLT_WORKSPACE_SIZE"} <= set(found["variables"])
     assert not {"NCCL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"} & set(found["variables"])
     with deterministic():
-        assert differences(found, environment.current_environment(TrainSettings(), CPU)) == [
+        assert differences(found, restarts.current_environment(TrainSettings(), CPU)) == [
             "deterministic was off, is on"
         ]
 
@@ -51,12 +51,12 @@ def test_found_on_a_gpu(kept, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     device = torch.device("cuda", 0)
-    found = environment.current_environment(TrainSettings(), device)
+    found = restarts.current_environment(TrainSettings(), device)
     assert (found["device"], found["cuda"], found["cudnn"], found["nccl"]) == ("NVIDIA H200", "13.0", "91002", "2.28.9")
     assert found["triton"] and found["attention"] == "cudnn, else flash, efficient, math"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     with deterministic():
-        on = environment.current_environment(TrainSettings(), device)
+        on = restarts.current_environment(TrainSettings(), device)
     assert on["attention"] == "flash, else efficient, math"
 
 
@@ -107,19 +107,6 @@ def test_an_impossible_terminal_size_is_ignored(monkeypatch, name, size):
     monkeypatch.setenv(name, size)
     code, lines, _ = told("plan", "--help")
     assert code == 0 and max(map(len, lines)) == 80
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"RANK": "5"}, {"RANK": "x"}, {"WORLD_SIZE": "many"}, {"LOCAL_RANK": "-1"}, {"MASTER_PORT": "x"}],
-)
-def test_a_wrong_variable_of_a_launcher_is_named(monkeypatch, wrong):
-    right = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in (right | wrong).items():
-        monkeypatch.setenv(name, value)
-    ((name, value),) = wrong.items()
-    with pytest.raises(ConfigurationError, match=f"{name} = '{value}' is not a number from .*unset RANK"):
-        launch.process_numbers()
 
 
 def test_a_missing_local_rank_is_the_rank(monkeypatch):

@@ -16,11 +16,10 @@ from quantshard.errors import ConfigurationError
 from quantshard.modules.base.module import QuantizedModule
 from quantshard.numerics import cross_entropy
 from quantshard.tools.trainer.data import VOCABULARY
-from quantshard.tools.trainer.models import losses
+from quantshard.tools.trainer.models import layers
 from quantshard.tools.trainer.models import model as models
 from quantshard.tools.trainer.models.model import LanguageModel, generate
-from quantshard.tools.trainer.optimizer import make_optimizer
-from quantshard.tools.trainer.schedule import check_schedule, learning_rate, shortfalls
+from quantshard.tools.trainer.optimizer import learning_rate, make_optimizer, shortfalls
 from quantshard.tools.trainer.settings.config import TrainSettings
 from tests.distributed.pool import run_ranks
 
@@ -175,20 +174,6 @@ def test_steps_after_the_schedule_of_a_run_that_is_resumed_are_told(change, says
     assert " ".join(shortfalls(replace(settings, **change), done)) == says
 
 
-def test_numbers_that_leave_no_schedule_are_refused_where_they_are_given():
-    settings = replace(SMALL, warmup=13, steps=12, decay_steps=0, schedule="cosine")
-    for given in ({"warmup"}, {"decay_steps"}):
-        with pytest.raises(ConfigurationError, match="warmup = 13, but schedule = 'cosine' ends at steps = 12"):
-            check_schedule(given, settings)
-    with pytest.raises(ConfigurationError, match=r"^the default warmup = 13, but"):
-        check_schedule({"decay_steps"}, settings)
-    check_schedule({"steps"}, settings)  # beside the default
-    check_schedule({"warmup"}, replace(settings, decay_steps=13))
-    check_schedule({"warmup"}, replace(settings, schedule="constant"))  # a later resume may go on
-    with pytest.raises(ConfigurationError, match=r"decay_share = 0.01 of steps = 12 is no step, .* at least 0.083"):
-        check_schedule({"decay_share"}, replace(settings, warmup=2, schedule="wsd", decay_share=0.01))
-
-
 def order_of_gathers() -> list[str]:
     """What a forward of three layers begins, in order: to gather a layer's weights, and to compute a layer."""
     seen: list[str] = []
@@ -230,13 +215,6 @@ def test_routers_are_for_adamw():
     assert routers == ["adamw"] * settings.layers and "muon" in algorithms.values()
 
 
-def test_a_head_of_an_odd_size_is_told():
-    [line] = models.ModelSpec(replace(SMALL, vocabulary=50257)).check()
-    assert "vocabulary = 50257 is no multiple of 8" in line and "--vocabulary 50304" in line
-    for quiet in ({"vocabulary": 50304}, {"vocabulary": 0}, {"vocabulary": 50257, "init_from": "/a"}):
-        assert not models.ModelSpec(replace(SMALL, **quiet)).check()
-
-
 class _Float32(TorchDispatchMode):
     """The most elements of a float32 tensor that an operation gave."""
 
@@ -260,7 +238,7 @@ def test_losses_and_their_gradient_are_those_of_float64(
     logits = (4 * torch.randn(3, 50, 301, generator=generator)).to(dtype).requires_grad_()
     targets = torch.randint(0, 301, (3, 50), generator=generator)
     with _Float32() as seen:
-        found = losses.token_losses(logits, targets)
+        found = layers.token_losses(logits, targets)
         (found.cross_entropy / 2 + found.z_loss / 10).backward()
     assert dtype == torch.float32 or seen.most <= max(at_once, 301)
     exact = logits.detach().double().requires_grad_()
@@ -273,14 +251,14 @@ def test_losses_and_their_gradient_are_those_of_float64(
     step = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=step + 1e-5, atol=1e-9)
     with torch.no_grad():
-        assert losses.token_losses(logits, targets).cross_entropy == found.cross_entropy
+        assert layers.token_losses(logits, targets).cross_entropy == found.cross_entropy
 
 
 def test_a_loss_keeps_its_digits_where_all_logits_are_large() -> None:
     """log(Z) less a logit would be off by a rounding of both, 0.008 at 1e5."""
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)).round(decimals=2) + 1e5
     targets = torch.arange(64)
-    found = losses.token_losses(logits, targets).cross_entropy.item()
+    found = layers.token_losses(logits, targets).cross_entropy.item()
     assert found == pytest.approx(nn.functional.cross_entropy(logits.double(), targets).item(), rel=1e-6)
 
 
@@ -299,7 +277,7 @@ def test_losses_of_logits_that_are_not_finite_are_those_of_torch(monkeypatch, ro
     monkeypatch.setattr(cross_entropy, "ELEMENTS_AT_ONCE", at_once)
     targets = torch.tensor([2, 0])[: len(rows)]
     ours, other = (torch.tensor(rows, requires_grad=True) for _ in range(2))
-    loss, expected = losses.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
+    loss, expected = layers.token_losses(ours, targets).cross_entropy, nn.functional.cross_entropy(other, targets)
     loss.backward()
     expected.backward()
     torch.testing.assert_close(loss, expected, equal_nan=True)
@@ -317,7 +295,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         leaf = values.clone().requires_grad_()
         logits = leaf * 2
         logits.register_hook(lambda grad: places.append(grad.data_ptr()))
-        found = losses.token_losses(logits, targets, overwrites)
+        found = layers.token_losses(logits, targets, overwrites)
         loss = found.cross_entropy + found.z_loss / 10
         loss.backward(retain_graph=True)
         gradients.append(leaf.grad)
@@ -327,7 +305,7 @@ def test_a_gradient_in_the_place_of_the_logits_has_the_same_bits(dtype: torch.dt
         loss.backward()
     bounded = values.clone().requires_grad_().tanh()  # its backward reads its result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        losses.token_losses(bounded, targets, True).cross_entropy.backward()
+        layers.token_losses(bounded, targets, True).cross_entropy.backward()
 
 
 PARTS = {

@@ -14,7 +14,7 @@ from quantshard import kernel_dispatch, kernels
 from quantshard.errors import ConfigurationError
 from quantshard.gemm import hardware
 from quantshard.kernels import tables, workspace
-from quantshard.tools.observe.step_memory import KINDS, StepMemory
+from quantshard.tools.observe.table import KINDS, StepMemory
 from quantshard.tools.planning.peak import RESERVE
 from quantshard.tools.planning.timeline import MemoryTimeline, meta_bytes
 from quantshard.tools.trainer.settings.config import TrainSettings

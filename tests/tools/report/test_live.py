@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from quantshard.checkpoints.disk import ownership
-from quantshard.tools.report.figures import RunFigures, Sparkline, step_line
+from quantshard.tools.report.figures import LiveView, RunFigures, Sparkline, step_line
 from quantshard.tools.report.history import read_history
-from quantshard.tools.report.live import LiveView
 from quantshard.tools.report.page import render
 from quantshard.tools.report.watching import RunWatch
 from quantshard.tools.terminal.screen import Screen

@@ -10,7 +10,7 @@ import quantshard as qs
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor.storage import DRAWS
 from quantshard.tools.statistics import Statistics, first_nonfinite
-from quantshard.tools.statistics.alarms import LossHistory
+from quantshard.tools.statistics.rows import LossHistory
 from tests.tools.statistics.models import loss_of, perceptron
 from tests.tools.statistics.test_recorder import bits
 

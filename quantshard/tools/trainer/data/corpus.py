@@ -152,11 +152,7 @@ class Corpus:
 
 
 def from_table(recorded: Mapping[str, Any]) -> Corpus:
-    """Rebuild a corpus from its table in `config.toml`, without reading the files.
-
-    Raises:
-        ConfigurationError: the table is inconsistent.
-    """
+    """Rebuild a corpus from its table in `config.toml`, without reading the files."""
     documents = tuple(map(_entry, recorded["files"]))
     sources = [_source(entry) for entry in recorded.get("sources", ())]
     corpus = Corpus(
@@ -181,11 +177,7 @@ def from_table(recorded: Mapping[str, Any]) -> Corpus:
 
 
 def check_vocabulary(corpus: Corpus) -> None:
-    """Check that the vocabulary covers bytes (if there are texts) and the end of a document.
-
-    Raises:
-        ConfigurationError: the vocabulary is too small, or the end of a document differs from the one of bytes.
-    """
+    """Check that the vocabulary covers bytes (if there are texts) and the end of a document."""
     has_texts = any(not document.dtype for document in corpus.documents)
     if has_texts and (corpus.vocabulary < VOCABULARY or corpus.end_of_document != END_OF_DOCUMENT):
         raise ConfigurationError(
@@ -237,9 +229,6 @@ def collect(
 
     `heldout`: paths for evaluation only. `like`: a corpus without documents that has the weights of the paths and the
     properties of the tokens; default: bytes.
-
-    Raises:
-        ConfigurationError: as `sources.find`; or a file cannot be read, or contains tokens out of range.
     """
     like = like or Corpus(())
     sources = [_unread(source, like.vocabulary, data_format) for source in find(paths, data_format)]
@@ -259,9 +248,6 @@ def collect_recorded(
 ) -> Corpus:
     """Read the documents at `paths` and check that they are the ones that the run started with. Lengths of all
     documents are compared first, then `begun` is called, then contents are read up to the first difference.
-
-    Raises:
-        ConfigurationError: as `collect`, or naming the first document that differs.
     """
     data_format = "auto" if any(document.dtype for document in recorded.documents) else "text"
     sources = [*find(paths, data_format), *(find(heldout, data_format) if heldout else ())]
@@ -305,12 +291,7 @@ def _unread(source: DataSource, vocabulary: int, data_format: str = "") -> list[
 
 
 def _read(document: Document, vocabulary: int) -> Document:
-    """Read a whole file for its digest, and check that each token is in the vocabulary.
-
-    Raises:
-        ConfigurationError: the file is unreadable, changes while it is read, has a token out of range, or is not what
-            its index says.
-    """
+    """Read a whole file for its digest, and check that each token is in the vocabulary."""
     path, digest, remaining = document.path, hashlib.sha256(), document.size
     try:
         with open_regular(path, follow=True) as file:

@@ -49,9 +49,6 @@ class Preparation:
     """The data of a new run.
 
     `settings`: settings with values from the tokenizer, before tokenization. `described`: corpus without documents.
-
-    Raises:
-        ConfigurationError: data are missing, or do not match the tokenizer or each other.
     """
 
     def __init__(self, settings: TrainSettings) -> None:
@@ -73,9 +70,6 @@ class Preparation:
     def collected(self, folder: Path) -> tuple[TrainSettings, Corpus]:
         """Tokenize the data where necessary; return the settings to record and the corpus. `folder`: destination of
         tokens if the settings name none.
-
-        Raises:
-            ConfigurationError: the data cannot be read, or contain tokens out of range.
         """
         settings, facts = self.settings, self._facts
         cache = Path(settings.token_cache) if settings.token_cache else folder

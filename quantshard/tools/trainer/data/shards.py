@@ -27,9 +27,9 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quantshard import foreign
+from quantshard.checkpoints.disk import ownership
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import open_regular, regular_size
-from quantshard.read_limits import FILE_BYTES
+from quantshard.foreign import FILE_BYTES, open_regular, regular_size
 from quantshard.tools.terminal import outputs, screen
 from quantshard.tools.trainer.data.sources import INDEX, DataSource, TextOptions, texts, unreadable
 from quantshard.tools.trainer.data.tokenizer import Tokenizer, end_text, tokenizer_contents
@@ -103,11 +103,7 @@ class ShardIndex:
         outputs.write_file(folder / INDEX, json.dumps(content, indent=1) + "\n", within=folder)
 
     def sizes(self, folder: Path) -> list[tuple[Path, int]]:
-        """Return the shards with their lengths on disk.
-
-        Raises:
-            ConfigurationError: a shard is missing, or its length differs from the index.
-        """
+        """Return the shards with their lengths on disk."""
         result = []
         for shard in self.shards:
             path, expected = folder / shard.file, shard.tokens * TOKEN_DTYPES[self.dtype].itemsize
@@ -141,11 +137,7 @@ class ShardIndex:
 
 
 def read_index(folder: Path, *, unfinished: bool = False) -> ShardIndex:
-    """Read the index of a folder of token shards. `unfinished`: accept one that lacks shards.
-
-    Raises:
-        ConfigurationError: the index is invalid, or shards are missing.
-    """
+    """Read the index of a folder of token shards. `unfinished`: accept one that lacks shards."""
     content = foreign.read_json(folder / INDEX, FILE_BYTES["index"])
     if (content.pop("format", None), content.pop("version", None)) != (FORMAT, VERSION):
         raise ConfigurationError(f"{folder / INDEX} is not of format {FORMAT!r}, version {VERSION}")
@@ -169,9 +161,6 @@ def raw_layout(path: Path, size: int, dtype: str) -> tuple[str, int]:
     nanoGPT do not.
 
     `dtype`: dtype that follows from the vocabulary, for files without a header.
-
-    Raises:
-        ConfigurationError: the length is not a whole number of tokens, or contradicts the header.
     """
     header = 0
     try:
@@ -223,11 +212,7 @@ class ShardedSource:
         self.key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def write(self, folder: Path) -> ShardIndex:
-        """Write the missing shards to a new folder, or one with unfinished shards of the same inputs.
-
-        Raises:
-            ConfigurationError: the folder holds other files, a text cannot be read, or there is no text.
-        """
+        """Write the missing shards to a new folder, or one with unfinished shards of the same inputs."""
         index = self._begun(folder)
         if index.complete:
             return index
@@ -240,6 +225,10 @@ class ShardedSource:
         if first is None and not index.documents:
             raise ConfigurationError(f"there is no text in {self.source.path}")
         outputs.make_folder(folder)
+        try:
+            lock = ownership.lock(folder)
+        except TimeoutError:
+            raise ConfigurationError(f"another process writes tokens to {folder}; wait for it") from None
         console = screen.Screen()
         columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -254,6 +243,8 @@ class ShardedSource:
         index = replace(index, complete=True)
         index.write(folder)
         outputs.remove_unfinished(folder)
+        if lock is not None:
+            lock.release()
         return index
 
     def _begun(self, folder: Path) -> ShardIndex:

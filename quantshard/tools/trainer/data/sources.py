@@ -24,8 +24,10 @@ from typing import Any, BinaryIO, NamedTuple
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
 from quantshard.foreign import open_regular, shown
-from quantshard.read_limits import LINE_BYTES
 from quantshard.tools.terminal import inputs, screen
+
+LINE_BYTES = 32 << 20
+"""Maximum bytes of a line of JSON, because a line is read whole. A document of this length is longer than any book."""
 
 TEXT, JSONL, PARQUET, DATASET, RAW, SHARDS = "text", "JSON lines", "parquet", "dataset", "raw tokens", "token shards"
 """The kinds of sources."""
@@ -80,10 +82,6 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
 
     A folder contributes every file below it, sorted, except hidden and empty files. With `data_format` "text", each
     file is a text.
-
-    Raises:
-        ConfigurationError: a path is missing, unreadable, empty or not a regular file, a folder mixes kinds, or a text
-            file is not text.
     """
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
@@ -104,11 +102,7 @@ def find(paths: Sequence[str], data_format: str = "auto", split: str = "train") 
 
 
 def joined(sources: Sequence[DataSource]) -> DataSource:
-    """Merge several sources of one kind.
-
-    Raises:
-        ConfigurationError: the sources are of several kinds, or are several datasets.
-    """
+    """Merge several sources of one kind."""
     first = sources[0]
     for other in sources[1:]:
         if other.kind != first.kind or other.kind == DATASET:
@@ -173,12 +167,9 @@ def _kind(path: Path, data_format: str) -> str:
 def _length(path: Path) -> int:
     """Return the length of a regular file; follows links."""
     try:
-        str(path).encode("utf-8")
         status = path.stat()
     except FileNotFoundError:
         raise ConfigurationError(f"there is no data file or folder {path}{inputs.meant_path(path)}") from None
-    except UnicodeEncodeError:
-        raise ConfigurationError(f"the name of the data file {path} is not UTF-8; rename it") from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not stat.S_ISREG(status.st_mode):
@@ -224,11 +215,7 @@ def unreadable(path: Path, error: Exception) -> ConfigurationError:
 
 
 def library(name: str, what: str) -> Any:
-    """Import an optional library.
-
-    Raises:
-        ConfigurationError: it is not installed; the message says what to install.
-    """
+    """Import an optional library."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -246,9 +233,6 @@ def texts(source: DataSource, options: TextOptions) -> Iterator[tuple[str, bool]
     """Yield the texts of a source, and whether a document ends after each; empty documents are skipped.
 
     A text file is one document, in pieces that end with a line if possible. Other documents are one text.
-
-    Raises:
-        ConfigurationError: a file cannot be read, or a document has no text; the message names it.
     """
     for path, _ in source.files if source.kind in (TEXT, JSONL) else [(source.path, 0)]:
         try:

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.foreign import regular_content
+from quantshard.foreign import FILE_BYTES, regular_content
 from quantshard.interop.layouts.files import companions
-from quantshard.read_limits import FILE_BYTES
 from quantshard.tools.terminal import inputs
 from quantshard.tools.trainer.data.sources import library
 
@@ -127,11 +126,7 @@ def _token_of(entries: Mapping[str, int], text: str) -> int:
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """List the files of a tokenizer: the tokenizer.json itself, or the tokenizer files of a folder.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """List the files of a tokenizer: the tokenizer.json itself, or the tokenizer files of a folder."""
     location = Path(inputs.existing(path, f"a folder with {FAST}"))
     if not location.is_dir():
         return [location]
@@ -153,11 +148,7 @@ def tokenizer_digest(contents: Mapping[str, bytes]) -> str:
 
 
 def tokenizer_contents(path: str) -> dict[str, bytes]:
-    """Read the files of a tokenizer, by name.
-
-    Raises:
-        ConfigurationError: a file is missing or too large.
-    """
+    """Read the files of a tokenizer, by name."""
     contents = {}
     for file in tokenizer_files(path):
         try:
@@ -173,9 +164,6 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
 
     `end_of_document`: text of the token that follows a document, if it is not the folder's eos_token. `digest`:
     expected digest, if known; nothing is parsed if it differs.
-
-    Raises:
-        ConfigurationError: no valid tokenizer, another digest, a missing library, or no such token.
     """
     if not path:
         if end_of_document:
@@ -195,11 +183,7 @@ def load_tokenizer(path: str, end_of_document: str = "", digest: str = "") -> To
 
 
 def end_token(path: str, contents: Mapping[str, bytes], backend: Any) -> str:
-    """Return the eos_token in a tokenizer's files.
-
-    Raises:
-        ConfigurationError: there is no eos_token; the message lists the special tokens.
-    """
+    """Return the eos_token in a tokenizer's files."""
     for name in _SPECIAL:
         content = foreign.json_object(contents[name], f"{path}: {name}") if name in contents else {}
         token = content.get("eos_token")

@@ -53,11 +53,7 @@ class FileReader:
         weakref.finalize(self, _close, self._files)
 
     def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Read bytes of a regular file from `offset`; fewer at the end of the file.
-
-        Raises:
-            ConfigurationError: the file cannot be read.
-        """
+        """Read bytes of a regular file from `offset`; fewer at the end of the file."""
         with self._lock:
             try:
                 if path not in self._files:
@@ -146,9 +142,6 @@ class Windows:
         corpus: the documents.
         seq_length: tokens per sequence of the model.
         heldout: share of each source, at its end, for evaluation; ignored if the corpus has held-out documents.
-
-    Raises:
-        ConfigurationError: a source is too short.
     """
 
     def __init__(self, corpus: Corpus, seq_length: int, heldout: float) -> None:
@@ -279,11 +272,7 @@ class BatchLoader:
         return {"step": self.step, **self.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step of a state.
-
-        Raises:
-            CheckpointError: the state belongs to other data or another seed.
-        """
+        """Continue after the step of a state."""
         for name, value in self.identity.items():
             if state.get(name, value) != value:
                 raise CheckpointError(

@@ -52,11 +52,7 @@ _WITH_QK_NORM = {"llama": False, "qwen3": True}
 
 
 def settings_of(config: Mapping[str, Any], where: str) -> TrainSettings:
-    """Read the sizes of a Llama or Qwen3 from its Hugging Face configuration.
-
-    Raises:
-        ConfigurationError: another architecture, or a size is missing.
-    """
+    """Read the sizes of a Llama or Qwen3 from its Hugging Face configuration."""
     fields = FieldReader(config, f"{where}: config.json")
     kind, dtype = fields.text("model_type"), fields.text("dtype") or fields.text("torch_dtype")
     advice = "build your model and load into it by quantshard.layouts.load"
@@ -101,11 +97,7 @@ _ANGLES = ("rope_parameters", "rope_scaling")
 
 
 def check_angles(config: Mapping[str, Any], where: str) -> None:
-    """Refuse scaled rotary positions, which the built-in decoder lacks: the weights were trained with other angles.
-
-    Raises:
-        ConfigurationError: the positions are scaled.
-    """
+    """Refuse scaled rotary positions, which the built-in decoder lacks: the weights were trained with other angles."""
     kind, _ = _angles(FieldReader(config, f"{where}: config.json"))
     if kind != _DEFAULT_ANGLES:
         raise ConfigurationError(
@@ -143,11 +135,7 @@ def config_of_run(checkpoint: str) -> dict[str, Any] | None:
 
 
 def tokenizer_of_run(checkpoint: str) -> dict[str, bytes]:
-    """Return the tokenizer files, by name, of the run that owns a checkpoint; empty without a run or tokenizer.
-
-    Raises:
-        ConfigurationError: the files are gone or have changed.
-    """
+    """Return the tokenizer files, by name, of the run that owns a checkpoint; empty without a run or tokenizer."""
     run = run_of_checkpoint(checkpoint)
     if run is None or not _described(run).tokenizer:
         return {}

@@ -52,11 +52,7 @@ _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "tf_model
 
 
 def read_configuration(path: str) -> dict[str, Any]:
-    """Read a config.json, or the one in a folder.
-
-    Raises:
-        ConfigurationError: the file is missing or is not a JSON object.
-    """
+    """Read a config.json, or the one in a folder."""
     location = Path(inputs.existing(path, "a folder with config.json, or a config.json"))
     file = location / CONFIGURATION if location.is_dir() else location
     if not file.is_file():
@@ -65,11 +61,7 @@ def read_configuration(path: str) -> dict[str, Any]:
 
 
 def weights_beside(path: str) -> str:
-    """Return the folder of a configuration if it contains safetensors too, otherwise "".
-
-    Raises:
-        ConfigurationError: the folder contains weights only in other formats.
-    """
+    """Return the folder of a configuration if it contains safetensors too, otherwise ""."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     if any(file.name.endswith(SUFFIX) for file in folder.iterdir()):
         return str(folder)
@@ -89,11 +81,7 @@ def longest_sequence(content: Mapping[str, Any]) -> int | None:
 
 
 def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
-    """Return the number of tokens in a configuration.
-
-    Raises:
-        ConfigurationError: the number is missing.
-    """
+    """Return the number of tokens in a configuration."""
     fields = FieldReader(content, where)
     size = fields.integer("vocab_size", 1, 1 << 40)
     if size is None:
@@ -107,9 +95,6 @@ def vocabulary_size(content: Mapping[str, Any], where: str) -> int:
 def described(content: Mapping[str, Any], where: str, causal: bool = False) -> nn.Module:
     """Build the model of a configuration in its dtype on the meta device. `causal`: build a next-token model, whatever
     class the configuration names.
-
-    Raises:
-        ConfigurationError: transformers is not installed, or cannot build the model.
     """
     try:
         import transformers
@@ -221,9 +206,6 @@ def converted(
 ) -> tuple[nn.Module, ConversionReport | None]:
     """Build a configuration's model, quantize its linear layers, and return the report (None if nothing is quantized).
     `causal`: see `described`.
-
-    Raises:
-        ConfigurationError: the model cannot be built or converted, or a pattern matches nothing.
     """
     # it describes the weights of the file
     plain = {name: value for name, value in content.items() if name != "quantization_config"}
@@ -245,11 +227,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_layers(model: nn.Module, every: int) -> None:
-    """Recompute every `every`-th layer in backward; 0: none.
-
-    Raises:
-        ConfigurationError: transformers does not support this for the model.
-    """
+    """Recompute every `every`-th layer in backward; 0: none."""
     if not every:
         return
     layers = repeated_layers(model)
@@ -272,9 +250,6 @@ def recompute_layers(model: nn.Module, every: int) -> None:
 def leave_meta(model: nn.Module, device: torch.device) -> None:
     """Allocate a model, sharded or not, on a device. Tied parameters stay tied. Buffers get their values, because no
     weight file contains them.
-
-    Raises:
-        ConfigurationError: transformers has no value for a buffer.
     """
     first_names = {id(param): name for name, param in model.named_parameters()}
     tied = [
@@ -297,11 +272,7 @@ def leave_meta(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill an allocated model with the values that transformers draws. Collective.
-
-    Raises:
-        ConfigurationError: transformers has no value for a parameter.
-    """
+    """Fill an allocated model with the values that transformers draws. Collective."""
     checkpoints.load_high_precision(model, _InitialValues(model, seed))
 
 
@@ -352,9 +323,6 @@ def _initial_values(skeleton: Any, name: str, seed: int) -> dict[str, Tensor]:
 
     A module's rule may set weights of modules inside it, so the rules of all its parents run too, innermost first.
     Other modules are on the meta device, where setting a value has no effect.
-
-    Raises:
-        ConfigurationError: transformers has no value for a parameter or buffer.
     """
     from transformers import PreTrainedModel
 

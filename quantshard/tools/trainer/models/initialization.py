@@ -1,4 +1,4 @@
-"""`--init-from`: start a run with the weights of a checkpoint or of safetensors instead of random weights.
+"""The model of a new run, from `--model` and `--init-from`: settings that follow from them, and the initial weights.
 
 Names, shapes and formats are compared before anything is allocated. The optimizer is new. Its masters start from the
 weights or, if the safetensors are in high precision, from the values of the file.
@@ -6,14 +6,15 @@ weights or, if the safetensors are in high precision, from the values of the fil
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from quantshard import checkpoints, recipe
 from quantshard.checkpoints.disk.commit import is_complete
-from quantshard.errors import CheckpointError, ConfigurationError
+from quantshard.errors import CheckpointError, ConfigurationError, meant
 from quantshard.interop import layouts
 from quantshard.interop.layouts import table
 from quantshard.interop.layouts.files import SUFFIX, SafetensorsFiles, read_layout_json
@@ -22,9 +23,81 @@ from quantshard.interop.layouts.source import CheckpointModel
 from quantshard.interop.layouts.writing import CONFIGURATION
 from quantshard.tensor import components
 from quantshard.tools.terminal import inputs
+from quantshard.tools.trainer.data.tokenizer import has_tokenizer
 from quantshard.tools.trainer.models import huggingface
 from quantshard.tools.trainer.models.configuration import check_angles, run_of, settings_of
-from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.trainer.settings.config import SIZES, TrainSettings
+from quantshard.tools.trainer.settings.schema import shown_value
+
+_BY_SIZES: Final = (
+    "architecture", "hidden", "layers", "heads", "kv_heads", "ffn", "experts", "head_dim", "rope_theta", "norm_eps",
+    "qk_norm", "tied", "params_dtype",
+)  # fmt: skip
+"""Settings of the built-in decoder that the configuration of a transformers model determines."""
+
+
+_FINE_TUNING: Final = {"lr": 1e-5, "weight_decay": 0.01}
+_FINE_TUNING_CONTEXT = 2048
+
+
+def fine_tuning_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return defaults for fine-tuning, where they differ from training from scratch, without the settings in
+    `given`."""
+    if not given.get("init_from"):
+        return {}
+    defaults: dict[str, Any] = dict(_FINE_TUNING)
+    model = str(given.get("model", ""))
+    location = Path(str(given["init_from"]) if model in ("", *SIZES) else model)
+    if location.is_file() or (location / CONFIGURATION).is_file():
+        longest = huggingface.longest_sequence(huggingface.read_configuration(str(location)))
+        defaults["seq_length"] = min(longest or _FINE_TUNING_CONTEXT, _FINE_TUNING_CONTEXT)
+    return {name: value for name, value in defaults.items() if name not in given}
+
+
+def chosen(flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the settings of flags and file with the settings that follow from the model they name.
+
+    Precedence with `--model NAME`: flags, then sizes of the model, then the file. Sizes that follow from the file's
+    model or from weights only fill gaps.
+    """
+    merged = {**file, **flags}
+    model, source = str(merged.get("model", "")), str(merged.get("init_from", ""))
+    if model and model not in SIZES:
+        return _of_transformers(model, source, flags, merged) | merged
+    named = dict(SIZES[model]) if model else {}
+    weights = sizes(source) if source else {}
+    if "model" in flags:
+        return {**weights, **file, **named, **flags}
+    return named | weights | merged
+
+
+def _of_transformers(model: str, source: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if not Path(model).exists() and Path(model).name == model:
+        raise ConfigurationError(
+            f"model = {shown_value(model)} is neither a folder or config.json, nor one of the known sizes; "
+            f"{meant(model, SIZES)}there are {', '.join(SIZES)}"
+        )
+    huggingface.read_configuration(model)
+    for name in _BY_SIZES:
+        if name in flags:  # flags only, because the file of a run contains all settings
+            raise ConfigurationError(
+                f"{name} = {shown_value(flags[name])}, but the configuration of model = {shown_value(model)} decides "
+                f"it; leave {name} out, or change a copy of its config.json"
+            )
+    if source and given.get("random_weights"):
+        raise ConfigurationError(f"random_weights, but init_from = {shown_value(source)} names weights; give one")
+    result: dict[str, Any] = {}
+    if not (source or given.get("random_weights")):
+        result["init_from"] = huggingface.weights_beside(model)
+        if not result["init_from"]:
+            raise ConfigurationError(
+                f"model = {shown_value(model)} has no safetensors beside it; give --random-weights to begin with "
+                "random ones, or --init-from DIR"
+            )
+    if not given.get("tokenizer") and has_tokenizer(model):
+        result["tokenizer"] = model
+    return result
+
 
 _SIZES = (
     "hidden", "layers", "heads", "kv_heads", "ffn", "tied", "params_dtype", "head_dim", "rope_theta", "norm_eps",
@@ -34,12 +107,7 @@ _OF_RUN = ("architecture", *_SIZES, "seq_length", "recipe")
 
 
 def sizes(source: str) -> dict[str, Any]:
-    """Return the settings that the files next to the weights define; may be empty.
-
-    Raises:
-        ConfigurationError: there is nothing at `source`, or its configuration is of an unsupported model.
-        CheckpointError: the source is damaged.
-    """
+    """Return the settings that the files next to the weights define; may be empty."""
     source = inputs.existing(source, "a checkpoint, or a folder of safetensors")
     result: dict[str, Any] = {}
     run = run_of(source)
@@ -73,11 +141,7 @@ def recipe_of_files(folder: Path) -> str | None:
 
 
 def check(settings: TrainSettings, model: nn.Module) -> None:
-    """Compare names, shapes and formats with the run's model on the meta device. Reads no weights; one process.
-
-    Raises:
-        CheckpointError: a difference; the message names the first weight and both versions.
-    """
+    """Compare names, shapes and formats with the run's model on the meta device. Reads no weights; one process."""
     source = inputs.existing(settings.init_from, "a checkpoint, or a folder of safetensors")
     if _is_checkpoint(source):
         _check_checkpoint(source, model, settings)
@@ -85,17 +149,7 @@ def check(settings: TrainSettings, model: nn.Module) -> None:
         try:
             check_safetensors(source, model)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; {_of_its_own(settings) or _ways_out(settings)}") from None
-
-
-def _of_its_own(settings: TrainSettings) -> str:
-    """Return advice about incomplete weights from `--model DIR`; "" for other sources."""
-    if settings.is_by_sizes or huggingface.weights_beside(settings.model) != settings.init_from:
-        return ""
-    return (
-        f"the safetensors of --model are not all that its {CONFIGURATION} describes: is the download complete? "
-        "(--random-weights begins without them)"
-    )
+            raise CheckpointError(f"{error}; {_ways_out(settings)}") from None
 
 
 def _ways_out(settings: TrainSettings) -> str:
@@ -151,11 +205,7 @@ def _first_other(held: dict[str, Any], model: nn.Module) -> str:
 
 
 def load(source: str, model: nn.Module) -> str:
-    """Load the weights of `source`, before the optimizer is built; return a line about them. Collective.
-
-    Raises:
-        CheckpointError: the weights do not fit or are damaged; raised on every rank.
-    """
+    """Load the weights of `source`, before the optimizer is built; return a line about them. Collective."""
     if _is_checkpoint(source):
         checkpoints.load(source, model)
         return f"began with the weights of {source}"

@@ -51,18 +51,14 @@ from quantshard.modules.quantize import open_layers
 from quantshard.numerics import distributions
 from quantshard.recipe import HighPrecision, Recipe
 from quantshard.tools.trainer.data import END_OF_DOCUMENT, VOCABULARY
-from quantshard.tools.trainer.data.preparation import rounded_up
 from quantshard.tools.trainer.models import huggingface
-from quantshard.tools.trainer.models.losses import TokenLosses, token_losses
-from quantshard.tools.trainer.models.mixture import MixtureLayer
+from quantshard.tools.trainer.models.layers import MixtureLayer, TokenLosses, token_losses
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec, split
 from quantshard.tools.trainer.settings.recipes import LayerRecipes
 
 _EMBEDDING_STD = 0.02
 _SAMPLE_STREAM = 1
-_ROWS = 8
-"""cuBLAS is fast only if the head's rows are a multiple of this (16-byte reads)."""
 
 
 class Embedding(QuantizedModule):
@@ -214,11 +210,7 @@ def linear_names(settings: TrainSettings) -> list[str]:
 
 
 def recipes_of(settings: TrainSettings) -> Sequence[Recipe] | LayerRecipes:
-    """Return the recipes of the settings in the form that `LanguageModel` takes.
-
-    Raises:
-        ConfigurationError: a pattern matches nothing, or only layers that earlier patterns match.
-    """
+    """Return the recipes of the settings in the form that `LanguageModel` takes."""
     recipes, names = LayerRecipes.parse(settings.recipe), [f"layers.{number}" for number in range(settings.layers)]
     return recipes.of_parts(linear_names(settings)) if recipes.tells_parts(names) else recipes.of_layers(names)
 
@@ -286,20 +278,10 @@ class ModelSpec:
     configuration: Mapping[str, Any] | None = None
     recipe: Recipe | None = None
 
-    def check(self) -> list[str]:
-        """Check that the model has room for the data's tokens and sequences; return warnings.
-
-        Raises:
-            ConfigurationError: the vocabulary or the number of positions does not fit.
-        """
+    def check(self) -> None:
+        """Check that a transformers model has room for the data's tokens and sequences."""
         if self.configuration is None:
-            rows = self.settings.vocabulary
-            if not rows % _ROWS or self.settings.init_from:
-                return []
-            return [
-                f"WARNING: vocabulary = {rows} is no multiple of {_ROWS}, so a GPU multiplies by the head several "
-                f"times as slowly as it could; --vocabulary {rounded_up(rows)} has room for the same tokens"
-            ]
+            return
         where, settings = self.settings.model, self.settings
         size, tokens = huggingface.vocabulary_size(self.configuration, where), settings.vocabulary or VOCABULARY
         if size < tokens:
@@ -317,16 +299,11 @@ class ModelSpec:
                 f"there is no tokenizer in model = {where}, which has {size} tokens; name one with --tokenizer, or "
                 f"give --vocabulary {tokens} to train on bytes"
             )
-        return []
 
     def described(
         self, tp_mesh: DeviceMesh | None = None, sequence_parallel: bool = False, ep_mesh: DeviceMesh | None = None
     ) -> nn.Module:
-        """Build the model on the meta device with quantized linear layers.
-
-        Raises:
-            ConfigurationError: the model cannot be built, or a pattern of its recipes matches nothing.
-        """
+        """Build the model on the meta device with quantized linear layers."""
         return self.converted(tp_mesh, sequence_parallel, ep_mesh)[0]
 
     def converted(

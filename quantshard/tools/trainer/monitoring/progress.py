@@ -1,23 +1,32 @@
-"""Progress output of a run: a live view in a terminal, plain lines otherwise, nothing on ranks other than 0."""
+"""Output of a run: progress on the terminal, and a log file per rank.
+
+Rank 0 shows a live view in a terminal, plain lines otherwise. `logs/rank-N.log` has one line per message: time, "[rank
+N]", level, logger. Python warnings are included. The level comes from --log-level, then QUANTSHARD_LOG, then info. The
+terminal shows warnings, and lower levels only if a level was set explicitly.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from rich.live import Live
 
 from quantshard.checkpoints.disk import transfer
+from quantshard.errors import ConfigurationError, QuantshardError, printable
 from quantshard.tools.observe.table import Report
-from quantshard.tools.report.figures import RunFigures, TransferFigures, step_line
-from quantshard.tools.report.live import LiveView
+from quantshard.tools.report.figures import LiveView, RunFigures, TransferFigures, step_line
 from quantshard.tools.report.source import CheckpointRow
+from quantshard.tools.terminal import outputs
 from quantshard.tools.terminal.progress import transfer_bar
-from quantshard.tools.terminal.screen import Screen
-from quantshard.tools.trainer.settings.config import TrainSettings
+from quantshard.tools.terminal.screen import Screen, complain
+from quantshard.tools.trainer.settings.config import KINDS, TrainSettings
+from quantshard.tools.trainer.settings.schema import check_value
 
 _log = logging.getLogger(__name__)
 
@@ -90,3 +99,87 @@ class Progress:
     def _lines(self, line: str) -> None:
         self.console.lines(line)
         self.console.file.flush()
+
+
+VARIABLE = "QUANTSHARD_LOG"
+"""Environment variable with the log level, used if the setting is "auto"."""
+
+_LOGGERS = ("quantshard", "py.warnings")
+_FORMAT = "%(asctime)s [rank %(rank)s] %(levelname)s %(name)s: %(text)s"
+_SHOWN_WARNING = "quantshard: WARNING: "
+"""Prefix that `terminal.screen` gives Python warnings."""
+
+
+def asked_level(settings: TrainSettings) -> int | None:
+    """Return the explicitly set level; None if there is none."""
+    name = settings.log_level if settings.log_level != "auto" else os.environ.get(VARIABLE) or "auto"
+    check_value(VARIABLE, name, KINDS["log_level"])
+    return None if name == "auto" else int(getattr(logging, name.upper()))
+
+
+@contextmanager
+def logged(settings: TrainSettings, rank: int, run: Path) -> Iterator[None]:
+    """Log into the run's folder and, on rank 0, to the terminal while the context is active."""
+    level = asked_level(settings)
+    file = RunFileHandler(run / "logs" / f"rank-{rank}.log", run, rank)
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        handlers.append(ScreenHandler(level or logging.WARNING))
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    old_states = [(logger.level, logger.propagate) for logger in loggers]
+    logging.captureWarnings(True)
+    for logger in loggers:
+        logger.setLevel(level or logging.INFO)
+        logger.propagate = False
+        for handler in handlers:
+            logger.addHandler(handler)
+    try:
+        yield
+    # the launcher shows one line of the error
+    except BaseException as error:
+        trace = None if isinstance(error, QuantshardError) else (type(error), error, error.__traceback__)
+        file.handle(_log.makeRecord(_log.name, logging.ERROR, __file__, 0, str(error), (), trace))
+        raise
+    finally:
+        logging.captureWarnings(False)
+        for logger, (level, propagates) in zip(loggers, old_states, strict=True):
+            logger.setLevel(level)
+            logger.propagate = propagates
+            for handler in handlers:
+                logger.removeHandler(handler)
+
+
+class RunFileHandler(logging.Handler):
+    """Appends to a log file of a run. If writing fails (e.g. a full disk), training continues and one warning is
+    shown."""
+
+    def __init__(self, file: Path, run: Path, rank: int) -> None:
+        super().__init__()
+        self.file, self.run, self.rank, self.told = file, run, rank, False
+        self.setFormatter(logging.Formatter(_FORMAT))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        record.rank, record.text = self.rank, _text(record)
+        try:
+            outputs.append_text(self.file, printable(self.format(record), but="\n\t") + "\n", within=self.run)
+        except ConfigurationError as error:
+            if not self.told:
+                complain(f"[rank {self.rank}] WARNING: {error}; nothing more is logged there")
+            self.told = True
+
+
+class ScreenHandler(logging.Handler):
+    """Shows records on standard error: warnings as they are, other levels with the rank. Progress notes are skipped,
+    because the progress output shows them already."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a line."""
+        if record.name == __name__:
+            return
+        grave = record.levelname if record.levelno >= logging.WARNING else f"[rank 0] {record.levelname.lower()}"
+        complain(f"{grave}: {_text(record)}")
+
+
+def _text(record: logging.LogRecord) -> str:
+    return record.getMessage().strip().removeprefix(_SHOWN_WARNING)

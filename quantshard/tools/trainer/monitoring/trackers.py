@@ -7,7 +7,6 @@ TensorBoard folder, where the records of repeated steps are purged.
 from __future__ import annotations
 
 import configparser
-import inspect
 import io
 import json
 import os
@@ -29,7 +28,6 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.schema import shown_value
 
-_WANDB_MODES = ("online", "offline", "disabled", "shared")
 _WANDB_FILE_KEYS = {"entity", "project", "mode"}
 _ID, _ID_BYTES = re.compile(r"[a-z0-9]{4,64}"), 4096
 
@@ -48,27 +46,17 @@ class Tracker(Protocol):
 
 
 def check_trackers(settings: TrainSettings) -> None:
-    """Check that the packages of the enabled trackers are installed, before anything is written.
-
-    Raises:
-        ConfigurationError: a package is missing, or WANDB_MODE is invalid.
-    """
+    """Check that the packages of the enabled trackers are installed, before anything is written."""
     for name, is_enabled in (("tensorboard", settings.tensorboard), ("wandb", bool(settings.wandb))):
         if is_enabled and not _is_installed(name):
             raise ConfigurationError(
                 f"{name} = {getattr(settings, name)!r} needs a missing package; run: pip install {name}"
             )
-    mode = os.environ.get("WANDB_MODE", "online")
-    if settings.wandb and mode not in _WANDB_MODES:
-        raise ConfigurationError(f"WANDB_MODE = {shown_value(mode)}: choose one of: {', '.join(_WANDB_MODES)}")
 
 
 def check_account(settings: TrainSettings) -> None:
     """Check that Weights & Biases has an API key, before anything is written. The server validates the key only when
     the run starts.
-
-    Raises:
-        ConfigurationError: there is no key, or the key is malformed.
     """
     if not settings.wandb or os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
         return
@@ -78,9 +66,6 @@ def check_account(settings: TrainSettings) -> None:
     # optional dependency
     import wandb
 
-    if "prompt" not in inspect.signature(wandb.login).parameters:
-        # older releases can only ask interactively; a missing key then fails at the start of the run
-        return
     try:
         with _no_questions(), redirect_stderr(io.StringIO()):
             has_key = wandb.login(prompt=False, verify=False)
@@ -121,11 +106,7 @@ def _is_installed(name: str) -> bool:
 
 
 def open_trackers(settings: TrainSettings, run: RunDir, done: int) -> list[Tracker]:
-    """Open the trackers that the settings enable, for a run that continues after step `done`.
-
-    Raises:
-        ConfigurationError: a package is missing, or Weights & Biases refuses.
-    """
+    """Open the trackers that the settings enable, for a run that continues after step `done`."""
     check_trackers(settings)
     trackers: list[Tracker] = []
     if settings.tensorboard:
@@ -179,11 +160,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run, online or offline according to WANDB_MODE, with files in the run's folder `wandb`.
-
-    Raises:
-        ConfigurationError: the run cannot be started, or the id in `wandb.json` is invalid.
-    """
+    """A Weights & Biases run, online or offline according to WANDB_MODE, with files in the run's folder `wandb`."""
 
     def __init__(self, settings: TrainSettings, run: RunDir) -> None:
         # optional dependency

@@ -16,11 +16,7 @@ _ALL = "*"
 
 
 def text_of(table: Mapping[str, object], where: str) -> str:
-    """Convert a TOML table pattern -> recipe to the text that `LayerRecipes.parse` reads.
-
-    Raises:
-        ConfigurationError: the table is empty, a recipe is not a string, or a pattern contains a separator.
-    """
+    """Convert a TOML table pattern -> recipe to the text that `LayerRecipes.parse` reads."""
     if not table:
         raise ConfigurationError(f"{where}: recipe is a table without an entry; give one, as '*' = 'mxfp8'")
     for pattern, name in table.items():
@@ -40,11 +36,7 @@ class LayerRecipes:
 
     @classmethod
     def parse(cls, text: str) -> LayerRecipes:
-        """Parse a recipe name, or comma-separated `PATTERN=RECIPE` entries; resolve "auto".
-
-        Raises:
-            ConfigurationError: a recipe is unknown, or an entry is malformed or repeated.
-        """
+        """Parse a recipe name, or comma-separated `PATTERN=RECIPE` entries; resolve "auto"."""
         if "=" not in text:
             recipe.resolve(text)
             return cls(MappingProxyType({_ALL: recipe.concrete_name(text)}))
@@ -84,20 +76,13 @@ class LayerRecipes:
         return any(not any(matches(pattern, name) for name in layers) for pattern in self.patterns)
 
     def of_layers(self, names: Sequence[str]) -> list[Recipe]:
-        """Return the recipe of each of these layers, if no pattern addresses parts; high precision without a match.
-
-        Raises:
-            ConfigurationError: a pattern matches only layers that earlier patterns match, or none.
-        """
+        """Return the recipe of each of these layers, if no pattern addresses parts; high precision without a match."""
         check_reached("recipe", self.patterns, names)
         return [self.of_layer(name) for name in names]
 
     def of_parts(self, names: Sequence[str]) -> LayerRecipes:
         """Return equivalent patterns for linear layers of these names. A pattern that matches a layer also applies to
         all linear layers inside it.
-
-        Raises:
-            ConfigurationError: a pattern matches only names that earlier patterns match, or none.
         """
         patterns, unmatched = dict[str, str](), list(names)
         for pattern, recipe_name in self.patterns.items():

@@ -14,7 +14,7 @@ from quantshard.errors import ConfigurationError, meant
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
-_TYPES: dict[type, str] = {
+_NAMES: dict[type, str] = {
     tuple: "a list of paths", dict: "a table", list: "a list of strings", bool: "true or false",
 }  # fmt: skip
 
@@ -41,32 +41,21 @@ class SettingType:
         if self.choices:
             return f"one of: {', '.join(self.choices)}"
         if self.type in (tuple, list):
-            return f"{_TYPES[self.type]}, each of {self.least} to {self.most} characters"
+            return f"{_NAMES[self.type]}, each of {self.least} to {self.most} characters"
         if self.type is bool:
-            return _TYPES[bool]
+            return _NAMES[bool]
         if self.type is str:
             return f"text of {f'{self.least} to' if self.least else 'at most'} {self.most} characters"
         low = f"more than {self.least:,}" if self.more else f"{self.least:,} or more"
         return f"{low}, and {f'less than {self.most:,}' if self.less else f'at most {self.most:,}'}"
 
-    @property
-    def type_name(self) -> str:
-        """The type as messages name it."""
-        return _TYPES.get(self.type, self.type.__name__)
-
-    def read(self, value: object) -> object:
-        """Convert a value from a file or another process: an int can stand for a float, a list for a tuple.
-
-        Raises:
-            TypeError: wrong type.
-        """
+    def read(self, value: Any) -> Any:
+        """Convert a value from a file or another process: an int can stand for a float, a list for a tuple."""
         if self.type is float and type(value) is int:
             return float(value)
-        if self.type in (tuple, list):
-            if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
-                return self.type(value)
-            raise TypeError
-        if type(value) is not self.type:
+        if self.type in (tuple, list) and type(value) in (tuple, list) and all(type(entry) is str for entry in value):
+            return self.type(value)
+        if type(value) is not self.type or self.type in (tuple, list):
             raise TypeError
         return value
 
@@ -87,36 +76,24 @@ def shown_value(value: object) -> str:
     return _short.repr(value)
 
 
-def check_value(name: str, value: object, kind: SettingType) -> None:
-    """Refuse a value out of range.
-
-    Raises:
-        ConfigurationError: names the setting, its value and the range.
-    """
-    if kind.holds(value):
-        return
-    requirement = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
-    raise ConfigurationError(f"{name} = {shown_value(value)}: {requirement}")
+def check_value(name: str, value: object, kind: SettingType, where: str = "") -> None:
+    """Refuse a value out of range. `where`: the file of the value."""
+    if not kind.holds(value):
+        requirement = f"{meant(value, kind.choices)}choose {kind}" if kind.choices else f"must be {kind}"
+        raise ConfigurationError(f"{where}{name} = {shown_value(value)}: {requirement}")
 
 
 def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], where: str, way_out: str) -> dict[str, Any]:
-    """Check and convert the values of a table of a file. `way_out`: the hint for unknown keys.
-
-    Raises:
-        ConfigurationError: names the file, the first invalid key, and its valid values.
-    """
+    """Check and convert the values of a table of a file. `way_out`: the hint for unknown keys."""
     result = {}
     for name, value in values.items():
-        kind = kinds.get(name)
-        if kind is None:
+        if name not in kinds:
             raise ConfigurationError(f"{where}: there is no setting {shown_value(name)}; {meant(name, kinds)}{way_out}")
+        kind = kinds[name]
         try:
             result[name] = kind.read(value)
         except (TypeError, OverflowError):
-            message = f"{where}: {name} = {shown_value(value)} must be {kind.type_name}"
-            raise ConfigurationError(message if kind.type_name in str(kind) else f"{message}: {kind}") from None
-        try:
-            check_value(name, result[name], kind)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{where}: {error}") from None
+            type_name = _NAMES.get(kind.type, kind.type.__name__)
+            raise ConfigurationError(f"{where}: {name} = {shown_value(value)} must be {type_name}") from None
+        check_value(name, result[name], kind, f"{where}: ")
     return result

@@ -7,7 +7,7 @@ A setting comes from its flag, then from `--config FILE`, then from the default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import tomli_w
 
 from quantshard import foreign
 from quantshard.errors import ConfigurationError
-from quantshard.read_limits import FILE_BYTES
-from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings, setting_fields
+from quantshard.foreign import FILE_BYTES
+from quantshard.tools.trainer.settings.config import COUNT, KINDS, SIZE, STEPS, TrainSettings
 from quantshard.tools.trainer.settings.recipes import text_of
 from quantshard.tools.trainer.settings.schema import SettingType, read_table
 
@@ -42,42 +42,22 @@ _CORPUS = {
 }
 _NEEDED = {"launch": ("processes",), "corpus": ("sha256", "bytes", "files")}
 
-_FORMER_NAMES = {"sample_bytes": "sample_tokens"}
-"""Renamed keys of earlier releases."""
-
-
-def defaults() -> dict[str, Any]:
-    """Return the default of each setting."""
-    return {f.name: f.default for f in setting_fields() if f.default is not MISSING}
-
 
 def from_mapping(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out.
-
-    Raises:
-        ConfigurationError: invalid setting; the message names the key.
-    """
-    settings = {_FORMER_NAMES.get(name, name): value for name, value in values.items() if name not in TABLES}
+    """Check names, types and ranges of settings from a file or another process; `TABLES` are left out."""
+    settings = {name: value for name, value in values.items() if name not in TABLES}
     if isinstance(table := settings.get("recipe"), dict):
         settings["recipe"] = text_of(table, where)
     return read_table(settings, KINDS, where, "`quantshard train --help` lists them")
 
 
 def launch_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the table [launch] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: the table or a key is missing or invalid.
-    """
+    """Read the table [launch] of a run's `config.toml`."""
     return _table("launch", _LAUNCH, content, where)
 
 
 def corpus_table(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the table [corpus] of a run's `config.toml`.
-
-    Raises:
-        ConfigurationError: the table or a key is missing or invalid.
-    """
+    """Read the table [corpus] of a run's `config.toml`."""
     return _table("corpus", _CORPUS, content, where)
 
 
@@ -92,11 +72,7 @@ def _table(name: str, kinds: Mapping[str, SettingType], content: Mapping[str, An
 
 
 def read_settings_file(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Read a TOML file. `follow`: accept a link, if the user named the file.
-
-    Raises:
-        ConfigurationError: the file is missing, not a regular file, too long, or not TOML.
-    """
+    """Read a TOML file. `follow`: accept a link, if the user named the file."""
     return foreign.read_toml(path, FILE_BYTES["run"], follow=follow)
 
 
