@@ -340,11 +340,8 @@ class DemoRun:
             table.add_row(what, result, "" if holds is None else "ok" if holds else "FAILED")
         self.say("", "Summary")
         self.console.print(table)
-        names = ", ".join(run.path.name for run in (self.whole, self.killed, self.single))
-        self.say(
-            f"  the runs: {names} in {self.out}, with logs",
-            f"  to compare their losses: quantshard report {self.out}/*/",
-        )
+        runs = " ".join(str(run.path) for run in (self.whole, self.killed, self.single))
+        self.say(f"  logs are in {self.out}; to compare the losses: quantshard report {runs}")
 
 
 # Running commands
@@ -353,7 +350,7 @@ class DemoRun:
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a quantshard command in its own process group, which is killed at the end of the block."""
-    with open(log, "xb") as output:
+    with outputs.written_file(log, within=log.parent) as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
