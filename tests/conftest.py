@@ -24,7 +24,7 @@ os.environ.setdefault("NCCL_ALGO", "Ring")
 
 pytest_plugins = ("tests.journal",)
 
-settings.register_profile("house", derandomize=True, deadline=None)
+settings.register_profile("house", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("house")
 
 TABLE = "table"

@@ -26,6 +26,7 @@ def run(*flags: str) -> int:
     return bench.main([*FLAGS, *flags])
 
 
+@pytest.mark.exhaustive
 def test_ours_compute_what_a_plain_model_does(tmp_path, capsys) -> None:
     file = tmp_path / "results.json"
     assert run("--only=bf16-eager,ours-*", f"--json={file}", "--same-attention=none", "--layers=1") == 0

@@ -16,6 +16,7 @@ from quantshard.numerics import RandomBits
 from quantshard.optimizers import FusedAdam
 from quantshard.recipe import TensorRole, resolve
 from quantshard.tensor.storage import AMAX_HISTORY
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES
 from tests.interpreter import prepared_once
 
@@ -80,7 +81,10 @@ def trained(recipe: qs.recipe.Recipe) -> dict[str, Tensor]:
     return found | dict(model.state_dict()) | states
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
+@pytest.mark.parametrize(
+    "name",
+    exhaustive([(name,) for name in RECIPES if name != "bf16"], [("delayed",), ("block",), ("mxfp8",), ("nvfp4",)]),
+)
 def test_training_has_the_oracles_bits(name: str, on_kernels: Callable[[], list[str]]) -> None:
     expected = trained(RECIPES[name])
     used = on_kernels()

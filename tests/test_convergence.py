@@ -23,6 +23,7 @@ from quantshard.tools.trainer import worker
 from quantshard.tools.trainer.models.model import LanguageModel
 from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
+from tests.covering import exhaustive
 from tests.tools.report.runs import entry, write
 
 SIZES = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 64, "seq_length": 16}
@@ -51,7 +52,9 @@ def resumed_and_whole(corpus, name, settings):
     return convergence.run(name, 0, asked, math.inf), whole
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize(
+    "name", exhaustive([(name,) for name in BYTES], [("bf16",), ("block lean6",), ("nvfp4 mxfp8-backward",)])
+)
 def test_an_arm_that_was_stopped_is_the_one_that_was_not(corpus, name, monkeypatch):
     monkeypatch.setattr(convergence, "EVERY", 1)
     resumed, whole = resumed_and_whole(corpus, name, TINY)
@@ -140,6 +143,7 @@ def test_an_arm_reads_and_begins_as_a_run_of_the_train_command(corpus, tmp_path,
     assert [round(line["loss"], 5) for line in lines[:2]] == arm.losses
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_of_experts_trains_and_resumes(corpus, monkeypatch):
     resumed, whole = resumed_and_whole(corpus, "block lean8", EXPERTS)
     assert whole["model"] == MIXTURE and resumed["heldout"] == whole["heldout"]

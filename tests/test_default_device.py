@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import quantshard as qs
 from quantshard.optimizers import FusedAdam, MasterWeights, clip_grad_norm_
 from quantshard.tools.cli import app
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, bits, sha
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -62,7 +63,9 @@ def lived(recipe: Any, optimizer: str, folder: Path) -> list[Any]:
     return [*found, [(key, sha(each[key])) for each in state for key in sorted(each) if isinstance(each[key], Tensor)]]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", exhaustive([(name,) for name in RECIPES], [("delayed",), ("mxfp8 two copies",), ("nvfp4",)])
+)
 def test_bits_do_not_depend_on_the_default_device(name: str, tmp_path: Path) -> None:
     optimizer = list(OPTIMIZERS)[list(RECIPES).index(name) % len(OPTIMIZERS)]
     expected = lived(RECIPES[name], optimizer, tmp_path / "expected")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import journal
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +41,7 @@ def outcomes(folder: Path, *arguments: str) -> dict[str, str]:
     return {test.split("test_")[-1]: row["outcome"] for test, row in rows.items()}
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_cut_off_is_gone_on_with(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     ended = {"passes": "passed", "fails": "failed", "skipped": "skipped", "without_fixture": "failed"}

@@ -41,7 +41,14 @@ def after_steps(name: str, mesh: DeviceMesh | None = None) -> dict[str, str]:
     return bits(trained.model, trained.optimizer)
 
 
-@pytest.mark.parametrize("way", ["graphed", "captured-step", "recomputed", "graphed-fp8-activations"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "captured-step",
+        "graphed-fp8-activations",
+        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("graphed", "recomputed")),
+    ],
+)
 def test_arms_train_what_the_eager_one_does(way: str, rerun: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are run again here."""
     monkeypatch.setattr(training_arms, "recorded", lambda step: step)
@@ -67,6 +74,7 @@ def spread_arms() -> list[Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_sharded_and_replicated_arms_train_what_eager_ones_do() -> None:
     """2 ranks."""

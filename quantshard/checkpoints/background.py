@@ -106,7 +106,8 @@ class PendingSave:
         while True:
             done = bool(wait_for([self.future], POLL_SECONDS).done)
             error = self.future.exception() if done else None
-            failure = None if error is None else (CheckpointError, commit.save_failure(self.report.path, error))
+            reason = None if error is None else commit.save_failure(self.report.path, error)
+            failure: agreement.Failure | None = None if reason is None else (CheckpointError, reason)
             ranks = agreement.all_gather_object((done, failure))
             errors = [rank_error for _, rank_error in ranks]
             polls_after_failure += any(errors)

@@ -7,8 +7,7 @@ once, describes the outputs of the kernel for all matrices of one shape.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,7 +24,6 @@ from quantshard.gemm.operands import Operand, OperandPlan, OperandUsage, RandomB
 from quantshard.kernels import workspace
 from quantshard.kernels.fused import activation as activation_kernels
 from quantshard.kernels.fused import epilogue
-from quantshard.kernels.fused import norm as norm_kernels
 from quantshard.kernels.fused.epilogue import KernelOutputs, Targets
 from quantshard.kernels.quantize import amax as amax_kernels
 from quantshard.kernels.quantize import matrix as quantize_kernels
@@ -52,25 +50,24 @@ BothAmaxes = tuple[Tensor | None, Tensor | None]
 _WHOLE, _ROWS = BlockAmaxes((ALL, ALL)), BlockAmaxes((1, ALL))
 
 
-class OperandProducer(ABC):
+@dataclass
+class OperandProducer:
     """A matrix [R, C] of one of the kernel dtypes.
 
-    `amax`: amax of the whole matrix, float32 [1, 1], if it is known.
+    `like`: a tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they quantize.
+    `launch`: launches one kernel that computes the matrix and writes all outputs. `amax`: amax of the whole matrix,
+    float32 [1, 1], if it is known. `of_rows`: amaxes of each row and of each column, if they are known.
     """
 
-    amax: Tensor | None
+    like: Tensor
+    launch: Callable[[KernelOutputs], Targets] | None = None
+    amax: Tensor | None = None
     of_rows: BothAmaxes = (None, None)
-    """Amaxes of each row and of each column, if they are known."""
 
-    @property
-    @abstractmethod
-    def like(self) -> Tensor:
-        """A tensor of the matrix's shape, dtype and device. Kernels round results to that dtype before they
-        quantize."""
-
-    @abstractmethod
     def emit(self, outputs: KernelOutputs) -> Targets:
         """Launch one kernel that writes all `outputs`."""
+        assert self.launch is not None
+        return self.launch(outputs)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +87,6 @@ class OperandProducer(ABC):
         return source
 
 
-@dataclass
 class TensorSource(OperandProducer):
     """Values [R, C] in memory, optionally with the amaxes of blocks that a plan measures.
 
@@ -98,11 +94,16 @@ class TensorSource(OperandProducer):
     weights that the quantizing kernel may lay out as well; other kernels ignore them.
     """
 
-    values: Tensor
-    amax: Tensor | None = None
-    blocks: AmaxRequest | None = None
-    nan_flag: Tensor | None = None
-    swizzle: SwizzleRequest | None = None
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(values)
+        self.blocks: AmaxRequest | None = None
+        self.nan_flag: Tensor | None = None
+        self.swizzle: SwizzleRequest | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """The values."""
+        return self.like
 
     @staticmethod
     def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:
@@ -124,12 +125,7 @@ class TensorSource(OperandProducer):
     @property
     def wanted(self) -> KernelOutputs:
         """Kernel outputs that fill all fields."""
-        return KernelOutputs(high=self.values, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
-
-    @property
-    def like(self) -> Tensor:
-        """The values."""
-        return self.values
+        return KernelOutputs(high=self.like, amax=self.amax, nan_flag=self.nan_flag, measured=self.blocks)
 
     def emit(self, outputs: KernelOutputs) -> Targets:
         """Launch one kernel that writes all `outputs`."""
@@ -139,7 +135,7 @@ class TensorSource(OperandProducer):
     def emit_all(producers: Sequence[TensorSource], outputs: Sequence[KernelOutputs]) -> Sequence[Targets]:
         """Write the same kind of outputs of several similar matrices (`quantize_gradients`) with one kernel. If random
         words are needed, a kernel takes at most `KEYS` matrices."""
-        values, (request, request_t, high, amax, nan_flag, sums, _) = [item.values for item in producers], outputs[0]
+        values, (request, request_t, high, amax, nan_flag, sums, _) = [item.like for item in producers], outputs[0]
         if len(values) > KEYS and any(item is not None and item.words is not None for item in (request, request_t)):
             head = producers[:KEYS], outputs[:KEYS]
             return [*TensorSource.emit_all(*head), *TensorSource.emit_all(producers[KEYS:], outputs[KEYS:])]
@@ -156,68 +152,6 @@ class TensorSource(OperandProducer):
     def measured(self, plan: KernelPlan | None = None) -> TensorSource:
         """Return self, since the values are in memory already."""
         return self
-
-
-@dataclass
-class NormProducer(OperandProducer):
-    """Rows x [R, C] through a normalization; `statistics` and `parameters` as in `kernels.fused.norm`."""
-
-    x: Tensor
-    statistics: norm_kernels.NormStatistics
-    parameters: norm_kernels.NormParameters
-    amax: Tensor | None = None
-    of_rows: BothAmaxes = (None, None)
-
-    @property
-    def like(self) -> Tensor:
-        """The input rows."""
-        return self.x
-
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        return norm_kernels.normalize_and_quantize(self.x, self.statistics, self.parameters, outputs)
-
-
-@dataclass
-class ActivationProducer(OperandProducer):
-    """An activation of `gate` [R, C], times `up` of the same shape if it is gated; as in `kernels.fused.activation`."""
-
-    gate: Tensor
-    activation: str
-    up: Tensor | None
-    amax: Tensor | None = None
-
-    @property
-    def like(self) -> Tensor:
-        """The input of the activation."""
-        return self.gate
-
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        return activation_kernels.activate_and_quantize(self.gate, self.activation, self.up, outputs)
-
-
-@dataclass
-class GatedGradientProducer(OperandProducer):
-    """The gradient of `gate` [R, C] in a gated activation, from the gradient `dh` of its result; without `up`'s."""
-
-    dh: Tensor
-    gate: Tensor
-    activation: str
-    up: Tensor
-    amax: Tensor | None = None
-
-    @property
-    def like(self) -> Tensor:
-        """The input of the activation."""
-        return self.gate
-
-    def emit(self, outputs: KernelOutputs) -> Targets:
-        """Launch one kernel that writes all `outputs`."""
-        gate_targets, _ = activation_kernels.activate_backward_and_quantize(
-            self.dh, self.gate, self.activation, self.up, outputs, KernelOutputs()
-        )
-        return gate_targets
 
 
 def is_by_amax(cell: QuantSpec | None) -> bool:
@@ -444,7 +378,7 @@ class KernelPlan(OperandPlan):
         if sources[0].blocks is not None:
             grids = [(None, None) if item.blocks is None else item.blocks.grids for item in sources]
         elif blocks is not None or blocks_t is not None:
-            grids = amax_kernels.block_amaxes([item.values for item in sources], blocks, blocks_t, nan_flags)
+            grids = amax_kernels.block_amaxes([item.like for item in sources], blocks, blocks_t, nan_flags)
         else:
             grids = [(None, None)] * len(sources)
         by_whole, by_whole_t = self.by_whole

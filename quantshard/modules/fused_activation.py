@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,6 @@ from quantshard.recipe import TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm.producers import (
-        ActivationProducer,
-        GatedGradientProducer,
         OperandProducer,
         TensorSource,
     )
@@ -36,9 +35,10 @@ class ActivationInputs(NamedTuple):
     gate: Tensor
     up: Tensor | None = None
 
-    def activated(self, activation: str) -> ActivationProducer:
+    def activated(self, activation: str) -> OperandProducer:
         """Return the activation's result as an operand source."""
-        return ActivationProducer(self.gate, activation, self.up)
+        launch = partial(activation_kernels.activate_and_quantize, self.gate, activation, self.up)
+        return OperandProducer(self.gate, launch)
 
 
 @dataclass
@@ -84,7 +84,7 @@ def through_activation(
     requests = [OperandRequest(role, fc1.call, fc1.state, fc1.usage(part), part, gate) for part in range(num_parts)]
     rows = epilogue.matrix(dh)
     if apart and up is not None and not any(item.usage.sums for item in requests):
-        return _one_at_a_time(requests, [GatedGradientProducer(rows, gate, activation, up)], [rows, gate], activation)
+        return _one_at_a_time(requests, [gated_gradient(rows, gate, activation, up)], [rows, gate], activation)
     is_large = operands.is_large(gate)
     if any(item.plan.reads_values or (is_large and item.plan.decodes) for item in requests):
         # usages differ if one weight or bias is frozen
@@ -112,6 +112,15 @@ def _quantized(requests: list[OperandRequest], sources: list[TensorSource]) -> I
         yield requests.pop(0).run(sources.pop(0))
 
 
+def gated_gradient(dh: Tensor, gate: Tensor, activation: str, up: Tensor) -> OperandProducer:
+    """The gradient of `gate` [R, C] in a gated activation, from the gradient `dh` of its result; without `up`'s."""
+
+    def launch(outputs: epilogue.KernelOutputs) -> epilogue.Targets:
+        return _activation_backward(dh, gate, up, activation, [outputs, epilogue.KernelOutputs()])[0]
+
+    return OperandProducer(gate, launch)
+
+
 def _one_at_a_time(
     requests: list[OperandRequest], of_gate: list[OperandProducer], others: list[Tensor], activation: str
 ) -> Iterator[GemmOperands]:
@@ -122,7 +131,7 @@ def _one_at_a_time(
     """
     yield _emptying(requests[0], of_gate)
     rows, gate = others
-    of_up: list[OperandProducer] = [ActivationProducer(gate, activation, rows)]
+    of_up = [ActivationInputs(gate, rows).activated(activation)]
     del rows, gate
     others.clear()
     yield _emptying(requests[1], of_up)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from quantshard.recipe import Recipe, TensorRole
 
 if kernels.USABLE:
     from quantshard.gemm import producers
-    from quantshard.gemm.producers import NormProducer, OperandProducer, TensorSource
+    from quantshard.gemm.producers import OperandProducer, TensorSource
     from quantshard.kernels.fused import epilogue
     from quantshard.kernels.fused import norm as norm_kernels
 
@@ -69,11 +70,11 @@ class NormBackward(NamedTuple):
         )
         return NormBackward(total, front.weight, front.bias, *statistics)
 
-    def normalized(self, rule: NormConfig) -> NormProducer:
+    def normalized(self, rule: NormConfig) -> OperandProducer:
         """Return the normalized rows as an operand source."""
-        parameters = parameters_of(self.weight, self.bias, rule)
+        rows, parameters = epilogue.matrix(self.z), parameters_of(self.weight, self.bias, rule)
         statistics = norm_kernels.NormStatistics(self.rstd, self.mean)
-        return NormProducer(epilogue.matrix(self.z), statistics, parameters)
+        return OperandProducer(rows, partial(norm_kernels.normalize_and_quantize, rows, statistics, parameters))
 
     def again(self, layer: LinearBackward, rule: NormConfig | None) -> WgradOperand | None:
         """Return the operand of a layer's wgrad, or None if forward kept it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -13,13 +13,12 @@ from torch.optim import Optimizer
 from quantshard import private_torch
 from quantshard.errors import CheckpointError
 from quantshard.foreign import shown
-from quantshard.numerics.states import AVERAGE, EMA_DECAY, MASTER, REMAINDER_SUFFIX
 from quantshard.optimizers import guards
 from quantshard.tensor import components
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-Options = Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+SAVED_OPTIONS = "build it with the options that it was saved with (dtypes, masters, ema_decay)"
 
 
 def with_hooks(
@@ -44,12 +43,8 @@ def with_hooks(
     return hooked
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str], options: Options
-) -> bool:
+def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Mapping[Tensor, str]) -> bool:
     """Load a state dict into an optimizer's live states and groups. Return whether this rank's states changed.
-
-    `options`: maps a parameter's live and loaded state to the constructor options that would match, for messages.
 
     Raises:
         CheckpointError: it belongs to other parameters or states; the message names the first difference.
@@ -66,7 +61,7 @@ def load_optimizer_state(
         _check_frozen(entries, names)
     loads = [(names[param], live, loaded) for param, live, loaded in entries]
     for name, live, loaded in loads:
-        _check_states(name, live, loaded, options)
+        _check_states(name, live, loaded)
     changed = False
     for _, live, loaded in loads:
         for key, value in loaded.items():
@@ -141,7 +136,7 @@ def _check_names(saved: list[str] | None, own: list[str] | None) -> None:
             )
 
 
-def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any], options: Options) -> None:
+def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     if live and not loaded:
         raise CheckpointError(
             f"{name}: the optimizer state has no entry for it; build this optimizer with the parameter frozen, as it "
@@ -149,21 +144,14 @@ def _check_states(name: str, live: Mapping[str, Any], loaded: Mapping[str, Any],
         )
     if loaded.keys() != live.keys():
         raise CheckpointError(
-            f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; construct it with "
-            f"{options(live, loaded)}"
+            f"{name}: the optimizer state holds {sorted(loaded)}, this optimizer {sorted(live)}; {SAVED_OPTIONS}"
         )
     for key, value in loaded.items():
-        kinds = [guards.kind(entry) for entry in (value, live[key])]
-        if kinds[0] != kinds[1]:
-            raise CheckpointError(
-                f"{name}: optimizer state {key} is {kinds[0]} in the state dict but {kinds[1]} here; both must be the "
-                "same: load with torch.distributed.checkpoint, or distribute the tensor first"
-            )
         want, got = _described(live[key]), _described(value)
         if want != got:
             raise CheckpointError(
-                f"{name}: optimizer state {key} is {got}, this optimizer's is {want}; construct it over the same model "
-                f"and mesh, with {options(live, loaded)}"
+                f"{name}: optimizer state {key} is {got}, this optimizer's is {want}; {SAVED_OPTIONS}, over the same "
+                "model and mesh"
             )
 
 
@@ -171,29 +159,7 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return guards.kind(value)
     local = private_torch.local_tensor(value)
-    return f"{local.dtype} {tuple(value.shape)} (local {tuple(local.shape)})"
-
-
-def state_options(roles: Sequence[str], live: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
-    """Describe the constructor options of an optimizer with these states, and the saved values where they differ."""
-    pairs = [(_option(live, role), _option(loaded, role)) for role in (*roles, MASTER, AVERAGE)]
-    options = [theirs for ours, theirs in pairs if ours != theirs and loaded]
-    names = ["master_weights", *(f"{role}_dtype" for role in roles)]
-    return f"the {', '.join(names)} and {EMA_DECAY} that it was saved with" + (
-        f" ({', '.join(options)})" if options else ""
-    )
-
-
-def _option(states: Mapping[str, Tensor], role: str) -> str:
-    """Return the constructor option that a state implies."""
-    if role + REMAINDER_SUFFIX in states:
-        return "store_param_remainders=True"
-    if role == AVERAGE:
-        return f"{EMA_DECAY} above 0" if role in states else f"{EMA_DECAY}=0"
-    dtype = states[role].dtype if role in states else None
-    if role == MASTER:
-        return "master_weights=False" if dtype is None else f"master_weight_dtype={dtype}"
-    return f"{role}_dtype={dtype}"
+    return f"{local.dtype} {tuple(value.shape)} in {guards.kind(value)} (local {tuple(local.shape)})"
 
 
 def _load_group(own: dict[str, Any], saved: Mapping[str, Any]) -> None:

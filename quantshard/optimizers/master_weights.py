@@ -76,13 +76,6 @@ class MasterWeights(ParameterOptimizer):
         ema_decay: float = 0.0,
         **settings: Any,
     ) -> None:
-        if not callable(optimizer_class):
-            original = type(optimizer_class).__name__
-            example = original if isinstance(optimizer_class, torch.optim.Optimizer) else "AdamW"
-            raise ConfigurationError(
-                f"MasterWeights({original} object): give the class first, which is built over the masters, then the "
-                f"parameters and its options: MasterWeights(torch.optim.{example}, params, lr=...)"
-            )
         self._set_up(max_skipped_in_a_row)
         # clearer than the inner optimizer's error for strings
         check_ranges("MasterWeights", {**settings, EMA_DECAY: ema_decay}, self.checked_numbers)
@@ -285,9 +278,7 @@ class MasterWeights(ParameterOptimizer):
         """
         self._adopt_replaced_parameters()
         self._overflown = None
-        self._is_assigned |= loading.load_optimizer_state(
-            self, state_dict, self._names, lambda *_: "the inner optimizer and the options that it was saved with"
-        )
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after
 
     # Step ------------------------------------------------------------------------------------------------------------

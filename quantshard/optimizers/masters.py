@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -413,8 +412,7 @@ class MasterOptimizer(ParameterOptimizer):
         """
         self._adopt_replaced_parameters()
         self._read_flags()
-        if loading.load_optimizer_state(self, state_dict, self._names, partial(loading.state_options, self._roles)):
-            self._is_assigned = True
+        self._is_assigned |= loading.load_optimizer_state(self, state_dict, self._names)
         self._late_error = None  # a load recovers from it
         self._told_skipped = -1
         self._versions = guards.plain_versions(self._versions)  # allows loading the model before or after

@@ -1,6 +1,6 @@
 """The ledger of the library's bits: `python -m tests.bits` compares with it, `--write` records it.
 
-    python -m tests.bits [--write] [--quick] [--backend oracle,interpreter,gpu]
+    python -m tests.bits [--write] [--quick] [--few] [--backend oracle,interpreter,gpu]
 
 ledger.txt has a line per cell with hashes by kind of value; the other files have signatures, texts of `--help`, entries
 of state dicts and files of checkpoints. A line may change only in a commit that says why.
@@ -28,7 +28,8 @@ import time
 
 parser = argparse.ArgumentParser(prog="python -m tests.bits", description="Compare with the ledger of bits.")
 parser.add_argument("--write", action="store_true", help="record instead of comparing")
-parser.add_argument("--quick", action="store_true", help="a sixth of the cells")
+parser.add_argument("--quick", dest="choice", action="store_const", const="quick", help="a sixth of the cells")
+parser.add_argument("--few", dest="choice", action="store_const", const="few", help="each option of the oracle once")
 parser.add_argument("--backend", default="oracle,interpreter", help="oracle, interpreter or gpu, with commas between")
 
 if __name__ == "__main__":
@@ -39,6 +40,6 @@ if __name__ == "__main__":
     from tests.bits.ledger import compare
 
     begin = time.monotonic()
-    differences, count = compare(backends, arguments.quick, arguments.write)
+    differences, count = compare(backends, arguments.choice, arguments.write)
     print("\n".join(differences) or "no differences", f"{count} rows in {time.monotonic() - begin:.0f} s", sep="\n")
     sys.exit(bool(differences) and not arguments.write)

@@ -281,3 +281,13 @@ def quick(cells: list[Cell]) -> list[Cell]:
     chosen.pop(("oracle", "dense"), None)
     dense = [cell for cell in cells if cell[:2] == ("oracle", "dense") and cell[2:] in places]
     return [*chosen.values(), *(cell for cell in dense if places[cell[2:]] % len(WRAPPINGS) == 0)]
+
+
+def few(cells: list[Cell]) -> list[Cell]:
+    """Every recipe, every optimizer and every wrapping of the oracle at least once."""
+    axes = [list(RECIPES), list(OPTIMIZERS), list(WRAPPINGS)]
+    names = {tuple(axis[turn % len(axis)] for axis in axes) for turn in range(max(map(len, axes)))}
+    return [cell for cell in cells if cell[:2] == ("oracle", "dense") and cell[2:] in names]
+
+
+CHOICES = {"quick": quick, "few": few}

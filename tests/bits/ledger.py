@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bits.cells import WRAPPINGS, Cell, cells_of, quick, rows
+from tests.bits.cells import CHOICES, WRAPPINGS, Cell, cells_of, rows
 from tests.distributed.pool import run_ranks
 
 FOLDER = Path(__file__).parent
@@ -65,11 +65,11 @@ def changed_kinds(before: str, after: str) -> str:
     return " ".join(sorted({item.split("=")[0] for item in {*before.split()} ^ {*after.split()}}))
 
 
-def compare_rows(cells: list[Cell], backends: list[str], is_quick: bool, is_write: bool) -> list[str]:
+def compare_rows(cells: list[Cell], backends: list[str], is_part: bool, is_write: bool) -> list[str]:
     path = FOLDER / "ledger.txt"
     before = {cell: line for cell, _, line in (line.partition(": ") for line in read(path))}
     after = computed(cells)
-    gone = [cell for cell in before if cell.split()[0] in backends and cell not in after and not is_quick]
+    gone = [cell for cell in before if cell.split()[0] in backends and cell not in after and not is_part]
     if is_write:
         table = {cell: line for cell, line in (before | after).items() if cell not in gone}
         path.write_text("".join(f"{cell}: {line}\n" for cell, line in table.items()))
@@ -79,11 +79,11 @@ def compare_rows(cells: list[Cell], backends: list[str], is_quick: bool, is_writ
     ]
 
 
-def compare(backends: list[str], is_quick: bool, is_write: bool) -> tuple[list[str], int]:
+def compare(backends: list[str], choice: str | None, is_write: bool) -> tuple[list[str], int]:
     """Lines that say what differs from the files, which are written anew if asked, and the number of rows."""
     cells = [cell for backend in backends for cell in cells_of(backend, torch.cuda.device_count())]
-    cells = quick(cells) if is_quick else cells
-    differences = compare_rows(cells, backends, is_quick, is_write)
+    cells = CHOICES[choice](cells) if choice else cells
+    differences = compare_rows(cells, backends, choice is not None, is_write)
     if "oracle" in backends:
         differences += compare_surface(is_write)
     return differences, len(cells)

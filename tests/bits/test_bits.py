@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("flags", [["--quick"], pytest.param([], marks=pytest.mark.exhaustive)], ids=["quick", "all"])
+@pytest.mark.parametrize("flags", [["--few"], pytest.param([], marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_nothing_differs_from_the_ledger(flags: list[str]) -> None:
     """A commit that changes a row says why; `python -m tests.bits --write` records it."""
     command = [sys.executable, "-m", "tests.bits", *flags]

@@ -172,15 +172,14 @@ def test_links_that_a_manifest_names(forged: Path, tmp_path: Path) -> None:
     """The length of a file elsewhere is not told."""
     (tmp_path / "secret").write_bytes(bytes(12345))
     (forged / "link").symlink_to(tmp_path / "secret")
-    (forged / "folder").symlink_to(tmp_path)
     (forged / "loop").symlink_to("loop")
     entry = {"bytes": 1, "xxh3_128": "0" * 32}
-    names = ("link", "folder/secret", "loop", "loop/x", "gone")
+    names = ("link", "loop", "gone")
     content = {"quantshard": 1, "files": dict.fromkeys(names, entry), "world_size": 1, "torch": "2", "saved_at": "x"}
     (forged / "manifest.json").write_text(json.dumps(content))
     problems = manifest.problems(forged)
     assert "12345" not in "".join(problems)
-    for name, said in zip(names, ("is a link", "link out of", "is a link", "link out of", "is missing"), strict=True):
+    for name, said in zip(names, ("is a link", "is a link", "is missing"), strict=True):
         assert any(f"/{name} " in line and said in line for line in problems), (name, problems)
 
 

@@ -31,7 +31,10 @@ TIMEOUT_SECONDS = 420
 GROUP_SECONDS = 240
 """How long a rank waits for another: the machine may be busy with other things."""
 MAX_THREADS = 24
-IMPORTED = ["quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+IMPORTED = [
+    "quantshard", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    "quantshard.tools.trainer.worker", "transformers.models.llama.modeling_llama", "accelerate",
+]  # fmt: skip
 """By the process that ranks are forked from, once for all of them, which takes as long as many a file of tests."""
 
 

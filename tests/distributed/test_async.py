@@ -276,6 +276,7 @@ def all_of_them(folder: str, turn: int, server: dict[str, Any]) -> tuple[list[st
     return tuple(said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))])
 def test_saved_by_a_thread_and_by_a_process(tmp_path: Path, turn: int) -> None:

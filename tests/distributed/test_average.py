@@ -52,11 +52,11 @@ def averaged(case: Case) -> tuple[dict[str, str], float]:
     return bits(names["average"]), (near / far) ** 0.5
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "block"])
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("block", marks=pytest.mark.exhaustive)])
 def test_the_average_of_the_document(recipe: str) -> None:
-    """1, 2 and 3 ranks: the same bits, near the average in float32."""
+    """1 and 3 ranks: the same bits, near the average in float32."""
     wanted: dict[str, str] = {}
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         for found, distance in run_ranks(ranks, averaged, Case(recipe, (ranks,), shapes=SHAPES)):
             wanted = wanted or found
             assert found == wanted and distance < 0.3, distance

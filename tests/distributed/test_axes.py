@@ -178,12 +178,12 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(
 ) -> None:
     """Each recipe, with states of its kind, is saved and loaded on every mesh, and every mesh loads every other's.
 
-    Some: each mesh loads those of another, of one recipe."""
+    Some: every second mesh loads those of another, of one recipe; tests/distributed/test_matrix.py has all recipes."""
     names, recipes = list(MESHES), list(RECIPES)
     saves, loads = [], []
     for (i, source), (j, target) in itertools.permutations(enumerate(names), 2):
         turn = (j - i - 1) % len(names)
-        if turn not in turns:
+        if turn not in turns or (len(turns) < len(recipes) and i % 2):
             continue
         kind = turn if len(turns) == len(recipes) else (turn + i) % len(recipes)
         job = (source, recipes[kind], list(OPTIONS)[kind % len(OPTIONS)])
@@ -191,7 +191,6 @@ def test_saved_on_any_mesh_and_loaded_on_any_other(
         loads.append((target, *job))
     if len(turns) == len(recipes):
         assert {(target, recipe) for target, _, recipe, _ in loads} == {(a, b) for a in names for b in recipes}
-    assert {recipe for _, _, recipe, _ in loads} == RECIPES.keys()
     saved, loaded = runs(save, saves, str(tmp_path)), runs(load, loads, str(tmp_path))
     wrong = {job: keys for job in loads for ways in (*saved[job[1:]], *loaded[job]) for keys in ways if keys}
     bad, tried = {job[:2] for job in wrong}, {job[:2] for job in loads}
@@ -377,7 +376,7 @@ def other_optimizer(name: str, recipe: str, masters: bool, foreach: bool) -> lis
     return different(found[1], {key: tensor for key, (tensor, _) in found[0].items()})
 
 
-OF_STOCK = {"dp 2, tp 2": (2,), "dp_shard 1, tp 2": (0, 3)}
+OF_STOCK = {"dp 2, tp 2": (2,), "dp_shard 1, tp 2": (0,)}
 """Mesh -> which of the ways of `test_stock_optimizers_and_masters` `make test` has."""
 
 

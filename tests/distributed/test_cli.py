@@ -26,7 +26,7 @@ from quantshard.tools.trainer.run_dir import RunDir
 from quantshard.tools.trainer.settings.config import TrainSettings
 from quantshard.tools.trainer.settings.mesh import MeshSpec
 from tests.distributed.commands import quantshard
-from tests.distributed.forked import STARTS
+from tests.distributed.forked import STARTS, Forked, started
 from tests.distributed.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -194,9 +194,16 @@ def in_one_go(folder, whole, steps):
     Trainer(replace(settings, steps=steps), from_table(corpus), RunDir(Path(whole)), place, StopFlag()).train(0)
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start):
-    """SIGTERM, which saves; then a rank is killed, then the launcher, and each time the run goes on."""
+@pytest.mark.parametrize(
+    ("start", "kills"),
+    [
+        (Forked, ("rank",)),
+        *(pytest.param(start, ("rank", "launcher"), marks=pytest.mark.exhaustive) for start in (Forked, started)),
+    ],
+    ids=["a rank", "both", "both, started"],
+)
+def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start, kills):
+    """SIGTERM, which saves; then a rank is killed, or then the launcher, and each time the run goes on."""
     options = ["--save-every", 2, "--eval-every", 4, "--layers", 1, "--recipe", "delayed", "--decay-steps", 50]
     run, whole = tmp_path / "run", tmp_path / "whole"
     process = start(command(*train(run, text, *options, steps=5000)), environment())
@@ -206,7 +213,7 @@ def test_stopped_killed_and_resumed_is_bitwise(text, tmp_path, start):
     done = len(metrics(run))
     assert process.returncode == 0 and not err and f"stopped at step {done}, resume with: quantshard resume" in out
     assert RunDir(run).last_complete() == (done, [])
-    for killed in ("rank", "launcher"):
+    for killed in kills:
         done = RunDir(run).last_complete()[0]
         process = start(command("resume", run), environment())
         wait_for_steps(run, done + 4, process)  # more than a killed run can have left

@@ -107,6 +107,7 @@ def test_another_version_is_missed(trained, tmp_path):
     assert resumed(trained, run) == []  # the change has become what was before
 
 
+@pytest.mark.exhaustive
 def test_turned_off_and_on(trained, tmp_path):
     run = tmp_path / "run"
     (warning,) = resumed(trained, run, "--no-deterministic")
@@ -117,6 +118,7 @@ def test_turned_off_and_on(trained, tmp_path):
     assert "deterministic was off, is on" in warning
 
 
+@pytest.mark.exhaustive
 def test_never_on(text, tmp_path):
     result = quantshard(*train(tmp_path / "run", text, "--no-deterministic"))
     assert result.returncode == 0 and "deterministic mode is off" in result.stdout, result.stderr

@@ -26,6 +26,7 @@ def train(run: Path, text: Path, *more: object) -> None:
     assert told.returncode == 0 and not told.stderr, told.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_an_average(tmp_path: Path) -> None:
     text, runs = tmp_path / "text.txt", {name: tmp_path / name for name in ("whole", "resumed", "without")}
     text.write_text(Path(__file__).read_text())

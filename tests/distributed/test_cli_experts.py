@@ -32,9 +32,8 @@ CASES = {
 """By the mesh of a run: its recipe and other flags, and the meshes that it goes on on, with their processes."""
 
 
-@pytest.mark.parametrize(
-    "mesh", ["ep=2", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in list(CASES)[1:])]
-)
+@pytest.mark.exhaustive  # tests/distributed/test_experts.py loads checkpoints on other meshes
+@pytest.mark.parametrize("mesh", CASES)
 def test_runs_go_on_on_any_mesh(tmp_path: Path, mesh: str) -> None:
     """1 to 4 ranks: what is loaded has the bits of what was saved; on the same mesh the run has the same end."""
     (flags, others), text, whole = CASES[mesh], tmp_path / "text.txt", tmp_path / "whole"

@@ -40,6 +40,7 @@ def train(run: Path, text: Path, *more: object) -> str:
     return " ".join(told.stdout.split())
 
 
+@pytest.mark.exhaustive
 def test_a_run_by_a_preset(tmp_path: Path) -> None:
     text, runs = tmp_path / "text.txt", {name: tmp_path / name for name in ("named", "spelled", "resumed", "without")}
     text.write_text(Path(__file__).read_text())

@@ -49,6 +49,7 @@ def tables(monkeypatch, capsys, results, *arguments):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("| current")]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_arms_are_resumed_once_and_told(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "_follow", in_the_pool)
@@ -72,6 +73,7 @@ def test_arms_are_resumed_once_and_told(corpus, tmp_path, monkeypatch, capsys):
         tables(monkeypatch, capsys, results, *given, "--", *SIZES.split())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_what_a_resume_loses_is_told(corpus, tmp_path, monkeypatch, capsys):
     def forgetful(arguments, run, kill_after=0):
@@ -87,6 +89,7 @@ def test_what_a_resume_loses_is_told(corpus, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "work").rglob("checkpoints")), "what is to be looked at was removed"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_a_batch_in_the_same_parts_has_the_same_bits_on_another_number(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "_follow", in_the_pool)

@@ -130,6 +130,7 @@ def largest(found: dict[str, Any], layers: str, operand: str) -> float:
     return max(each["error"] for each in found["gemms"] if layers in each["layer"] and each["operand"] == operand)
 
 
+@pytest.mark.exhaustive
 def test_recipes_by_layer(folder):
     """Each layer by its own recipe: gradients of `current` have two bits of mantissa, and one scale."""
     flags = [*SIZES, "--layers", 3]
@@ -141,6 +142,7 @@ def test_recipes_by_layer(folder):
     assert second["suggestion"]["recipe"] == "bf16", "it was the last one"
 
 
+@pytest.mark.exhaustive
 def test_experts(folder):
     """Each expert's GEMMs by name; those without tokens have no errors."""
     flags = [*SIZES, "--experts", 4]

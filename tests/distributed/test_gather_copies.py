@@ -100,7 +100,7 @@ NOT_FILLED = "mxfp8 two copies"
 """Which sends less in one pass than in the other, from buffers of one size."""
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gather_is_one_collective(recipe: str, ranks: int) -> None:
     """Scales go with the codes or are here, and GEMMs read where FSDP2 puts them; in each micro-batch."""

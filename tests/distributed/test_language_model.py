@@ -69,6 +69,7 @@ def second_run(settings: TrainSettings, path: str, steps: int) -> tuple[dict[str
     return bits(model, optimizer), train(model, optimizer, range(1, 1 + steps))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 def test_other_optimizers_have_the_same_bits_resharded_and_resumed(optimizer: str, tmp_path: Path) -> None:
     settings = replace(SETTINGS, layers=1, optimizer=optimizer, lr=1e-3, exp_avg_dtype="fp8", recipe="block")
@@ -79,6 +80,7 @@ def test_other_optimizers_have_the_same_bits_resharded_and_resumed(optimizer: st
     assert all(loaded == ran[0][0] for loaded, _ in run_ranks(1, second_run, settings, path, 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "architecture"),
     exhaustive(

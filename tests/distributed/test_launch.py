@@ -31,7 +31,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("how", "number", "code", "says"),
     [
-        ("heeds", signal.SIGINT, 130, ""),
+        pytest.param("heeds", signal.SIGINT, 130, "", marks=pytest.mark.exhaustive),
         ("heeds", signal.SIGTERM, None, ""),
         pytest.param("does not", signal.SIGINT, 130, "stopped before training began", marks=pytest.mark.exhaustive),
         ("does not", signal.SIGTERM, 1, "stopped before training began"),

@@ -139,8 +139,8 @@ def step_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_an_optimizer_from_before_trains_as_one_from_after() -> None:
-    """1, 2 and 3 ranks: all weights move, to the same bits everywhere."""
-    runs = {ranks: run_ranks(ranks, swaps) for ranks in (1, 2, 3)}
+    """1 and 3 ranks: all weights move, to the same bits everywhere."""
+    runs = {ranks: run_ranks(ranks, swaps) for ranks in (1, 3)}
     for name, *found in zip(OPTIMIZERS, *(run[i] for runs_of in runs.values() for run in runs_of for i in (0, 1)),
                             strict=True):  # fmt: skip
         assert all(one == found[0] for one in found), name

@@ -234,7 +234,7 @@ def restore_only(case: Case, folder: str, step: int | None) -> tuple[Any, ...]:
     return found.step, found.extra, found.left, counter.at, held
 
 
-@pytest.mark.parametrize("mode", [None, "thread"])
+@pytest.mark.parametrize("mode", [pytest.param(None, marks=pytest.mark.exhaustive), "thread"])
 def test_what_is_restored_is_what_was_saved(mode: str | None, tmp_path: Path) -> None:
     """2 ranks, and 1 and 3: weights, states, and each rank's generators and counter, of the last step or another."""
     case = Case("nvfp4", (2,), shapes=SHAPES)

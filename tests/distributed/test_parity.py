@@ -46,7 +46,7 @@ BITWISE = [
     Case("delayed", "dp_replicate 2, tp 2", exact=True),
     Case("current", "dp 3", exact=True, global_amaxes=True),
 ]
-LEFT = (*IN_HIGH_PRECISION[:2], *IN_HIGH_PRECISION[3:], *BITWISE[:3], BITWISE[4])
+LEFT = (*IN_HIGH_PRECISION, *BITWISE[:3], BITWISE[4])
 """To `make test-all`."""
 LOCAL_SCALES = Case("current", "dp 3", exact=True)
 

@@ -202,6 +202,7 @@ def test_stages_have_the_bits_of_the_model_in_one_piece() -> None:
     assert run_ranks(2, differences, PIPELINES) == [{case: [] for case in PIPELINES}] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its ranks are on the CPU, where the interpreter runs then")
 def test_stages_of_experts_at_once_too() -> None:
     pytest.importorskip("triton")

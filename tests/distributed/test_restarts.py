@@ -69,6 +69,7 @@ def test_what_failed_before_its_first_step(text, tmp_path):  # noqa: F811
     assert quantshard(*train(run, text, *TINY, *moments, 0.99, steps=4)).returncode == 0
 
 
+@pytest.mark.exhaustive
 def test_a_mesh_of_another_size_is_left(whole, text, tmp_path):  # noqa: F811
     """The processes that are left go on, in dp_shard; with as many as before the mesh is back."""
     run = tmp_path / "run"
@@ -87,7 +88,7 @@ def test_a_mesh_of_another_size_is_left(whole, text, tmp_path):  # noqa: F811
         assert abs(here["loss"] - there["loss"]) < 0.02  # bf16 activations, other order of sums
 
 
-@pytest.mark.parametrize("kind", ["url", "folder"])
+@pytest.mark.parametrize("kind", ["url", pytest.param("folder", marks=pytest.mark.exhaustive)])
 def test_checkpoints_elsewhere(whole, text, tmp_path, kind):  # noqa: F811
     run, folder = tmp_path / "run", tmp_path / "there"
     place = f"{SCHEME}{folder}" if kind == "url" else str(folder)

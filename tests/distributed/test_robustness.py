@@ -19,6 +19,7 @@ import quantshard as qs
 from quantshard.errors import QuantshardError
 from quantshard.optimizers import FusedAdam
 from quantshard.tensor import components
+from tests.covering import exhaustive
 from tests.distributed.models import RECIPES, Case, bits, build, mesh_of, optimizer_of, train
 from tests.distributed.pool import run_ranks
 
@@ -170,7 +171,7 @@ def infinite_loss(case: Case) -> tuple[bool, int]:
     return all(after[k] == v for k, v in before.items()), optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", exhaustive([(name,) for name in RECIPES], [("delayed",), ("block",), ("nvfp4",)]))
 def test_an_infinite_loss_on_one_rank_changes_nothing(recipe: str) -> None:
     """3 ranks: saturating codes do not hide an infinite gradient from the optimizer."""
     assert run_ranks(3, infinite_loss, Case(recipe, (3,))) == [(True, 1)] * 3

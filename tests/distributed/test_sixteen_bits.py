@@ -101,7 +101,7 @@ def all_compared(device: str, reduced: bool = True) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_within_the_tolerances_of_transformer_engine(ranks: int) -> None:
     for wrong in run_ranks(ranks, all_compared, "cpu"):
         assert wrong == []

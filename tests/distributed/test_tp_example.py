@@ -31,6 +31,7 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", STARTS)
 def test_the_example_runs(tmp_path: Path, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 ranks, tp 2, started by torchrun: it compares bits, saves, resumes, and goes on from there."""

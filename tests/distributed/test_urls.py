@@ -80,7 +80,7 @@ def run_of_four(case: Case, url: str, mode: str | None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", [None, "thread"])
+@pytest.mark.parametrize("mode", [None, pytest.param("thread", marks=pytest.mark.exhaustive)])
 def test_a_run_behind_a_url(mode: str | None, tmp_path: Path) -> None:
     """2 ranks: the manifest, written last, is what makes a checkpoint."""
     case, url = Case("block", (2,), shapes=SHAPES), url_of(tmp_path, mode)

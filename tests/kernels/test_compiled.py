@@ -157,8 +157,8 @@ EVALUATED = [("norm and linear", "delayed")]
 
 def cells() -> list[Any]:
     """(Module, recipe, weights stored quantized, autocast inside, evaluated too): every module with delayed scaling,
-    which keeps most between steps, the gated MLP with every recipe, and a layer with two; without `make test-all`, of
-    layers the one that has most parts, of recipes those that keep or draw something, and one evaluation."""
+    which keeps most between steps, the gated MLP with every recipe, and a layer with two; without `make test-all`,
+    recipes that keep or draw something, and one evaluation."""
     found = [(name, "delayed", turn % 3 != 2, turn % 2 == 0) for turn, name in enumerate(MODULES)]
     found += [("gated mlp", recipe, turn % 3 != 1, turn % 2 == 1) for turn, recipe in enumerate(RECIPES)]
     found += [
@@ -169,6 +169,7 @@ def cells() -> list[Any]:
     left = {("layer", "delayed"), ("layer with fused projections", "current")}
     left |= {("norm and three linears", recipe) for recipe in ("delayed", "nvfp4")}  # whose biases are tried below
     left |= {("gated mlp", recipe) for recipe in RECIPES if recipe != "nvfp4"} | {("mlp", "current")}
+    left |= {(name, "delayed") for name in ("layer with fused projections", "mlp", "recomputing mlp")}
     every = [(*cell, evaluate) for cell in sorted(set(found)) for evaluate in (False, True)]
     return exhaustive(every, {(*cell, cell[:2] in EVALUATED) for cell in found if cell[:2] not in left})
 

@@ -257,7 +257,7 @@ def test_the_transpose_of_square_blocks(fmt: Format) -> None:
         assert same(seen, torch.maximum(x.float().abs().amax(), torch.tensor(2.0)))
 
 
-@pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("inf"), -1), (float("-inf"), 0), (float("nan"), -1)])
+@pytest.mark.parametrize(("odd", "at"), [(None, 0), (float("-inf"), 0), (float("nan"), -1)])
 @pytest.mark.parametrize("merges", [False, True])
 def test_the_scale_of_a_tensor_is_nan_if_not_all_values_are_finite(merges: bool, odd: float | None, at: int) -> None:
     """By its own amax, or found in the same pass, in the tile that stores the scale or another; codes stay."""
@@ -373,7 +373,13 @@ def test_nothing_is_transposed(shape: tuple[int, int]) -> None:
     assert transpose.transpose(torch.empty(shape, dtype=torch.uint8, device=DEVICE)).shape == shape[::-1]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 300), (300, 129), (512, 640), (640, 513)])
+@pytest.mark.parametrize(
+    ("shape",),
+    exhaustive(
+        [((1, 1),), ((128, 128),), ((129, 300),), ((300, 129),), ((512, 640),), ((640, 513),)],
+        [((1, 1),), ((129, 300),), ((300, 129),)],
+    ),
+)
 def test_scales_are_transposed_with_their_codes(shape: tuple[int, int]) -> None:
     """Of grids that lie by rows, by columns and within a larger one; with a poison in every scale."""
     generator = torch.Generator().manual_seed(0)

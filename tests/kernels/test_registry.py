@@ -74,39 +74,43 @@ def spoiled(x: Tensor) -> Tensor:
     return x
 
 
-def check(case: KernelCase) -> None:
-    """It is right, and told to be wrong where any of its results is."""
-    results = list(zip(case.launch(), case.oracle(), strict=True))
+def check(case: KernelCase) -> list[Tensor | None]:
+    """It is right, and told to be wrong where any of its results is. Returns the results."""
+    launched = list(case.launch())
+    results = list(zip(launched, case.oracle(), strict=True))
     assert [place for place, (found, expected) in enumerate(results) if not agrees(found, expected)] == []
     for place, (found, expected) in enumerate(results):
         if found is not None and found.numel():
             assert not agrees(spoiled(found), expected), place
             assert not agrees(found, None) and not agrees(None, expected)
+    return launched
 
 
 @pytest.mark.parametrize(("row", "name", "shape"), [*cells()])
 def test_kernels_are_their_oracles(row, name, shape):
     """Where programs of a kernel are not full; what must be moved are results at least."""
     case = case_of(row, name, shape)
-    check(case)
-    assert case.moved >= bytes_of(*case.launch())
+    assert case.moved >= bytes_of(*check(case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("row", "name"), [pytest.param(*each, id=each[1]) for each in BOUNDED])
+def bounded():
+    """(Row, case, dtype): one of the two dtypes of each, in turns."""
+    for turn, (row, name) in enumerate(BOUNDED):
+        for place, dtype in enumerate((torch.float32, torch.float16)):
+            marks = () if turn % 2 == place else pytest.mark.exhaustive
+            yield pytest.param(row, name, dtype, id=f"{name}-{dtype}", marks=marks)
+
+
+@pytest.mark.parametrize(("row", "name", "dtype"), [*bounded()])
 def test_bounds_of_other_dtypes(row, name, dtype):
     check(case_of(row, name, row.uneven, dtype))
 
 
-SLOW = {"step_kernel", "rotate_kernel"}
-
-
 def tiles():
-    """(Row, case, shape, dtype) of one element and of whole tiles."""
+    """(Row, case, shape, dtype) of one element, and of whole tiles in `make test-all`."""
     for row, name in FIRST:
         yield pytest.param(row, name, LEAST, torch.float32, id=f"{name}-least")
-        marks = pytest.mark.exhaustive if SLOW & {*row.kernels} else ()
-        yield pytest.param(row, name, FULL, torch.float16, id=f"{name}-full", marks=marks)
+        yield pytest.param(row, name, FULL, torch.float16, id=f"{name}-full", marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(("row", "name", "shape", "dtype"), [*tiles()])
@@ -154,6 +158,7 @@ def test_every_kernel_has_a_row():
     assert without_rows(sources | {"new.py": new.format("called_by_kernels", "sum_kernel")}) == set()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", table.ROWS, ids=lambda row: next(iter(row.cases)))
 def test_a_row_launches_its_kernels_in_several_programs(row, launches):
     """All of them in the cases that say so, and others only that have rows of their own."""

@@ -1,7 +1,11 @@
 """The rotation equals the oracle's and autograd's, to the bit."""
 
+import itertools
+
 import pytest
 import torch
+
+from tests.covering import exhaustive
 
 pytest.importorskip("triton")
 
@@ -17,9 +21,13 @@ def queries(s, b, h, d, tensor_format, dtype, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("percent", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("interleaved", "dtype", "percent"),
+    exhaustive(
+        itertools.product((False, True), (torch.bfloat16, torch.float32), (1.0, 0.5)),
+        [(False, torch.bfloat16, 1.0), (True, torch.float32, 0.5)],
+    ),
+)
 def test_both_directions_are_the_oracles(interleaved, dtype, percent):
     for tensor_format in ("sbhd", "bshd"):
         for s, b, h, d in SHAPES:

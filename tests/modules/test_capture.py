@@ -41,8 +41,16 @@ def trained(model: nn.Module, steps: int = 2) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
-@pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("devices", [set(), {"cpu"}], ids=["oracle", "kernels"])
+@pytest.mark.parametrize(
+    ("devices", "quantized"),
+    [
+        ({"cpu"}, True),
+        (set(), False),
+        pytest.param(set(), True, marks=pytest.mark.exhaustive),
+        pytest.param({"cpu"}, False, marks=pytest.mark.exhaustive),
+    ],
+    ids=["kernels, quantized", "oracle", "oracle, quantized", "kernels"],
+)
 def test_counts_in_tensors_give_the_bits_of_counts_on_the_host(devices, quantized, monkeypatch):
     if devices and not (kernels.USABLE and not torch.cuda.is_available()):
         pytest.skip("kernels run on the CPU under Triton's interpreter only")

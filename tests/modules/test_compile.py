@@ -426,6 +426,7 @@ def test_a_process_group_inside_a_compiled_function_is_refused() -> None:
         aot_eager(function)(data())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_processes_that_share_a_compile_cache(tmp_path: Path) -> None:

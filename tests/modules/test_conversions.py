@@ -83,7 +83,7 @@ def test_a_copy_is_another_module(recipe: str) -> None:
 def test_no_dtype_that_is_no_number(stored: bool) -> None:
     for dtype in (torch.float8_e4m3fn, torch.complex64):
         with pytest.raises(
-            (ConfigurationError, UnsupportedOperationError), match=r"complex64|cast to torch.float8_e4m"
+            (ConfigurationError, UnsupportedOperationError), match=r"complex64|cannot be torch.float8_e4m"
         ):
             build(stored=stored).to(dtype)
 

@@ -266,7 +266,7 @@ def test_plans_stay_with_the_layer():
         x = torch.ones(16, 32, requires_grad=True)
         with autocast(recipe=used):
             layer(x).sum().backward()
-        return layer._gemm_plans.planned
+        return layer.gemm_plans.planned
 
     first = planned(recipe)
     plans = dict(first.plans)
@@ -276,5 +276,5 @@ def test_plans_stay_with_the_layer():
     other = planned(fast)
     assert other.recipe == fast and other.plans.keys() == plans.keys()
     assert not {*other.plans.values()} & {*plans.values()}
-    for made in (copy.deepcopy(layer)._gemm_plans, pickle.loads(pickle.dumps(layer._gemm_plans))):
+    for made in (copy.deepcopy(layer).gemm_plans, pickle.loads(pickle.dumps(layer.gemm_plans))):
         assert not made.planned.plans

@@ -250,7 +250,6 @@ def test_arguments_by_name_reach_the_function(use_reentrant: bool) -> None:
                     "by": by,
                     "plus": 2.0,
                     "preserve_rng_state": False,
-                    "tp_group": None,
                     "determinism_check": "none",
                 }
                 out = qs.checkpoint(module, value, use_reentrant=use_reentrant, **named)

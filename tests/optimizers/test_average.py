@@ -204,7 +204,7 @@ def test_begun_and_dropped(kind: str, tmp_path: Any) -> None:
         checkpoints.load(tmp_path / "with", plain, without)
     assert bits(model, optimizer) == before
     for own, other in ((optimizer, without), (without, optimizer)):
-        with pytest.raises(CheckpointError, match="construct it with"):
+        with pytest.raises(CheckpointError, match="build it with"):
             own.load_state_dict(copy.deepcopy(other.state_dict()))
     with pytest.raises(ConfigurationError, match="kept already"):
         optimizer.begin_average(DECAY)

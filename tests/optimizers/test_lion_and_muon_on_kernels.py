@@ -124,6 +124,7 @@ def test_numbers_on_the_device_and_averages(name: str, options: dict[str, Any]) 
     check(name, "block", "fp32", "bf16", **options)
 
 
+@pytest.mark.exhaustive
 def test_rates_change_from_step_to_step() -> None:
     """As tensors too, which a captured step reads."""
     for name, build in BUILDERS.items():

@@ -74,19 +74,19 @@ def test_set_grad_none_is_what_zero_grad_does_and_deprecated():
 
 
 CONFIGURATIONS = {
-    "exp_avg_dtype=torch.bfloat16": {"exp_avg_dtype": torch.bfloat16},
-    "exp_avg_dtype=torch.float16": {"exp_avg_dtype": torch.float16},
-    "exp_avg_sq_dtype=torch.uint8": {"exp_avg_sq_dtype": torch.uint8},
-    "exp_avg_sq_dtype=torch.float16": {"exp_avg_sq_dtype": torch.float16},
-    "master_weight_dtype=torch.bfloat16": MASTERS["bf16"],
-    "master_weight_dtype=torch.float16": MASTERS["fp16"],
-    "store_param_remainders=True": MASTERS["remainder"],
-    "master_weights=False": MASTERS["none"],
+    "BF16 moment": {"exp_avg_dtype": torch.bfloat16},
+    "FP16 moment": {"exp_avg_dtype": torch.float16},
+    "FP8 second moment": {"exp_avg_sq_dtype": torch.uint8},
+    "FP16 second moment": {"exp_avg_sq_dtype": torch.float16},
+    "BF16 masters": MASTERS["bf16"],
+    "FP16 masters": MASTERS["fp16"],
+    "remainders": MASTERS["remainder"],
+    "no masters": MASTERS["none"],
 }
 
 
 @pytest.mark.parametrize("option", CONFIGURATIONS)
-def test_a_state_of_another_configuration_names_the_option(option):
+def test_a_state_of_another_configuration_is_refused(option):
     """Both ways, and nothing is loaded."""
     configured, plain = CONFIGURATIONS[option], {}
     for saved, own in ((configured, plain), (plain, configured)):
@@ -95,13 +95,7 @@ def test_a_state_of_another_configuration_names_the_option(option):
         set_grads(params, 1)
         optimizer.step()
         before = copy.deepcopy(optimizer.state_dict())
-        name = option.split("=")[0]
-        theirs = option if saved is configured else name
-        if name == "store_param_remainders" and saved is plain:
-            theirs = "master_weight_dtype=torch.float32"
-        if name == "master_weights" and saved is plain:
-            theirs = "master_weight_dtype=torch.float32"
-        with pytest.raises(CheckpointError, match=theirs):
+        with pytest.raises(CheckpointError, match="build it with the options that it was saved with"):
             optimizer.load_state_dict(state)
         after = optimizer.state_dict()
         for index, entries in before["state"].items():

@@ -191,7 +191,7 @@ class SafetensorsFiles:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self.folder / INDEX} has no weight_map")
         for tensor, file in weight_map.items():
-            if not is_inside(file) or "/" in file or not file.endswith(SUFFIX):
+            if not is_inside(file) or not file.endswith(SUFFIX):
                 raise CheckpointError(
                     f"{self.folder / INDEX}: {tensor} is said to lie in {file!r}, which is not the name of a "
                     "safetensors file beside it"

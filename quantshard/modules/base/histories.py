@@ -46,7 +46,7 @@ def linear_state(module: Any, weights: Sequence[str], recipe: Recipe, prefix: st
     stage = private_torch.running_stage() if is_recorded else None
     record = module.training and not (stage is not None and stage.infers)
     input_history, grad_output_history = activations.get(TensorRole.INPUT), activations.get(TensorRole.GRAD_OUTPUT)
-    return LinearState(states, input_history, grad_output_history, record, stage=stage, plans=module._gemm_plans)
+    return LinearState(states, input_history, grad_output_history, record, stage=stage, plans=module.gemm_plans)
 
 
 def activation_history(module: Any, name: str, length: int, weight: str, recipe: Recipe) -> Tensor:

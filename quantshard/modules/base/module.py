@@ -94,7 +94,7 @@ class QuantizedModule(nn.Module):
         self._born_states: dict[str, dict[str, Tensor]] = {}
         self._history_prefixes: list[str] = []
         self._awaits_values = self._device.type == "meta"
-        self._handle, self._gemm_plans = operator_arguments.handle(self, self._device), LayerPlans()
+        self._handle, self.gemm_plans = operator_arguments.handle(self, self._device), LayerPlans()
 
     # Initialization --------------------------------------------------------------------------------------------------
 

@@ -94,10 +94,7 @@ def gemm_operands(
     if not isinstance(values, Tensor):
         return OperandRequest(role, call, state, usage, part, values.like).run(values, weight_operands)
     values = private_torch.plain(values)
-    request = OperandRequest(role, call, state, usage, part, values)
-    if request.plan.on_kernels:
-        return request.run(TensorSource(values), weight_operands)
-    return request.run_oracle(values)
+    return OperandRequest(role, call, state, usage, part, values).run_tensor(values, weight_operands)
 
 
 def gradient_operands(
@@ -124,21 +121,16 @@ def gradient_operands(
     for _, group in groupby(range(len(grads)), kind):
         parts = list(group)
         values = [private_torch.plain(grads[part]) for part in parts]
-        if len(parts) == 1 or not _fits_kernels(values[0], role, call, state):
-            for part, value in zip(parts, values, strict=True):
-                yield gemm_operands(value, role, call, state, usages[part], part)
-            continue
         requests = [
             OperandRequest(role, call, state, usages[part], part, value)
             for part, value in zip(parts, values, strict=True)
         ]
-        weights = weight_operands if len(parts) == len(grads) else None
-        yield from operands_together(requests, [TensorSource(value) for value in values], weights)
-
-
-def _fits_kernels(values: Tensor, role: TensorRole, call: LinearContext, state: LinearState) -> bool:
-    is_local = state.split(role) is None and kernel_dispatch.has_kernels(values)
-    return is_local and producers.can_quantize(values.dtype, call.recipe.activations[role])
+        if len(parts) > 1 and requests[0].plan.on_kernels:
+            weights = weight_operands if len(parts) == len(grads) else None
+            yield from operands_together(requests, [TensorSource(value) for value in values], weights)
+            continue
+        for request, value in zip(requests, values, strict=True):
+            yield request.run_tensor(value)
 
 
 def operands_together(
@@ -214,6 +206,12 @@ class OperandRequest:
             call.recipe, role, like, usage, self.known is not None, stored, self.split is None
         )
         self.usage, self.device, self.features = usage, like.device, like.shape[1]
+
+    def run_tensor(self, values: Tensor, weight_operands: WeightOperands | None = None) -> GemmOperands:
+        """Quantize values in memory, by kernels if they can."""
+        if self.plan.on_kernels:
+            return self.run(TensorSource(values), weight_operands)
+        return self.run_oracle(values)
 
     def run(self, source: producers.OperandProducer, weight_operands: WeightOperands | None = None) -> GemmOperands:
         """Quantize a source by kernels, in one pass, or in two if an amax must be measured first."""

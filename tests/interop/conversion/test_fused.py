@@ -312,6 +312,7 @@ def test_codes_are_refused_where_no_mlp_keeps_any() -> None:
         trained(model, 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*Function'> should not be instantiated")  # Dynamo's
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_compiled_and_checkpointed(recipe: str) -> None:

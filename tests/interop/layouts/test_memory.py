@@ -16,9 +16,9 @@ from quantshard import numerics
 from quantshard.recipe import MXFP8BlockScaling
 from quantshard.tensor import components
 
-WEIGHTS, SIZE = 16, 3072
+WEIGHTS, SIZE = 10, 3072
 BYTES_PER_ELEMENT = {"sglang-mxfp8": 5, "plain-bf16": 14}
-"""Memory for each element of one weight, beside the program; all that is written is 16 or 32 for each."""
+"""Memory for each element of one weight, beside the program; all that is written is 10 or 20 for each."""
 MEGABYTE = 2**20
 
 EXPORT = """
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """144 MB of MXFP8 weights."""
+    """90 MB of MXFP8 weights."""
     path = tmp_path_factory.mktemp("large") / "checkpoint"
     cell = MXFP8BlockScaling().weight
     assert cell is not None

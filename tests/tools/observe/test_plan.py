@@ -329,7 +329,7 @@ def test_planning_leaves_the_model_as_it_is():
         ({"mesh": {}, "optimizer": "mion"}, r"optimizer='mion'\): did you mean 'muon'"),
         ({"mesh": {}, "momentum_buffer_dtype": torch.uint8}, "momentum_buffer_dtype=torch.uint8.* would do nothing"),
         ({"mesh": {}, "optimizer": "lion", "exp_avg_sq_dtype": torch.uint8}, "lion has no such state"),
-        ({"mesh": {}, "optimizer": [3]}, r"optimizer=list\): there are adamw, lion, muon"),
+        ({"mesh": {}, "optimizer": [3]}, r"optimizer=\[3\]\): there are adamw, lion, muon"),
         ({"mesh": {}, "optimizer": None}, "optimizer=None"),
         ({"mesh": {}, "head": "last"}, "the head is told to Muon alone"),
         ({"mesh": {}, "optimizer": "muon"}, "which layer gives the logits is not known"),

@@ -49,15 +49,19 @@ CASES = [
 ]
 
 
+FEW = CASES[3], CASES[7]
+
+
 def counted_together(cases: list[Case]) -> list[dict[str, int]]:
     return [counted(each) for each in cases]
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("chosen", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["some", "others"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_phases_take_what_is_counted(ranks: int) -> None:
+def test_phases_take_what_is_counted(ranks: int, chosen: bool) -> None:
     """Within a fiftieth: allocations are rounded up, and histories of amaxes are no weights."""
-    cases = [each for each in CASES if each.ranks == ranks]
+    cases = [each for each in CASES if each.ranks == ranks and (each in FEW) == chosen]
     for each, found in zip(cases, run_ranks(ranks, counted_together, cases)[0], strict=True):
         told = planned(each, NATIVE.get(each.settings.recipe, HOPPER))
         assert told.keys() == found.keys()
