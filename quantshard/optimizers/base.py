@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -49,7 +49,8 @@ def check_ranges(where: str, group: Mapping[str, Any], names: Container[str]) ->
     for name, (lowest, highest) in RANGES.items():
         if name not in group or name not in names:
             continue
-        value, numbers = group[name], (group[name],)
+        value: Any = group[name]
+        numbers: Sequence[Any] = (value,)
         if name == "betas":
             numbers = value if isinstance(value, list | tuple) else (None,)
         for number in numbers:

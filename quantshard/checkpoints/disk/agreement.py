@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ def from_rank0(find: Callable[[], T]) -> T:
             CheckpointError.
     """
     result, failure, error = _attempt(find) if rank() == 0 else (None, None, None)
-    payload = [result, failure]
+    payload: list[Any] = [result, failure]
     if process_groups.world() is not None:
         with _told():
             dist.broadcast_object_list(payload, src=0)

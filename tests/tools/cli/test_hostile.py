@@ -55,7 +55,7 @@ CASES: list[tuple[Any, str]] = [
     ({"weight_decay": float("inf")}, r"weight_decay = inf: must be 0 or more"),
     ({"lr": "1" * 10**6}, r"lr = '1{20,30}\.\.\.1{20,30}' must be float"),
     ({"mesh": "tp=" + "9" * 5000}, r"mesh = .* must be text of at most 4096"),
-    ({"mesh": "tp=" + "9" * 4000}, r"mesh = 'tp=9+\.\.\.9+': 'tp=9+\.\.\.9+' gives no axis"),
+    ({"mesh": "tp=" + "9" * 4000}, r"mesh = 'tp=9+\.\.\.9+': 'tp=9+\.\.\.9+' must be AXIS=SIZE"),
     ({"mesh": "dp_shard=3,tp=2"}, r"heads = 2 cannot be divided|global_batch = 4 sequences cannot|too many"),
     ({"recipe": "\x1b[2J"}, r"unknown recipe '\\x1b\[2J'"),
     ({"recipe": "x" * 5000}, r"recipe = 'x+\.\.\.x+': must be text of 1 to 4096 characters"),

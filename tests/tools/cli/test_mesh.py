@@ -29,16 +29,16 @@ def test_understood(text, axes, canonical):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp=2", "'pp=2' gives no axis its number of processes; use dp_replicate, dp_shard, ep, tp"),
+        ("pp=2", "there is no axis 'pp'; use dp_replicate, dp_shard, ep, tp"),
         ("dp_shad=2", "did you mean 'dp_shard'? use dp_replicate"),
-        ("dp_shard=2,tp=0", "'tp=0' gives no axis"),
-        ("tp=2,tp=2", "each at most once"),
-        ("dp_shard", "'dp_shard' gives no axis its number"),
-        ("dp_shard=2;tp=2", "'dp_shard=2;tp=2' gives no axis"),
-        ("dp_shard=2,,tp=2", "'' gives no axis"),
-        ("dp_shard=-1", "'dp_shard=-1' gives no axis"),
-        ("tp=1000000000", "'tp=1000000000' gives no axis"),
-        (" ", "'' gives no axis"),
+        ("dp_shard=2,tp=0", "'tp=0' must be AXIS=SIZE"),
+        ("tp=2,tp=2", "axis 'tp' is set twice"),
+        ("dp_shard", "'dp_shard' must be AXIS=SIZE"),
+        ("dp_shard=2;tp=2", "'dp_shard=2;tp=2' must be AXIS=SIZE"),
+        ("dp_shard=2,,tp=2", "'' must be AXIS=SIZE"),
+        ("dp_shard=-1", "'dp_shard=-1' must be AXIS=SIZE"),
+        ("tp=1000000000", "'tp=1000000000' must be AXIS=SIZE"),
+        (" ", "'' must be AXIS=SIZE"),
     ],
 )
 def test_refused_in_one_line(text, says):

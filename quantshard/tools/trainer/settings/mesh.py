@@ -41,13 +41,16 @@ class MeshSpec:
         axes, sizes = [field.name for field in fields(cls)], dict[str, int]()
         for entry in text.split(","):
             name, _, size = (part.strip() for part in entry.partition("="))
-            if name not in axes or name in sizes or not _SIZE.fullmatch(size):
-                hint = meant(name, axes) if name not in axes else ""
-                raise ConfigurationError(
-                    f"mesh = {shown_value(text)}: {shown_value(entry.strip())} gives no axis its number of processes"
-                    f"; {hint}use {', '.join(axes)}, each at most once, as in dp_shard=2,tp=2"
-                )
-            sizes[name] = int(size)
+            if not _SIZE.fullmatch(size):
+                problem = f"{shown_value(entry.strip())} must be AXIS=SIZE, such as dp_shard=2"
+            elif name not in axes:
+                problem = f"there is no axis {shown_value(name)}; {meant(name, axes)}use {', '.join(axes)}"
+            elif name in sizes:
+                problem = f"axis {name!r} is set twice"
+            else:
+                sizes[name] = int(size)
+                continue
+            raise ConfigurationError(f"mesh = {shown_value(text)}: {problem}")
         return cls(**sizes)
 
     def __str__(self) -> str:
