@@ -122,7 +122,7 @@ class LoadPlan:
         ignored: keys of either side that are not read: the results of conversions, and entries that keep their live
             value.
         rank_states: the key and the state that each of this rank's objects loads, by the object's name.
-        left: the names of the objects that keep their state.
+        unloaded: the names of the objects that keep their state.
     """
 
     request: LoadRequest
@@ -136,7 +136,7 @@ class LoadPlan:
     states: list[StateConversion]
     ignored: Collection[str]
     rank_states: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
+    unloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def load_checkpoint(request: LoadRequest) -> LoadResult:
         requantized = f"{request.path}: {'; '.join(notices)}" if notices else ""
     if requantized:
         warn_user(requantized, RequantizedWarning)
-    return LoadResult(extra, plan.left, requantized)
+    return LoadResult(extra, plan.unloaded, requantized)
 
 
 def _agreed_plan(request: LoadRequest) -> LoadPlan:
@@ -280,25 +280,25 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     states = requantization.state_conversions(reader, optimizer, numbers) if request.requantize else []
     live, places = private_torch.flatten_state_dict(state)
     of_other_ranks = fit.elsewhere(reader.entries, model, numbers)
-    stored = {
+    entries = {
         key: entry
         for key, entry in reader.entries.items()
         if key.startswith(("model.", "optimizer.")) and key not in of_other_ranks
     }
-    ignored = fit.kept(stored, live, optimizer, own_seed=request.requantize)
+    ignored = fit.kept(entries, live, optimizer, own_seed=request.requantize)
     ignored |= {key for change in states for key in change.keys}
     if request.requantize:
         ignored |= {
-            key for key in stored | live if requantization.left_out(conversions, key, stored.get(key), live.get(key))
+            key for key in entries | live if requantization.left_out(conversions, key, entries.get(key), live.get(key))
         }
-    stored = {key: entry for key, entry in stored.items() if key not in ignored}
+    entries = {key: entry for key, entry in entries.items() if key not in ignored}
     live = {key: value for key, value in live.items() if key not in ignored}
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}
-    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
+    fit.check_model(request.path, entries, live, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(
             request.path,
-            stored,
+            entries,
             live,
             optimizer,
             can_convert=lambda: not states and bool(requantization.state_conversions(reader, optimizer, numbers)),
@@ -308,7 +308,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
     fit.check_ties(reader, model, params)
     objects, settings = _settings(request, reader, live)
-    rank_states, left = _rank_states(request, reader)
+    rank_states, unloaded = _rank_states(request, reader)
     return LoadPlan(
         request,
         reader,
@@ -319,9 +319,9 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
         settings=settings,
         conversions=conversions,
         states=states,
-        ignored=ignored | (stored.keys() - live.keys()) | (objects - settings.keys()),
+        ignored=ignored | (entries.keys() - live.keys()) | (objects - settings.keys()),
         rank_states=rank_states,
-        left=left,
+        unloaded=unloaded,
     )
 
 

@@ -339,15 +339,15 @@ def _told(source: str) -> str:
 class StateConversion:
     """An optimizer state that is not loaded as it is stored.
 
-    `param`, `role`, `key`: its parameter, its name in the optimizer, and its key in the checkpoint. `saved`, `own`: the
-    stored and the live dtype, each with the format of its codes and scales, or None for plain values.
+    `param`, `role`, `key`: its parameter, its name in the optimizer, and its key in the checkpoint. `stored_kind`,
+    `live_kind`: the stored and the live dtype, each with the format of its codes and scales, or None for plain values.
     """
 
     param: Tensor
     role: str
     key: str
-    saved: tuple[torch.dtype, QuantSpec | None]
-    own: tuple[torch.dtype, QuantSpec | None]
+    stored_kind: tuple[torch.dtype, QuantSpec | None]
+    live_kind: tuple[torch.dtype, QuantSpec | None]
 
     @property
     def keys(self) -> list[str]:
@@ -398,7 +398,7 @@ def write_states(reader: SafeReader, found: list[StateConversion], optimizer: An
     """
     for batch in batches(found, lambda change: change.param):
         tensors: dict[str, Tensor] = {}
-        value_readers = [stored_values(change.param, change.key, *change.saved, tensors) for change in batch]
+        value_readers = [stored_values(change.param, change.key, *change.stored_kind, tensors) for change in batch]
         reader.read_into(dict(tensors))
         values = [compute() for compute in value_readers]
         agreement.run_on_all_ranks(partial(_check_finite_states, reader.path, batch, values))
@@ -417,7 +417,7 @@ def _check_finite_states(path: object, batch: list[StateConversion], values: lis
 
 def notices(conversions: list[ParameterConversion], states: list[StateConversion]) -> list[str]:
     """Sentences about what was converted: counts, names, formats and sources."""
-    counts = Counter((c.role, _named(c.saved), _named(c.own)) for c in states)
+    counts = Counter((c.role, _named(c.stored_kind), _named(c.live_kind)) for c in states)
     lines = ", ".join(f"{n} {role} from {old} to {new}" for (role, old, new), n in counts.items())
     return [*_weight_notices(conversions), *([f"states are kept in other dtypes here: {lines}"] if lines else [])]
 

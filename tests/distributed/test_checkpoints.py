@@ -122,7 +122,7 @@ def garble_metadata(path: Path) -> None:
 
 
 DAMAGE = {
-    truncate: "is cut short",
+    truncate: "bytes, and manifest.json says",
     remove_file: "is missing",
     remove_metadata: "not a complete checkpoint",
     garble_metadata: "cannot be read",
