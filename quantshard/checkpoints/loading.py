@@ -280,25 +280,27 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
     states = requantization.state_conversions(reader, optimizer, numbers) if request.requantize else []
     live, places = private_torch.flatten_state_dict(state)
     of_other_ranks = fit.elsewhere(reader.entries, model, numbers)
-    stored = {
+    stored_entries = {
         key: entry
         for key, entry in reader.entries.items()
         if key.startswith(("model.", "optimizer.")) and key not in of_other_ranks
     }
-    ignored = fit.kept(stored, live, optimizer, own_seed=request.requantize)
+    ignored = fit.kept(stored_entries, live, optimizer, own_seed=request.requantize)
     ignored |= {key for change in states for key in change.keys}
     if request.requantize:
         ignored |= {
-            key for key in stored | live if requantization.left_out(conversions, key, stored.get(key), live.get(key))
+            key
+            for key in stored_entries | live
+            if requantization.left_out(conversions, key, stored_entries.get(key), live.get(key))
         }
-    stored = {key: entry for key, entry in stored.items() if key not in ignored}
+    stored_entries = {key: entry for key, entry in stored_entries.items() if key not in ignored}
     live = {key: value for key, value in live.items() if key not in ignored}
     casts = {f"model.{change.name}" for change in conversions if change.sets_master}
-    fit.check_model(request.path, stored, live, None if request.requantize and request.lossy else casts)
+    fit.check_model(request.path, stored_entries, live, None if request.requantize and request.lossy else casts)
     if optimizer is not None:
         fit.check_optimizer(
             request.path,
-            stored,
+            stored_entries,
             live,
             optimizer,
             can_convert=lambda: not states and bool(requantization.state_conversions(reader, optimizer, numbers)),
@@ -319,7 +321,7 @@ def plan_load(request: LoadRequest, contents: CheckpointContents) -> LoadPlan:
         settings=settings,
         conversions=conversions,
         states=states,
-        ignored=ignored | (stored.keys() - live.keys()) | (objects - settings.keys()),
+        ignored=ignored | (stored_entries.keys() - live.keys()) | (objects - settings.keys()),
         rank_states=rank_states,
         left=left,
     )
