@@ -336,8 +336,11 @@ def check_ties(reader: SafeReader, model: nn.Module, stepped: Iterable[Tensor]) 
 
 def _are_equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     """Whether tensors are equal bit for bit."""
-    pairs = [(value, two.get(suffix)) for suffix, value in one.items()]
     return one.keys() == two.keys() and all(
-        a.dtype == b.dtype and torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
-        for a, b in pairs
+        value.dtype == two[suffix].dtype and torch.equal(_bytes(value), _bytes(two[suffix]))
+        for suffix, value in one.items()
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

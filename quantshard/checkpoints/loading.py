@@ -415,10 +415,12 @@ def _extra_targets(reader: SafeReader) -> dict[str, Tensor | None]:
     """The targets to read the caller's entries into: an empty CPU tensor, or None for an object."""
     targets: dict[str, Tensor | None] = {}
     for key, entry in reader.entries.items():
-        if key.startswith(f"{EXTRA}."):
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            target = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") if is_tensor else None
-            targets[key.removeprefix(f"{EXTRA}.")] = target
+        if not key.startswith(f"{EXTRA}."):
+            continue
+        name = key.removeprefix(f"{EXTRA}.")
+        targets[name] = None
+        if isinstance(entry, TensorStorageMetadata):
+            targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
     return targets
 
 

@@ -256,12 +256,14 @@ def _check_pieces(metadata: Metadata, sizes: Mapping[str, int], packed: bool) ->
     """Check that every piece has a range of its own, inside its file and large enough."""
     locations, ends = metadata.storage_data, dict.fromkeys(sizes, 0)
     for key, entry in metadata.state_dict_metadata.items():
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        for offsets, elements in [(c.offsets, c.sizes.numel()) for c in entry.chunks] if is_tensor else [(None, 0)]:
+        pieces: list[tuple[torch.Size | None, int]] = [(None, 0)]
+        if isinstance(entry, TensorStorageMetadata):
+            itemsize = 0.5 if packed else entry.properties.dtype.itemsize
+            pieces = [(chunk.offsets, int(chunk.sizes.numel() * itemsize)) for chunk in entry.chunks]
+        for offsets, minimum in pieces:
             location = locations.get(MetadataIndex(key, offsets))
             if location is None:
                 raise CheckpointError(f"it does not say where {key!r:.120} is")
-            minimum = elements // 2 if packed else elements * (entry.properties.dtype.itemsize if is_tensor else 0)
             if location.length < minimum:
                 raise CheckpointError(f"{key!r:.120} takes {minimum} bytes, and {location.length} are stored")
     for location in sorted(locations.values(), key=lambda one: (one.relative_path, one.offset, one.length)):

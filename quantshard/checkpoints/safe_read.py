@@ -281,7 +281,7 @@ class SafeReader(FileSystemReader):
         state.update(self.objects)
         self.objects.clear()
 
-    def _load_error(self, error: Exception) -> CheckpointError:
+    def _load_error(self, error: BaseException) -> CheckpointError:
         reason = agreement.first_failure(error)
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
         if any(isinstance(cause, MemoryError | torch.OutOfMemoryError) for cause in causes):

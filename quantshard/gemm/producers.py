@@ -87,23 +87,17 @@ class OperandProducer:
         return source
 
 
+@dataclass
 class TensorSource(OperandProducer):
-    """Values [R, C] in memory, optionally with the amaxes of blocks that a plan measures.
+    """Values `like` [R, C] in memory, optionally with the amaxes of blocks that a plan measures.
 
     `nan_flag`: scalar that is NaN if values are not finite, if the producer of the values checked this. `swizzle`:
     weights that the quantizing kernel may lay out as well; other kernels ignore them.
     """
 
-    def __init__(self, values: Tensor) -> None:
-        super().__init__(values)
-        self.blocks: AmaxRequest | None = None
-        self.nan_flag: Tensor | None = None
-        self.swizzle: SwizzleRequest | None = None
-
-    @property
-    def values(self) -> Tensor:
-        """The values."""
-        return self.like
+    blocks: AmaxRequest | None = None
+    nan_flag: Tensor | None = None
+    swizzle: SwizzleRequest | None = None
 
     @staticmethod
     def empty(like: Tensor, plan: KernelPlan | None = None) -> TensorSource:

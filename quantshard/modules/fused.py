@@ -150,13 +150,13 @@ class SavedInputPolicy(NamedTuple):
         return SavedInputPolicy(needs_input and not remakes, needs_input and remakes)
 
 
-def _remakes(recipe: Recipe, asked: bool, cheap: bool) -> bool:
-    """Return True if backward quantizes normalized rows or an activation again. `asked`: recomputation was requested.
+def _remakes(recipe: Recipe, recomputes: bool, cheap: bool) -> bool:
+    """Return True if backward quantizes normalized rows or an activation again.
 
-    `cheap`: there are many normalized rows. If forward's amax is enough to quantize them again in one read, that is
-    always done, because it costs less than keeping the codes until backward.
+    `recomputes`: recomputation was requested. `cheap`: there are many normalized rows. If forward's amax is enough to
+    quantize them again in one read, that is always done, because it costs less than keeping the codes until backward.
     """
-    if not asked:
+    if not recomputes:
         pair = recipe.activations[TensorRole.INPUT]
         if not cheap or None in pair or not operands.scales_by_one_amax(pair):
             return False
@@ -164,8 +164,8 @@ def _remakes(recipe: Recipe, asked: bool, cheap: bool) -> bool:
 
 
 @private_torch.constant_in_graphs
-def _remakes_in_graph(setting: str, asked: bool, cheap: bool) -> bool:
-    return _remakes(context.setting(setting).recipe, asked, cheap)
+def _remakes_in_graph(setting: str, recomputes: bool, cheap: bool) -> bool:
+    return _remakes(context.setting(setting).recipe, recomputes, cheap)
 
 
 def _traced(

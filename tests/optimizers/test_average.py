@@ -181,10 +181,10 @@ def test_what_cannot_be_averaged() -> None:
             with pytest.raises(ConfigurationError, match="ema_decay="):
                 build(kind, ema_decay=decay)
     for kind in ("FusedAdam", "MasterWeights"):
-        with pytest.raises(ConfigurationError, match="keeps no averages"):
+        with pytest.raises(ConfigurationError, match="ema_decay cannot be set for one group"):
             OPTIMIZERS[kind]([{"params": [nn.Parameter(torch.ones(2))], "ema_decay": 0.5}])
     optimizer.param_groups[0]["ema_decay"] = 2.0
-    with pytest.raises(ConfigurationError, match=r"group 0 .* group\(ema_decay=2.0\)"):
+    with pytest.raises(ConfigurationError, match=r"param_groups\[0\]: ema_decay=2\.0"):
         step(model, optimizer, 0)
 
 

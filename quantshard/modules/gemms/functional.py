@@ -65,13 +65,13 @@ class PreparedLinear(NamedTuple):
         return (*self.weights, *self.biases)
 
     def saved(
-        self, kept: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
+        self, x_wgrad: WgradOperand, x_shape: Sequence[int], dtype: torch.dtype, rereads: bool
     ) -> tuple[LinearBackward, list[Tensor]]:
         """Return the `LinearBackward` of this forward and the tensors to save for it.
 
-        `kept`: wgrad's operand of the input. `rereads`: the operand was not kept, and backward recomputes it.
+        `x_wgrad`: wgrad's operand of the input. `rereads`: the operand was not kept, and backward recomputes it.
         """
-        rebuild, x_tensors = to_saved(kept)
+        rebuild, x_tensors = to_saved(x_wgrad)
         bias_dtypes = []
         for bias in self.biases:
             bias_dtypes.append(None if bias is None else bias.dtype)

@@ -263,7 +263,7 @@ class OperandRequest:
     ) -> GemmOperands:
         """Wrap a kernel's outputs as operands. `source`: the input values, for a GEMM in high precision."""
         plan, (target, transposed_target) = self.plan, targets
-        values = None if source is None else source.values
+        values = None if source is None else source.like
         first = second = None
         if target is not None:
             first = plan.one.operand(target)
@@ -285,7 +285,7 @@ class OperandRequest:
     def show(self, source: producers.OperandProducer, result: GemmOperands) -> None:
         """Report the operands to the observer, if there is one."""
         if self.watching is not None:
-            values = source.measured().values
+            values = source.measured().like
             self.watching.see_both(values, result.first, result.second.operand, result.second.transposed)
 
     def run_oracle(self, values: Tensor) -> GemmOperands:

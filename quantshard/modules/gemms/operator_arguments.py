@@ -60,10 +60,10 @@ def handle(module: LinearModule, device: torch.device) -> Tensor:
     return tensor
 
 
-def handle_beside(module: Any, known: Tensor) -> Tensor:
+def handle_beside(module: Any, current: Tensor) -> Tensor:
     """Return the handle of a module, or a new one if the module's parameters have moved to another device."""
-    device = next((param.device for param in module.parameters()), known.device)
-    return known if device == known.device or device.type == "meta" else handle(module, device)
+    device = next((param.device for param in module.parameters()), current.device)
+    return current if device == current.device or device.type == "meta" else handle(module, device)
 
 
 # Static facts ---------------------------------------------------------------------------------------------------------

@@ -41,10 +41,10 @@ class SharedInput:
         self.last: _QuantizedInput | None = None
         self._made = 0
 
-    def keep(self, x: Tensor, wanted: Wanted, made: GemmOperands) -> int:
+    def keep(self, x: Tensor, wanted: Wanted, operands: GemmOperands) -> int:
         """Cache the operands of an input for the other layers and return the new serial number."""
         self._made += 1
-        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, wanted, made)
+        self.last = _QuantizedInput(weakref.ref(x, self._forget), self._made, wanted, operands)
         return self._made
 
     def _forget(self, x: weakref.ReferenceType[Tensor]) -> None:

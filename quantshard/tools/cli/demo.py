@@ -340,11 +340,8 @@ class DemoRun:
             table.add_row(what, result, "" if holds is None else "ok" if holds else "FAILED")
         self.say("", "Summary")
         self.console.print(table)
-        names = ", ".join(run.path.name for run in (self.whole, self.killed, self.single))
-        self.say(
-            f"  the runs: {names} in {self.out}, with logs",
-            f"  to compare their losses: quantshard report {self.out}/*/",
-        )
+        runs = " ".join(str(run.path) for run in (self.whole, self.killed, self.single))
+        self.say(f"  logs are in {self.out}; to compare the losses: quantshard report {runs}")
 
 
 # Running commands

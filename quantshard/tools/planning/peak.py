@@ -28,14 +28,14 @@ _MOST_TRIES = 8
 class ParameterShare:
     """A parameter and its row in `plan`.
 
-    `layer`: the layer that `fully_shard` wraps the parameter with; None for the model itself. `again`: whether the
+    `layer`: the layer that `fully_shard` wraps the parameter with; None for the model itself. `regathered`: whether the
     parameter is all-gathered again in backward.
     """
 
     layer: nn.Module | None
     param: Tensor
     row: Row
-    again: bool
+    regathered: bool
 
     @property
     def held(self) -> int:
@@ -96,7 +96,7 @@ def _sharding(layers: Sequence[nn.Module], shares: Sequence[ParameterShare], ran
     units = {id(layer): UnitSizes() for layer in (None, *layers)}
     for share in shares:
         sizes = units[id(share.layer)].with_parameter(*share.sizes(ranks))
-        units[id(share.layer)] = replace(sizes, reshards=share.again)
+        units[id(share.layer)] = replace(sizes, reshards=share.regathered)
     return StepSharding([(layer, units[id(layer)]) for layer in layers], units[id(None)], ranks, replicas)
 
 

@@ -49,12 +49,12 @@ class Allocation:
 
 @dataclass
 class MemoryTimeline:
-    """Allocations of all operations that run within `recorded`, except the storages of `given` tensors.
+    """Allocations of all operations that run within `recorded`, except the storages of `existing` tensors.
 
     Moments are numbers; each operation is one moment.
     """
 
-    given: Iterable[Tensor] = ()
+    existing: Iterable[Tensor] = ()
     now: int = 0
     kind: str = ""
     allocations: list[Allocation] = field(default_factory=list)
@@ -62,7 +62,7 @@ class MemoryTimeline:
     def __post_init__(self) -> None:
         self._live: dict[int, tuple[Any, Allocation]] = {}
         # References keep the ids of these storages from being reused.
-        self._held = [tensor.untyped_storage() for tensor in self.given]
+        self._held = [tensor.untyped_storage() for tensor in self.existing]
         self._known = set(map(id, self._held))
 
     @contextmanager

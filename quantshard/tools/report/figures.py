@@ -35,7 +35,7 @@ class Sparkline:
     """A one-line text chart of all added values, averaged over growing windows so that memory stays bounded."""
 
     points: list[float] = field(default_factory=list)
-    each: int = 1
+    values_per_point: int = 1
     _sum: float = 0.0
     _count: int = 0
 
@@ -44,13 +44,13 @@ class Sparkline:
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
-        if self._count < self.each:
+        if self._count < self.values_per_point:
             return
         self.points.append(self._sum / self._count)
         self._sum, self._count = 0.0, 0
         if len(self.points) >= _MOST_POINTS:
             self.points = [(a + b) / 2 for a, b in zip(self.points[::2], self.points[1::2], strict=True)]
-            self.each *= 2
+            self.values_per_point *= 2
 
     def text(self, width: int, ascii_only: bool = False) -> str:
         """Render the curve in at most `width` characters."""

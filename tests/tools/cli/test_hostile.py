@@ -205,7 +205,7 @@ def test_what_is_read_is_said_before(run: Path, sound: dict[str, Any]) -> None:
 
 
 ODD = {
-    b"caf\xe9": r"caf\\udce9 is not UTF-8",
+    b"caf\xe9": r"caf\\udce9",
     b"\x1b[31mred": r"\\x1b\[31mred",
     b"two\nlines": r"two lines",
     b"[red]x": r"\[red\]x",
@@ -227,7 +227,7 @@ def test_names_are_shown_without_harm(tmp_path: Path, name: bytes) -> None:
     os.unlink(folder)
     os.mkfifo(folder)
     refused(told("train", "--run", tmp_path / "r", "--data", os.fsdecode(folder)), ODD[name])
-    refused(told("resume", os.fsdecode(folder)), ODD[name].removesuffix(" is not UTF-8"))
+    refused(told("resume", os.fsdecode(folder)), ODD[name])
     assert not (tmp_path / "r").exists()
 
 

@@ -94,6 +94,7 @@ def read_table(values: Mapping[str, Any], kinds: Mapping[str, SettingType], wher
             result[name] = kind.read(value)
         except (TypeError, OverflowError):
             type_name = _NAMES.get(kind.type, kind.type.__name__)
-            raise ConfigurationError(f"{where}: {name} = {shown_value(value)} must be {type_name}") from None
+            range_ = "" if type_name in str(kind) else f": {kind}"
+            raise ConfigurationError(f"{where}: {name} = {shown_value(value)} must be {type_name}{range_}") from None
         check_value(name, result[name], kind, f"{where}: ")
     return result
