@@ -350,7 +350,7 @@ class DemoRun:
 @contextmanager
 def started(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a quantshard command in its own process group, which is killed at the end of the block."""
-    with outputs.written_file(log, within=log.parent) as output:
+    with outputs.create_file(log) as output:
         process = subprocess.Popen(
             _command(arguments), env=_environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -85,6 +85,16 @@ def remove_unfinished(folder: Path, *names: str) -> None:
                 os.unlink(folder / name)
 
 
+def create_file(path: Path) -> BinaryIO:
+    """Create a new file and open it for writing.
+
+    Raises:
+        ConfigurationError: the file exists or cannot be created.
+    """
+    with _errors_of(path):
+        return open(path, "xb")
+
+
 def check_writable(path: Path) -> None:
     """Check that `write_file` can write `path`, before its content is computed.
 
