@@ -5,7 +5,7 @@ Some arguments support only one value here. That value is accepted and dropped, 
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from quantshard import recipe
 from quantshard.errors import ConfigurationError
@@ -97,7 +97,8 @@ class RecipeAdapter(type):
 
 
 def _adapted(kind: type[_Recipe]) -> type[_Recipe]:
-    return RecipeAdapter(kind.__name__, (kind,), {"__module__": __name__, "__doc__": kind.__doc__})
+    adapted: Any = RecipeAdapter(kind.__name__, (kind,), {"__module__": __name__, "__doc__": kind.__doc__})
+    return cast("type[_Recipe]", adapted)
 
 
 DelayedScaling = _adapted(recipe.DelayedScaling)
