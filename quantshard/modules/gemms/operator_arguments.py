@@ -201,8 +201,8 @@ class StepArguments(NamedTuple):
     @staticmethod
     def of_backward(arguments: Sequence[Any]) -> StepArguments:
         """Group the arguments of a backward operator."""
-        shared, others = tuple(arguments[:_BOTH]), tuple(arguments[_BOTH:])
-        return StepArguments(*(*shared, None, (), *others))
+        fields = [*arguments[:_BOTH], None, (), *arguments[_BOTH:]]
+        return StepArguments(*fields)
 
     @property
     def structure(self) -> StepStructure:
