@@ -81,7 +81,7 @@ def app() -> typer.Typer:
     """Build the command line with all commands."""
     line = typer.Typer(
         name="quantshard",
-        help="Train PyTorch models whose weights are low-precision numbers, sharded, and resume them bit for bit.",
+        help="Train PyTorch models with low-precision weights, sharded, and resume them bit for bit.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

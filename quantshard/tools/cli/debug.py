@@ -30,23 +30,24 @@ def register(app: typer.Typer) -> None:
 def debug(
     source: Annotated[str, typer.Argument(metavar="X", help="a run, or a checkpoint of one")],
     data: Annotated[
-        list[str] | None, typer.Option("--data", metavar="PATH", help="other text than the run's; repeatable")
+        list[str] | None, typer.Option("--data", metavar="PATH", help="text to use instead of the run's; repeatable")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="sequences of the batch")] = 4,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 16, metavar="N", help="sequences in the batch")] = 4,
     end_to_end: Annotated[
-        bool, typer.Option("--end-to-end", help="quantize one layer at a time too, a pass for each, and rank by that")
+        bool,
+        typer.Option("--end-to-end", help="also quantize one layer at a time, one pass each, and rank by the result"),
     ] = False,
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
+        str | None, typer.Option(metavar="PLACE", help="folder or URL of the run's checkpoints")
     ] = None,
     remove: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="suggest the fewest layers with this share of the squared errors"),
+        typer.Option(metavar="SHARE", help="suggest the fewest layers that cause this share of the squared error"),
     ] = None,
-    wide: Annotated[bool, typer.Option("--wide", help="every operand")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="all of it, as JSON")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="show every operand")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Compare a run's model with itself in float32, in one batch forward and backward, in one process.
+    """Compare a run's model with float32 on one batch, layer by layer, in one process.
 
     Each operand of each GEMM is quantized alone, and ranked by the error that it adds to the result. The last line says
     which layers stand out and should stay in BF16, as `train --recipe` takes it: those with errors above twice the

@@ -84,12 +84,10 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="folder for all that is written")] = Path("demo-run"),
-    config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="TOML file of settings (those of `train`) to use instead")
-    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="output folder")] = Path("demo-run"),
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with settings of `train`")] = None,
 ) -> None:
-    """Train a model with 8-bit weights, kill it, resume it on other numbers of processes, and compare every bit.
+    """Train a model with 8-bit weights, kill it, resume it on other process counts, and compare every bit.
 
     Takes less than four minutes on two CPU cores, and needs no GPU and no download.
     """

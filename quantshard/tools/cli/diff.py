@@ -89,10 +89,10 @@ def diff(
     checkpoint_a: Annotated[
         str, typer.Argument(metavar="CKPT_A", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
     ],
-    checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the one to compare it with")],
-    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    checkpoint_b: Annotated[str, typer.Argument(metavar="CKPT_B", help="the checkpoint to compare with")],
+    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Compare two checkpoints bit by bit, whatever processes and meshes wrote them.
+    """Compare two checkpoints bit by bit; they may be from different meshes.
 
     Counts the differences of weights, optimizer and the rest, with the largest, and names the first. Exit code 0:
     equal; 1: different; 2: one cannot be read.

@@ -37,7 +37,10 @@ _LONGEST = 1 << 30
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 MAP = typer.Option(
-    "--names", metavar="MAP", help="TOML: our names -> theirs. Default: Llama's, or the model's own", show_default=False
+    "--names",
+    metavar="MAP",
+    help="TOML file: our names -> theirs. Default: Llama's names or the model's own",
+    show_default=False,
 )
 RECIPE = typer.Option(
     "--recipe",
@@ -45,7 +48,7 @@ RECIPE = typer.Option(
     f"the files, or {recipe.AUTO}",
     show_default=False,
 )
-LOSSY = typer.Option("--lossy", help="quantize anew what does not go over exactly")
+LOSSY = typer.Option("--lossy", help="requantize what cannot be converted exactly")
 
 
 def register(app: typer.Typer) -> None:
@@ -62,27 +65,27 @@ def export(
     layout: Annotated[
         str, typer.Option(help=f"one of {', '.join(dict.fromkeys(row.family for row in LAYOUTS.values()))}, or a row")
     ],
-    out: Annotated[Path, typer.Option(help="a folder that does not exist")],
+    out: Annotated[Path, typer.Option(help="a new folder")],
     names_file: Annotated[Path | None, MAP] = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="with config.json and tokenizer. Default: that of the run, if it is one's"),
+        typer.Option(metavar="DIR", help="folder with config.json and tokenizer. Default: the run's"),
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="of one file, such as 5GB")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="maximum file size, such as 5GB")] = "5GB",
     values: Annotated[
-        str, typer.Option(help="of the masters or the weights, in plain layouts; or ema: their averages, in any")
+        str, typer.Option(help="masters or weights (plain layouts), or ema: averages (any layout)")
     ] = "masters",
     lossy: Annotated[bool, LOSSY] = False,
     zero_centered_gamma: Annotated[
         bool | None,
         typer.Option(
             "--zero-centered/--no-zero-centered",
-            help="norm weights are gamma - 1, of a checkpoint that does not record it",
+            help="norm weights are stored as gamma - 1, if the checkpoint does not record it",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint's model as safetensors that other programs read, one weight in memory at a time."""
+    """Write a checkpoint's model as safetensors for other programs, one weight at a time."""
     inputs.existing(checkpoint, "a checkpoint")
     tokenizer = tokenizer_of_run(checkpoint) if config is None else {}
     config_path = (
@@ -106,13 +109,13 @@ def export(
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="safetensors with config.json, of a Llama")],
-    out: Annotated[str, typer.Option(help="the checkpoint to write: a folder that does not exist, or a URL")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder with safetensors and config.json")],
+    out: Annotated[str, typer.Option(help="checkpoint to write: a new folder or a URL")],
     recipe_name: Annotated[str | None, RECIPE] = None,
     names_file: Annotated[Path | None, MAP] = None,
     lossy: Annotated[bool, LOSSY] = False,
 ) -> None:
-    """Write a checkpoint of quantized weights from safetensors of any layout, or in high precision.
+    """Write a checkpoint of quantized weights from safetensors of any layout.
 
     The checkpoint holds the model alone, by the names of quantshard's own decoder, which train has without --model;
     `quantshard.layouts.load` loads into a model of yours, sharded, too.
@@ -142,17 +145,17 @@ def import_(
 
 def convert_te(
     source: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="of torch.distributed.checkpoint, with TE 2.17 or later")
+        Path, typer.Argument(metavar="CKPT", help="DCP checkpoint written with TransformerEngine 2.17 or later")
     ],
-    like: Annotated[Path, typer.Option(metavar="CKPT", help="of the model that is to go on, saved when it is new")],
-    out: Annotated[Path, typer.Option(help="the checkpoint to write, a folder that does not exist")],
-    model: Annotated[str, typer.Option(help="where the model's state dict is; '': at the top")] = "model",
-    optimizer: Annotated[str, typer.Option(help="where the optimizer's is")] = "optimizer",
+    like: Annotated[Path, typer.Option(metavar="CKPT", help="checkpoint of the new quantshard model")],
+    out: Annotated[Path, typer.Option(help="the checkpoint to write, a new folder")],
+    model: Annotated[str, typer.Option(help="key of the model's state dict; '': top level")] = "model",
+    optimizer: Annotated[str, typer.Option(help="key of the optimizer's state dict")] = "optimizer",
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="quantize anew or round what does not go over exactly")
+        bool, typer.Option("--lossy", help="requantize or round what cannot be converted exactly")
     ] = False,
 ) -> None:
-    """Write a TransformerEngine checkpoint (model, FusedAdam) as one of ours, and list what is not exact."""
+    """Convert a TransformerEngine checkpoint (model, FusedAdam), and list what is not exact."""
     for checkpoint in (source, like):
         inputs.existing(checkpoint, "a checkpoint")
     result = transformer_engine.convert(source, like, out, model=model, optimizer=optimizer, lossy=lossy)

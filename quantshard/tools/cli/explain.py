@@ -62,9 +62,9 @@ RECIPE = typer.Option(
     metavar="NAME",
     help=f"of a run or a config.json: {', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM or layer as of train",
 )
-WIDE = typer.Option("--wide", help="every column, and a row for every tensor")
+WIDE = typer.Option("--wide", help="show every column and every tensor")
 WIDER = "a wider terminal or --wide has them"
-JSON = typer.Option("--json", help="all of it, as JSON")
+JSON = typer.Option("--json", help="print everything as JSON")
 
 
 def register(app: typer.Typer) -> None:
@@ -79,7 +79,7 @@ def explain(
     wide: Annotated[bool, WIDE] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> None:
-    """Show how each parameter of a model is stored, in how many bytes, and how its GEMMs run, whole in one process.
+    """Show how each parameter of a model is stored, its bytes, and how its GEMMs run.
 
     A model of a config.json is converted first, without weights (needs transformers).
     """
@@ -105,9 +105,9 @@ def plan(
         ),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="ranks, all in dp_shard; or those of the mesh")
+        int | None, typer.Option(min=1, metavar="N", help="number of ranks, if there is no --mesh: all in dp_shard")
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="whose share is shown")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="rank to show")] = 0,
     recipe_: Annotated[str | None, RECIPE] = None,
     optimizer: Annotated[
         str | None, typer.Option(metavar="NAME", help=f"{', '.join(ALGORITHMS)}. Default: that of a run, or {ADAMW}")
@@ -116,28 +116,28 @@ def plan(
         str | None, typer.Option(metavar="NAME", help=f"of masters and moments: {', '.join(PRESETS)}, {FLOAT32_STATES}")
     ] = None,
     ema: Annotated[
-        bool | None, typer.Option(help="an average of the weights. Default: as X", show_default=False)
+        bool | None, typer.Option(help="count an average of the weights. Default: as in X", show_default=False)
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="sequences of a micro-batch on a rank. Default: that of a run"),
+        typer.Option(min=1, metavar="N", help="sequences per pass and rank. Default: the run's"),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="tokens of a sequence. Default: that of a run")
+        int | None, typer.Option(min=1, metavar="N", help="tokens per sequence. Default: the run's")
     ] = None,
     checkpoint_activations: Annotated[
-        bool, typer.Option("--recompute", help="each layer is recomputed in backward")
+        bool, typer.Option("--recompute", help="recompute each layer in backward")
     ] = False,
     compute_capability: Annotated[
-        str, typer.Option(metavar="X.Y", help="of the GPU, which says what products are emulated")
+        str, typer.Option(metavar="X.Y", help="compute capability of the GPU, which determines the emulated GEMMs")
     ] = "9.0",
     memory: Annotated[
-        float | None, typer.Option(min=0, metavar="GIB", help="of a GPU: tells the largest batch that fits in it")
+        float | None, typer.Option(min=0, metavar="GIB", help="GPU memory: print the largest batch that fits")
     ] = None,
     wide: Annotated[bool, WIDE] = False,
     json_: Annotated[bool, JSON] = False,
 ) -> None:
-    """Show what one rank of a mesh would hold, send and reduce, the optimizer's states included; nothing is started.
+    """Show what one rank of a mesh would hold, send and reduce, without starting anything.
 
     Repeated layers are sharded one by one, as fully_shard is called. With an axis tp the linear layers of attention
     and MLP are cut by columns and rows. With a batch, the peak of a training step: activations, gathered weights and

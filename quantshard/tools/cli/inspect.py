@@ -32,12 +32,10 @@ def register(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Annotated[
-        str, typer.Argument(metavar="CKPT", help="a checkpoint or its URL, or safetensors: a file or a folder")
-    ],
-    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    path: Annotated[str, typer.Argument(metavar="CKPT", help="checkpoint, its URL, or safetensors (file or folder)")],
+    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
     wide: Annotated[bool, WIDE] = False,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="read scales and codes too")] = True,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="also read scales and codes")] = True,
 ) -> None:
     """Show what is inside a checkpoint: formats, shapes, bytes, scales, and shares of saturated and zero codes.
 
@@ -137,9 +135,9 @@ def verify(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CKPT", help="a checkpoint, e.g. DIR/checkpoints/step-000100, or its URL")
     ],
-    json_: Annotated[bool, typer.Option("--json", help="what was found, as JSON")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Check that a checkpoint is whole: its files' checksums, its tensors' pieces, its weights' components.
+    """Check that a checkpoint is complete: checksums of files, pieces of tensors, components of weights.
 
     It may come from anybody: nothing in it is run. Exit code 0: nothing is wrong; 1: something is, a line each.
     """

@@ -42,14 +42,14 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="folders of runs, or their URLs")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="the page to write; an older report is replaced")] = Path(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders or URLs")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="page to write; replaces an existing report")] = Path(
         "report.html"
     ),
-    force: Annotated[bool, typer.Option("--force", help="replace FILE even if it is no report")] = False,
-    open_: Annotated[bool, typer.Option("--open", help="show it in the browser then")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace FILE even if it is not a report")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
-    """Compare runs in one HTML file: losses, speed, memory, statistics of tensors, settings, checkpoints, versions.
+    """Compare runs in one HTML file: losses, speed, memory, statistics, settings, checkpoints.
 
     The file needs no network and no other file, and may be sent. Runs that are still trained are shown as they are now.
     """
@@ -66,14 +66,14 @@ def report(
 
 
 def watch(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="folder of a run, or its URL")],
-    once: Annotated[bool, typer.Option("--once", help="show it as it is now, and end")] = False,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run folder or URL")],
+    once: Annotated[bool, typer.Option("--once", help="show the current state and exit")] = False,
     every: Annotated[
         float | None,
-        typer.Option(metavar="S", min=0.1, max=3600, help="seconds between looks. Default: 1, or 5 at a URL"),
+        typer.Option(metavar="S", min=0.1, max=3600, help="seconds between updates. Default: 1, or 5 for a URL"),
     ] = None,
 ) -> None:
-    """Follow a run while it is trained, here or elsewhere: its figures as they change, or a line a step in a pipe.
+    """Follow a run while it trains; in a pipe, print one line per step.
 
     Waits for a run that does not exist yet, and ends when the run does. Nothing is written, and a run that has ended is
     shown as it was left.

@@ -24,11 +24,11 @@ def register(app: typer.Typer) -> None:
 def status(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are: a folder or a URL")
+        str | None, typer.Option(metavar="PLACE", help="folder or URL of the run's checkpoints")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Say whether a run has done all of its steps, by its last complete checkpoint that has all of its files.
+    """Report whether a run is finished, according to its last complete checkpoint.
 
     What is in the files is not read: `verify` does.
     A URL that the run's config.toml names is asked only if you name it too, with --checkpoints.

@@ -23,20 +23,20 @@ def register(app: typer.Typer) -> None:
 
 
 def tokenize(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as of train --data")],
-    out: Annotated[Path, typer.Option(help="folder of the shards: new, or begun by the same command")],
-    tokenizer: Annotated[
-        str, typer.Option(metavar="DIR", help="folder with tokenizer.json, or the file. Default: tokens are bytes")
-    ] = "",
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="files or folders, as for train --data")],
+    out: Annotated[
+        Path, typer.Option(help="folder for the shards: new, or from an interrupted run of the same command")
+    ],
+    tokenizer: Annotated[str, typer.Option(metavar="DIR", help="tokenizer.json or its folder. Default: bytes")] = "",
     end_of_document: Annotated[
-        str, typer.Option(metavar="TOKEN", help="ends a document. Default: the tokenizer's eos_token")
+        str, typer.Option(metavar="TOKEN", help="token at the end of a document. Default: the tokenizer's eos_token")
     ] = "",
-    text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column of the texts")] = "text",
-    data_split: Annotated[str, typer.Option(metavar="NAME", help="split of a dataset's folder")] = "train",
-    data_format: Annotated[str, typer.Option(help="auto: by name; or text: every file is one")] = "auto",
-    shard_size: Annotated[str, typer.Option(help="characters of text per shard, about")] = "100MB",
+    text_field: Annotated[str, typer.Option(metavar="NAME", help="key or column with the text")] = "text",
+    data_split: Annotated[str, typer.Option(metavar="NAME", help="split to use from a dataset folder")] = "train",
+    data_format: Annotated[str, typer.Option(help="auto: by file name; text: read every file as text")] = "auto",
+    shard_size: Annotated[str, typer.Option(help="approximate characters per shard")] = "100MB",
 ) -> None:
-    """Make token shards of texts, on all CPUs, for quantshard train --data OUT.
+    """Tokenize texts into shards on all CPUs, for `quantshard train --data OUT`.
 
     A stopped call is gone on with by the same command.
     """

@@ -45,7 +45,7 @@ _COMMON = frozenset(
 )
 """Settings that `--help` shows; `--help-all` shows all."""
 
-_PROCESSES = "processes to start here. Default: the product of the mesh, or "
+_PROCESSES = "number of processes. Default: that of the mesh, or "
 
 
 def register(app: typer.Typer) -> None:
@@ -73,11 +73,16 @@ def train(
         Path, typer.Option("--run", "--run-dir", metavar="DIR", help="new folder of the run", show_default=False)
     ],  # torchrun takes --run for its own --run-path on Python 3.11 and before
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="processes. Default: mesh, FILE, one for each GPU, or 1")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="number of processes. Default: that of the mesh or FILE, one per GPU, or 1"
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags go first")] = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file of settings; flags take precedence")
+    ] = None,
     auto_resume: Annotated[
-        bool, typer.Option("--auto-resume", help="go on with DIR if it is there", show_default=False)
+        bool, typer.Option("--auto-resume", help="resume DIR if it exists", show_default=False)
     ] = False,
     help_all: Annotated[
         bool,
@@ -85,11 +90,11 @@ def train(
     ] = False,
     more_data: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data, after --data: texts/*.txt"),
+        typer.Argument(metavar="PATH", rich_help_panel="Data", help="more data after --data, such as texts/*.txt"),
     ] = None,
     **flags: Any,
 ) -> None:
-    """Train a language model with quantized weights, sharded over processes or those of torchrun, into a new folder."""
+    """Train a language model with quantized weights on several processes, into a new folder."""
     if more_data:  # the shell expanded --data texts/*.txt
         if not flags["data"]:
             raise ConfigurationError(f"unexpected argument {more_data[0]!r}; data are named with --data")
@@ -132,45 +137,45 @@ def train(
 def resume(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="folder of the run")],
     nproc_per_node: Annotated[int | None, typer.Option(min=1, metavar="N", help=_PROCESSES + "as before")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="S", help="train up to this step instead")] = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="go on with another mesh, as in train. Default: as before, or all in dp_shard")
+    steps: Annotated[int | None, typer.Option(metavar="S", help="new number of steps")] = None,
+    mesh: Annotated[str | None, typer.Option(help="new mesh. Default: as before, or all in dp_shard")] = None,
+    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="new number of replicas (HSDP)")] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="K", help="new number of checkpoints to keep")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="N", help="also keep checkpoints of multiples of this step")
     ] = None,
-    dp_replicate: Annotated[int | None, typer.Option(metavar="R", help="copies of the model (HSDP) instead")] = None,
-    keep_last: Annotated[int | None, typer.Option(metavar="K", help="newest checkpoints that are kept instead")] = None,
-    keep_every: Annotated[int | None, typer.Option(metavar="N", help="checkpoints that are kept too instead")] = None,
     async_save: Annotated[
-        bool | None, typer.Option(help="save in the background or not. Default: as before", show_default=False)
+        bool | None, typer.Option(help="save in the background. Default: as before", show_default=False)
     ] = None,
     deterministic: Annotated[
-        bool | None, typer.Option(help="turn deterministic mode on or off. Default: as before", show_default=False)
+        bool | None, typer.Option(help="deterministic mode. Default: as before", show_default=False)
     ] = None,
     cuda_graphs: Annotated[
-        bool | None, typer.Option(help="replay steps from a CUDA graph or not. Default: as before", show_default=False)
+        bool | None, typer.Option(help="replay steps from a CUDA graph. Default: as before", show_default=False)
     ] = None,
     data_: Annotated[
-        list[str] | None, typer.Option("--data", metavar="PATH", help="where the data are now, unchanged; repeatable")
+        list[str] | None, typer.Option("--data", metavar="PATH", help="new place of the same data; repeatable")
     ] = None,
     heldout_data: Annotated[
-        list[str] | None, typer.Option(metavar="PATH", help="where the held-out data are now, unchanged; repeatable")
+        list[str] | None, typer.Option(metavar="PATH", help="new place of the same held-out data; repeatable")
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="where the tokenizer is now, unchanged")] = None,
+    tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="new place of the same tokenizer")] = None,
     recipe_: Annotated[
         str | None,
-        typer.Option("--recipe", metavar="NAME", help="go on with weights of another recipe, made of the masters"),
+        typer.Option("--recipe", metavar="NAME", help="requantize the weights from the masters by another recipe"),
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"keep masters and moments by another preset, or {FLOAT32_STATES}: float32"),
+        typer.Option(metavar="NAME", help=f"new preset for masters and moments, or {FLOAT32_STATES}: float32"),
     ] = None,
     lossy: Annotated[
-        bool, typer.Option("--lossy", help="with --recipe: made of the codes where there are no masters")
+        bool, typer.Option("--lossy", help="with --recipe: requantize from the codes if there are no masters")
     ] = False,
     checkpoints: Annotated[
-        str | None, typer.Option(metavar="PLACE", help="where the run's checkpoints are now: a folder or a URL")
+        str | None, typer.Option(metavar="PLACE", help="new folder or URL of the run's checkpoints")
     ] = None,
     copy_to: Annotated[
-        str, typer.Option(metavar="CKPT", help="save what was loaded there too, from this mesh: diff finds it equal")
+        str, typer.Option(metavar="CKPT", help="also save what was loaded to CKPT, from the new mesh")
     ] = "",
 ) -> None:
     """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""

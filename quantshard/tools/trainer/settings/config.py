@@ -88,152 +88,152 @@ class TrainSettings:
     """Everything that determines a run, except the number of ranks and the content of the data."""
 
     model: str = _model("", f"a Hugging Face folder or config.json, or sizes: {', '.join(SIZES)}")
-    random_weights: bool = _model(False, "begin with random weights though the folder of the model has some")
+    random_weights: bool = _model(False, "start from random weights even if the model folder has weights")
     architecture: str = _model(
         "llama", "llama (RMSNorm, SwiGLU, rotary) or gpt (LayerNorm, GELU, bias)", choices=("llama", "gpt")
     )
-    hidden: int = _model(256, "width of the model", 1, SIZE)
+    hidden: int = _model(256, "hidden size", 1, SIZE)
     layers: int = _model(4, "number of transformer layers", 1, COUNT)
     heads: int = _model(4, "attention heads", 1, COUNT)
-    kv_heads: int = _model(0, "heads of keys and values (grouped-query attention); 0: as many as heads", 0, COUNT)
-    ffn: int = _model(0, "width of the feed-forward part; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, SIZE)
-    seq_length: int = _model(128, "tokens of one sequence", 2, SIZE)
-    experts: int = _model(0, "experts of each layer of a llama, of width ffn; 0: one MLP", 0, COUNT)
-    experts_per_token: int = _model(2, "experts that a token goes to", 1, COUNT)
-    head_dim: int = _model(0, "features of a head; 0: hidden over heads", 0, SIZE)
-    rope_theta: float = _model(10000.0, "base of the rotary positions of a llama", 1, 1e12)
+    kv_heads: int = _model(0, "key and value heads (grouped-query attention); 0: same as heads", 0, COUNT)
+    ffn: int = _model(0, "size of the MLP; 0: 8/3 (llama) or 4 (gpt) times hidden", 0, SIZE)
+    seq_length: int = _model(128, "tokens per sequence", 2, SIZE)
+    experts: int = _model(0, "experts per llama layer, each of size ffn; 0: one MLP", 0, COUNT)
+    experts_per_token: int = _model(2, "experts that process each token", 1, COUNT)
+    head_dim: int = _model(0, "size of a head; 0: hidden / heads", 0, SIZE)
+    rope_theta: float = _model(10000.0, "base of the rotary position embedding (llama)", 1, 1e12)
     norm_eps: float = _model(1e-5, "epsilon of the normalizations", 0, 1, more=True)
-    qk_norm: bool = _model(False, "normalize the heads of queries and keys, before they are rotated")
-    tied: bool = _model(False, "use the embedding as the output head too")
-    dropout: float = _model(0.0, "probability of dropout", 0, 1, less=True)
-    init_from: str = _model("", "weights to begin with, of a checkpoint or of safetensors")
+    qk_norm: bool = _model(False, "normalize query and key heads before the rotary embedding")
+    tied: bool = _model(False, "tie the output head to the embedding")
+    dropout: float = _model(0.0, "dropout probability", 0, 1, less=True)
+    init_from: str = _model("", "initial weights: a checkpoint or safetensors")
 
     data: tuple[str, ...] = _data(
         (), "file or folder of text, .jsonl, .parquet, .bin; repeatable. Default: the source of Python's library", 1
     )
-    data_weights: str = _data("", "share of the sequences that each --data gives, as 0.7,0.3. Default: by length")
-    tokenizer: str = _data("", "folder with tokenizer.json, or the file. Default: tokens are bytes")
-    end_of_document: str = _data("", "token that ends a document. Default: the tokenizer's eos_token")
-    vocabulary: int = _data(0, "tokens of the model; 0: those of the tokenizer, up to a multiple of 128", 0, SIZE)
-    text_field: str = _data("text", "key or column of texts in .jsonl, .parquet and datasets", 1)
-    data_split: str = _data("train", "split of a dataset's folder", 1, 200)
-    data_format: str = _data("auto", "auto: by name; or text: the bytes of every file", choices=("auto", "text"))
-    token_cache: str = _data("", "folder for the tokens that are made of data. Default: in the run's")
-    heldout: float = _data(0.02, "share of the text, at its end, that is kept to evaluate on", 0, 1, less=True)
-    heldout_data: tuple[str, ...] = _data((), "file or folder to evaluate on, instead of a share; repeatable", 1)
-    eval_sequences: int = _data(32, "sequences of the held-out text that an evaluation reads", 1, SIZE)
+    data_weights: str = _data(
+        "", "share of sequences from each --data, such as 0.7,0.3. Default: proportional to length"
+    )
+    tokenizer: str = _data("", "tokenizer.json or its folder. Default: bytes")
+    end_of_document: str = _data("", "token at the end of a document. Default: the tokenizer's eos_token")
+    vocabulary: int = _data(0, "vocabulary size; 0: the tokenizer's, rounded up to a multiple of 128", 0, SIZE)
+    text_field: str = _data("text", "key or column with the text in .jsonl, .parquet and datasets", 1)
+    data_split: str = _data("train", "split to use from a dataset folder", 1, 200)
+    data_format: str = _data("auto", "auto: by file name; text: read every file as text", choices=("auto", "text"))
+    token_cache: str = _data("", "folder for tokenized data. Default: in the run folder")
+    heldout: float = _data(0.02, "share of the text, at its end, held out for evaluation", 0, 1, less=True)
+    heldout_data: tuple[str, ...] = _data(
+        (), "file or folder for evaluation instead of a held-out share; repeatable", 1
+    )
+    eval_sequences: int = _data(32, "sequences per evaluation", 1, SIZE)
 
     steps: int = _training(200, "optimizer steps", 1, STEPS)
-    global_batch: int = _training(16, "sequences of a step, of all processes", 1, SIZE)
-    micro_batches: int = _training(1, "parts in which a process takes its share of a step, one by one", 1, SIZE)
-    micro_batch: int = _training(0, "sequences that a process takes at once, instead of micro_batches", 0, SIZE)
+    global_batch: int = _training(16, "sequences per step over all processes", 1, SIZE)
+    micro_batches: int = _training(1, "gradient accumulation: passes per step", 1, SIZE)
+    micro_batch: int = _training(0, "sequences per pass and process; sets micro_batches", 0, SIZE)
     optimizer: str = _training(
-        ADAMW, "adamw; lion; or muon, of hidden matrices, at AdamW's rate, and AdamW of the rest", choices=ALGORITHMS
+        ADAMW, "adamw, lion, or muon (hidden matrices; AdamW trains the rest)", choices=ALGORITHMS
     )
-    lr: float = _training(1e-3, "highest learning rate", 0, 1e6, more=True)
+    lr: float = _training(1e-3, "peak learning rate", 0, 1e6, more=True)
     schedule: str = _training(
-        "cosine", "cosine, linear, wsd or constant, after the warmup", choices=("cosine", "linear", "wsd", "constant")
+        "cosine", "after warmup: cosine, linear, wsd or constant", choices=("cosine", "linear", "wsd", "constant")
     )
-    warmup: int = _training(20, "steps in which lr is reached", 0, STEPS)
-    decay_steps: int = _training(0, "step at which the schedule ends; 0: steps, as the run was started with", 0, STEPS)
-    decay_share: float = _training(0.2, "share of decay_steps, at their end, in which wsd falls", 0, 1)
-    lr_floor: float = _training(0.1, "share of lr at which the schedule ends", 0, 1)
-    beta1: float = _training(0.9, "Adam's decay of the first moment; Lion's of its update", 0, 1, less=True)
-    beta2: float = _training(0.95, "Adam's decay of the second moment; Lion's of its first", 0, 1, less=True)
+    warmup: int = _training(20, "warmup steps", 0, STEPS)
+    decay_steps: int = _training(0, "step at which the schedule ends; 0: the steps of the run's first start", 0, STEPS)
+    decay_share: float = _training(0.2, "final share of decay_steps in which wsd decays", 0, 1)
+    lr_floor: float = _training(0.1, "final learning rate as a share of lr", 0, 1)
+    beta1: float = _training(0.9, "Adam: decay of the first moment; Lion: interpolation of the update", 0, 1, less=True)
+    beta2: float = _training(0.95, "Adam: decay of the second moment; Lion: decay of the moment", 0, 1, less=True)
     eps: float = _training(1e-8, "Adam's epsilon", 0, 1e6, more=True)
-    momentum: float = _training(0.95, "Muon's decay of its momentum", 0, 1, less=True)
-    weight_decay: float = _training(0.1, "decoupled weight decay of matrices", 0, 1e6)
-    balance_loss: float = _training(0.01, "weight of the loss that spreads tokens over experts", 0, 1e6)
-    z_loss: float = _training(0.0, "weight of the squared logarithm of the softmax's denominator, as 1e-4", 0, 1e6)
-    ema: float = _training(0.0, "decay of an average of the weights (EMA), as 0.999; 0: none", 0, 1, less=True)
-    clip: float = _training(1.0, "highest norm of the gradient; 0: no clipping", 0, 1e12)
-    seed: int = _training(0, "seed of the weights and of the order of the data", 0, (1 << 63) - 1)
+    momentum: float = _training(0.95, "Muon: decay of the momentum", 0, 1, less=True)
+    weight_decay: float = _training(0.1, "decoupled weight decay, applied to matrices", 0, 1e6)
+    balance_loss: float = _training(0.01, "weight of the load-balancing loss of experts", 0, 1e6)
+    z_loss: float = _training(0.0, "weight of the z-loss (squared logsumexp of the logits), such as 1e-4", 0, 1e6)
+    ema: float = _training(
+        0.0, "decay of an exponential moving average of the weights, such as 0.999; 0: none", 0, 1, less=True
+    )
+    clip: float = _training(1.0, "maximum gradient norm; 0: no clipping", 0, 1e12)
+    seed: int = _training(0, "seed for weights and data order", 0, (1 << 63) - 1)
 
     recipe: str = _precision(
         recipe.AUTO,
         f"{', '.join(recipe.CHOICES)} ({recipe.AUTO_HELP}); by GEMM: nvfp4/wgrad:bf16; by layer: layers.0=bf16,*=mxfp8",
         1,
     )
-    params_dtype: str = _precision(
-        "bfloat16", "dtype of activations and of weights that stay unquantized", choices=_FLOATS
-    )
+    params_dtype: str = _precision("bfloat16", "dtype of activations and unquantized weights", choices=_FLOATS)
     preset: str = _precision("", optimizer_states.HELP, 0, 200)
-    master_weights: bool = _precision(True, "high-precision copies of the weights, which the optimizer trains")
+    master_weights: bool = _precision(True, "keep master weights")
     master_dtype: str = _precision(
-        AUTO, f"of these copies: {', '.join(MASTER_DTYPES)}; auto: float32", choices=(AUTO, *MASTER_DTYPES)
+        AUTO, f"dtype of master weights: {', '.join(MASTER_DTYPES)}; auto: float32", choices=(AUTO, *MASTER_DTYPES)
     )
     master_remainders: str = _precision(
         AUTO,
-        "on: keep of these copies only what BF16 weights and, if float16, FP8 ones lack; auto: off",
+        "on: store only the bits that the weight lacks; auto: off",
         choices=(AUTO, *optimizer_states.SWITCH),
     )
     exp_avg_dtype: str = _precision(
-        AUTO, f"first moment of Adam or Lion: {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
+        AUTO, f"dtype of the first moment (Adam, Lion): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
     )
     exp_avg_sq_dtype: str = _precision(
-        AUTO, f"Adam's second moment: {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
+        AUTO, f"dtype of the second moment (Adam): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
     )
     momentum_dtype: str = _precision(
-        AUTO, f"Muon's momentum: {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
+        AUTO, f"dtype of the momentum (Muon): {', '.join(MOMENT_DTYPES)}; auto: float32", choices=_MOMENTS
     )
     activation_storage: str = _precision(
         "high_precision",
-        "what the MLP's activation reads, for backward: high_precision, or fp8",
+        "how the activation's input is kept for backward: high_precision or fp8",
         choices=tuple(ACTIVATION_CELLS),
     )
 
-    save_every: int = _running(50, "steps between checkpoints; 0: only at the end", 0, STEPS)
-    keep_last: int = _running(0, "newest checkpoints that are kept; 0: all", 0, STEPS)
-    keep_every: int = _running(0, "with keep_last: keep checkpoints of steps that this divides too", 0, STEPS)
-    checkpoints: str = _running("", "where checkpoints go instead of RUN/checkpoints: a folder, or s3://bucket/run")
-    async_save: bool = _running(False, "save in the background, from a copy of the state in memory")
-    eval_every: int = _running(50, "steps between evaluations; 0: only at the end", 0, STEPS)
-    log_every: int = _running(1, "steps between printed lines", 1, STEPS)
-    sample_every: int = _running(0, "steps between generated texts, besides the first and last", 0, STEPS)
-    sample_tokens: int = _running(0, "print a generated text of this many tokens at the start and the end", 0, SIZE)
-    sample_prompt: str = _running("", "what the generated text goes on from")
-    peak_tflops: float = _running(0.0, "peak of a device, for MFU; 0: of BF16, where the GPU is known", 0, 1e9)
+    save_every: int = _running(50, "steps between checkpoints; 0: only the last step", 0, STEPS)
+    keep_last: int = _running(0, "number of newest checkpoints to keep; 0: all", 0, STEPS)
+    keep_every: int = _running(0, "with keep_last: also keep checkpoints of multiples of this step", 0, STEPS)
+    checkpoints: str = _running("", "folder or URL (s3://bucket/run) for checkpoints. Default: RUN/checkpoints")
+    async_save: bool = _running(False, "save in the background from a copy in memory")
+    eval_every: int = _running(50, "steps between evaluations; 0: only the last step", 0, STEPS)
+    log_every: int = _running(1, "steps between log lines", 1, STEPS)
+    sample_every: int = _running(0, "steps between samples, in addition to the first and last", 0, STEPS)
+    sample_tokens: int = _running(0, "tokens of a text generated before and after training", 0, SIZE)
+    sample_prompt: str = _running("", "prompt of the samples")
+    peak_tflops: float = _running(0.0, "peak TFLOPS of a device, for MFU; 0: BF16 peak of known GPUs", 0, 1e9)
     recompute: str = _running(
         "none",
-        "what is computed again in backward: none, activation or layer",
+        "recomputed in backward: none, activation or layer",
         choices=("none", "activation", "layer"),
     )
-    recompute_every: int = _running(1, "every how many layers, where recompute is layer", 1, COUNT)
-    compile: bool = _running(False, "torch.compile of each layer")
-    cuda_graphs: bool = _running(False, "replay each step from a CUDA graph, for models that wait for the host")
-    profile: int = _running(0, "steps that torch.profiler traces after the third, into RUN/profile", 0, 1000)
-    device: str = _running("auto", "cpu, cuda, or auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    deterministic: bool = _running(True, "the same bits in every run on the same hardware and software")
-    threads: int = _running(0, "CPU threads of a process; 0: OMP_NUM_THREADS, or 1 of several processes", 0)
+    recompute_every: int = _running(1, "with recompute layer: recompute every N-th layer", 1, COUNT)
+    compile: bool = _running(False, "compile each layer with torch.compile")
+    cuda_graphs: bool = _running(False, "replay each step from a CUDA graph; helps models limited by the host")
+    profile: int = _running(0, "steps to trace with torch.profiler after the third, into RUN/profile", 0, 1000)
+    device: str = _running("auto", "cpu, cuda, or auto: cuda if available", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = _running(True, "same bits in every run on the same hardware and software")
+    threads: int = _running(0, "CPU threads per process; 0: OMP_NUM_THREADS, or 1 if there are several processes", 0)
 
-    mesh: str = _sharding(
-        "", "processes by axis: dp_replicate, dp_shard (default), ep (experts) and tp: dp_shard=2,tp=2"
-    )
-    dp_replicate: int = _sharding(1, "copies of the model (HSDP), where no mesh is given", 1, COUNT)
+    mesh: str = _sharding("", "sizes of the axes dp_replicate, dp_shard, ep and tp, such as dp_shard=2,tp=2")
+    dp_replicate: int = _sharding(1, "replicas of the model (HSDP), without --mesh", 1, COUNT)
     sequence_parallel: str = _sharding(
         "auto",
-        "divide sequences over tp between GEMMs: on, off, or auto: where a micro-batch can be divided",
+        "sequence parallelism over tp: on, off, or auto: if a micro-batch is divisible",
         choices=("auto", "on", "off"),
     )
-    reshard_after_forward: bool = _sharding(True, "free gathered weights between forward and backward")
+    reshard_after_forward: bool = _sharding(True, "free gathered weights after forward")
     reduce_dtype: str = _sharding(
-        "float32", "dtype of gradients' sums over processes; bfloat16 sends half the bytes", choices=_FLOATS
+        "float32", "dtype of gradient reduction; bfloat16 halves the traffic", choices=_FLOATS
     )
 
-    tensorboard: bool = _logs(False, "write for TensorBoard too, into the run's folder tensorboard")
-    wandb: str = _logs("", "project of Weights & Biases to log to; WANDB_MODE=offline needs no account", 0, 128)
-    statistics_every: int = _logs(
-        0, "steps between statistics of quantization, by layer and operand; 0: none", 0, STEPS
-    )
+    tensorboard: bool = _logs(False, "also write TensorBoard logs, into RUN/tensorboard")
+    wandb: str = _logs("", "Weights & Biases project; WANDB_MODE=offline needs no account", 0, 128)
+    statistics_every: int = _logs(0, "steps between quantization statistics per layer and operand; 0: none", 0, STEPS)
     alarm_loss_spike: float = _logs(
-        10.0, "alarm if the loss is so many deviations above the median of the last 50; 0: none", 0, 1e6
+        10.0, "alarm if the loss is this many deviations above the median of 50 steps; 0: off", 0, 1e6
     )
     alarm_saturation: float = _logs(
-        0.01, "alarm above this share of saturated values, in a step with statistics; 1: none", 0, 1, more=True
+        0.01, "alarm above this share of saturated values, in steps with statistics; 1: off", 0, 1, more=True
     )
     log_level: str = _logs(
         "auto",
-        "of logs/rank-N.log: debug, info, warning, error, or auto: QUANTSHARD_LOG, else info",
+        "level of logs/rank-N.log; auto: QUANTSHARD_LOG or info",
         choices=("auto", "debug", "info", "warning", "error"),
     )
 

@@ -188,7 +188,5 @@ def float_momentum(flags: Mapping[str, Any], settings: Any) -> str:
     )
 
 
-HELP: Final = (
-    f"how masters and moments are kept, in place of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
-)
+HELP: Final = f"storage of masters and moments, instead of the settings below: {', '.join(PRESETS)}, {FLOAT32_STATES}"
 """Help text of the setting `preset`."""
