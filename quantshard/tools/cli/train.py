@@ -178,7 +178,7 @@ def resume(
         str, typer.Option(metavar="CKPT", help="also save what was loaded to CKPT, from the new mesh")
     ] = "",
 ) -> None:
-    """Go on with a run from its last complete checkpoint, on the mesh and processes of before or on others."""
+    """Resume a run from its last complete checkpoint, on the same or another mesh."""
     folder = RunDir(run)
     changes: dict[str, Any] = {"steps": steps, "mesh": mesh, "dp_replicate": dp_replicate}
     changes |= {"deterministic": deterministic, "keep_last": keep_last, "keep_every": keep_every}
