@@ -43,7 +43,7 @@ with te.fp8_autocast(enabled=True, fp8_recipe=recipe):
 The classes are subclasses of quantshard's, with its defaults. An argument without a counterpart is accepted if its
 value asks for what happens anyway, and refused by name otherwise. `te.checkpoint` is reentrant by default, as there.
 `te.is_fp8_available()` and the like say whether products are native on the current GPU; every recipe runs without,
-emulated. `te.make_graphed_callables` is there, with its arguments ([CUDA graphs](graphs.md)). A name that is not
+emulated. `te.make_graphed_callables` is there, with its arguments ([CUDA graphs](performance.md)). A name that is not
 here is an AttributeError that says what to use instead. A layer that was not built under
 `quantized_model_init` (or `te.fp8_model_init`) makes its amax histories in its first forward, and warns that a new
 process has no entry to load them into: build it under `quantized_model_init(enabled=False, recipe=recipe)`.
@@ -69,7 +69,7 @@ What differs on purpose:
 - FP8 moments, and FP16 moments and masters, have one scale for 128 elements of a row, not one for the tensor; a
   positive second moment never becomes zero.
 
-A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: see [converting.md](converting.md).
+A checkpoint of TransformerEngine's is taken over by `quantshard convert-te`: see [converting.md](checkpoints.md#going-on-from-a-transformerengine-checkpoint).
 
 ## torch.autocast
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward is what docs/kernels.md says, and a step holds no more than that explains."""
+"""What a layer keeps for backward is what docs/performance.md#kernels says, and a step holds no more than that explains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MADE_AGAIN = 2
 
 def rows() -> list[list[str]]:
     """Of the table: tensor, bytes for a token, recipes, and the bytes of Llama-3-8B."""
-    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
     table = text.split("| tensor | bytes for a token |")[1].split("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
@@ -59,7 +59,7 @@ def test_the_table_for_llama_8b() -> None:
 
 def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
     """Totals of the text, and peaks that are planned."""
-    text = " ".join((Path(__file__).parents[1] / "docs" / "kernels.md").read_text().split())
+    text = " ".join((Path(__file__).parents[1] / "docs" / "performance.md").read_text().split())
     assert f"gate and up take {STORED} bytes each" in text
     fewer = 2 * (size("2f", LLAMA_8B) - size(STORED, LLAMA_8B))
     for before, after in (("108,672", "80,896"), ("109,120", "81,344"), ("94,336", "66,560")):
@@ -71,7 +71,7 @@ def test_what_codes_of_gate_and_up_take_for_llama_8b() -> None:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_of_a_step(recomputes: bool) -> None:
-    """Current scaling holds what delayed scaling does; beside what is kept, what is said in docs/kernels.md."""
+    """Current scaling holds what delayed scaling does; beside what is kept, what is said in docs/performance.md#kernels."""
     h, f = SIZES["h"], SIZES["f"]
     added = {recipe: memory.peak(recipe, recomputes) for recipe in ("delayed", "current", "block")}
     assert added["current"].kept <= added["delayed"].kept

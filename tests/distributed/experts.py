@@ -599,7 +599,7 @@ def unknown_axes() -> str:
 
 
 def run_snippets(doc: str, folder: str) -> dict[str, bool]:
-    """The snippets of docs/experts.md, one after the other; then another model, loaded from what they saved."""
+    """The snippets of docs/distributed.md#experts, one after the other; then another model, loaded from what they saved."""
     here, names = Path.cwd(), dict[str, Any]()
     os.chdir(folder)
     try:

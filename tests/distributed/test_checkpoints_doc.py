@@ -1,4 +1,4 @@
-"""docs/checkpoints.md is true: its snippets run as they stand, on 2 ranks."""
+"""docs/checkpoints.md#checkpoints-of-a-run is true: its snippets run as they stand, on 2 ranks."""
 
 from __future__ import annotations
 

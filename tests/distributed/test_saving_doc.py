@@ -1,4 +1,4 @@
-"""docs/saving.md is true: its snippets run as they stand, on 2 ranks, and bring every bit back."""
+"""docs/checkpoints.md is true: its snippets run as they stand, on 2 ranks, and bring every bit back."""
 
 from __future__ import annotations
 

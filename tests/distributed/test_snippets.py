@@ -27,25 +27,25 @@ HERE = "tests/distributed/test_snippets.py"
 DOCS = "tests/distributed/test_"
 RUN_BY = {
     "README.md": f"{DOCS}readme.py",
-    "docs/accelerate-and-peft.md": "tests/interop/frameworks/test_examples.py",
-    "docs/checkpoints.md": f"{DOCS}checkpoints_doc.py",
-    "docs/converting.md": "tests/interop/transformer_engine/test_convert.py",
-    "docs/determinism.md": HERE,
+    "docs/frameworks.md#accelerate-peft-and-trl": "tests/interop/frameworks/test_examples.py",
+    "docs/checkpoints.md#checkpoints-of-a-run": f"{DOCS}checkpoints_doc.py",
+    "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint": "tests/interop/transformer_engine/test_convert.py",
+    "docs/distributed.md#determinism": HERE,
     "docs/existing-models.md": HERE,
-    "docs/experts.md": "tests/distributed/experts.py",
+    "docs/distributed.md#experts": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
-    "docs/from-bf16.md": "tests/interop/conversion/test_pages.py",
-    "docs/from-torchao.md": "tests/interop/conversion/test_pages.py",
-    "docs/graphs.md": "tests/modules/test_graphs.py",
-    "docs/hugging-face.md": "tests/interop/frameworks/test_transformers.py",
+    "docs/existing-models.md#from-bf16": "tests/interop/conversion/test_pages.py",
+    "docs/existing-models.md#from-torchao-float8": "tests/interop/conversion/test_pages.py",
+    "docs/performance.md": "tests/modules/test_graphs.py",
+    "docs/frameworks.md#transformers": "tests/interop/frameworks/test_transformers.py",
     "docs/layouts.md": "tests/tools/cli/test_exchange.py",
-    "docs/lightning-and-torchtitan.md": "tests/interop/frameworks/test_lightning.py",
+    "docs/frameworks.md#lightning-and-torchtitan": "tests/interop/frameworks/test_lightning.py",
     "docs/optimizers.md": HERE,
     "docs/recipes.md": "tests/modules/test_recipes_by_name.py",
-    "docs/saving.md": f"{DOCS}saving_doc.py",
-    "docs/sharding.md": HERE,
-    "docs/statistics.md": "tests/tools/statistics/test_page.py",
-    "docs/tensor-parallelism.md": f"{DOCS}tp_doc.py",
+    "docs/checkpoints.md": f"{DOCS}saving_doc.py",
+    "docs/distributed.md": HERE,
+    "docs/command-line.md#statistics-and-alarms": "tests/tools/statistics/test_page.py",
+    "docs/distributed.md#tensor-parallelism": f"{DOCS}tp_doc.py",
     "docs/transformer-engine.md": HERE,
 }
 """The pages that have Python, and the file that runs it."""
@@ -112,7 +112,7 @@ def test_commands_and_options_of_the_docs_exist() -> None:
 
 
 def test_determinism() -> None:
-    (snippet,) = snippets("docs/determinism.md")
+    (snippet,) = snippets("docs/distributed.md#determinism")
     try:
         before, part = snippet.split("with quantshard")
         exec(before, {})
@@ -252,7 +252,7 @@ def data_parallel(_: object) -> list[Tensor]:
     torch.manual_seed(dist.get_rank())
     with quantshard.quantized_model_init(recipe="block"):
         model = nn.Sequential(quantshard.Linear(96, 300), quantshard.Linear(300, 1))
-    (snippet,) = snippets("docs/sharding.md")
+    (snippet,) = snippets("docs/distributed.md")
     names: dict[str, Any] = {"quantshard": quantshard, "model": model}
     names["DistributedDataParallel"] = nn.parallel.DistributedDataParallel
     exec(snippet, names)

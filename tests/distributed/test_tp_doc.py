@@ -1,4 +1,4 @@
-"""docs/tensor-parallelism.md is true: its snippets run as they stand, on 4 ranks, and its table is what modules do."""
+"""docs/distributed.md#tensor-parallelism is true: its snippets run as they stand, on 4 ranks, and its table is what modules do."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_plain_modules_optimizers_and_files(ranks: int, tmp_path: Path) -> None:
 
 
 def documented(folder: str) -> list[Any]:
-    """What docs/saving.md's snippet gives, beside the masters that it saved."""
+    """What docs/checkpoints.md's snippet gives, beside the masters that it saved."""
     text = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
     start = re.findall(r"```python\n(.*?)```", text, flags=re.S)[0]
     snippet = next(s for s in re.findall(r"```py\n(.*?)```", text, flags=re.S) if "high_precision_state_dict" in s)

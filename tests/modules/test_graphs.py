@@ -570,7 +570,7 @@ def test_sharded_parameters_are_refused() -> None:
 
 
 def test_the_page(rerun: None) -> None:
-    """The snippet of docs/graphs.md trains."""
+    """The snippet of docs/performance.md trains."""
     page = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
     snippet, *_ = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     names: dict[str, Any] = {}

@@ -171,14 +171,14 @@ def test_of_too_many_shapes_the_last_run_eagerly_and_it_is_said_once(rerun: list
 
 
 def page(words: str) -> str:
-    """The one snippet of docs/graphs.md that has these words."""
+    """The one snippet of docs/performance.md that has these words."""
     text = (Path(__file__).parents[2] / "docs" / "graphs.md").read_text(encoding="utf-8")
     [found] = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.S) if words in each]
     return str(found)
 
 
 def test_the_page(rerun: list[Any]) -> None:
-    """The snippet of docs/graphs.md trains, at the rates of its scheduler."""
+    """The snippet of docs/performance.md trains, at the rates of its scheduler."""
     torch.manual_seed(3)
     with qs.quantized_model_init(recipe="current"):
         model = qs.Linear(HIDDEN, HIDDEN, params_dtype=torch.bfloat16, device="cpu")

@@ -21,7 +21,7 @@ from tests.interop.frameworks.perceptron import FEATURES, Perceptron
 
 DOCS = Path(__file__).parents[3] / "docs"
 ROOT = Path(__file__).parents[3]
-TORCHAO, BF16 = "docs/from-torchao.md", "docs/from-bf16.md"
+TORCHAO, BF16 = "docs/existing-models.md#from-torchao-float8", "docs/existing-models.md#from-bf16"
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:

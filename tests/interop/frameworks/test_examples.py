@@ -1,4 +1,4 @@
-"""Examples of integrations, and the snippets of docs/accelerate-and-peft.md, run as they stand."""
+"""Examples of integrations, and the snippets of docs/frameworks.md#accelerate-peft-and-trl, run as they stand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.interop.frameworks.accelerators import LINEAR_LAYERS, accelerator, co
 # TRL and PEFT ask transformers for what that has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing.* is deprecated:FutureWarning")
 ROOT = Path(__file__).parents[3]
-PAGE = "docs/accelerate-and-peft.md"
+PAGE = "docs/frameworks.md#accelerate-peft-and-trl"
 
 
 def example(name: str) -> ModuleType:

@@ -309,7 +309,7 @@ def example(recipe: str) -> tuple[list[float], int, int, bool]:
     losses, model, optimizers = torchtitan_parallelize.train(recipe, mesh, 4)
     (fused,) = optimizers
     names: dict[str, Any] = {}
-    exec(snippets("docs/lightning-and-torchtitan.md")[1], names)
+    exec(snippets("docs/frameworks.md#lightning-and-torchtitan")[1], names)
     config = names["quantized_debugmodel"]()
     theirs, ours = (
         re.sub(r" at 0x\w+", "", str(each.to_dict()))

@@ -304,13 +304,13 @@ def test_it_goes_on_on_2_ranks(stored: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_runs(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block and the command of docs/converting.md."""
+    """The block and the command of docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint."""
     page = (Path(__file__).parents[3] / "docs" / "converting.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "te").mkdir()
     (tmp_path / "te" / "step_3").symlink_to(stored / "mxfp8")
     (block,), (command,) = (re.findall(rf"```{kind}\n(.*?)```", page, flags=re.S) for kind in ("python", "sh"))
-    exec(compile(block, "docs/converting.md", "exec"), {})
+    exec(compile(block, "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint", "exec"), {})
     result = CliRunner().invoke(command_line.app(), shlex.split(command)[1:], catch_exceptions=False)
     assert result.exit_code == 0 and "8 tensors bit for bit, 0 not exactly" in result.output
 

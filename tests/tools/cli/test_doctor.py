@@ -56,7 +56,7 @@ def test_a_cpu_without_kernels(monkeypatch, capsys):
     )
     assert all(states(report)[f"{name}: GEMMs"] == ("ok", "") for name in doctor.recipe_names() if name != "bf16")
     assert report["recipes"]["nvfp4"] == "emulated" and "E2M1" in report["reasons"]["nvfp4"]
-    page = (DOCS / "doctor.md").read_text(encoding="utf-8")
+    page = (DOCS / "command-line.md").read_text(encoding="utf-8")
     keys = [*report, *report["device"], *report["collectives"], *report["kernels"], *report["checks"][0]]
     assert [key for key in keys if f"`{key}`" not in page] == []
 

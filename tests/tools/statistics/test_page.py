@@ -1,4 +1,4 @@
-"""The Python of docs/statistics.md runs."""
+"""The Python of docs/command-line.md#statistics-and-alarms runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tensor import observation
 from tests.tools.statistics.models import loss_of, perceptron
 
-PAGE = Path(__file__).parents[3] / "docs" / "statistics.md"
+PAGE = Path(__file__).parents[3] / "docs" / "command-line.md"
 
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
