@@ -54,10 +54,10 @@ Otherwise the first forward creates their amax histories and warns: a new proces
 | `step(grad_scaler=...)` | refused; call `grad_scaler.step(optimizer)` |
 | weights without masters | updated with stochastic rounding, for every recipe |
 | states of fewer than 32 bits | rounded stochastically, by seed and global index |
-| FP8 moments, FP16 moments and masters | a power-of-two scale per 128 elements of a row; a positive second moment never becomes zero |
-| `store_param_remainders` | a BF16 weight is its master rounded to nearest, ties away from zero; the rest is `master_param_low` |
+| FP8 and FP16 states | a power-of-two scale per 128 elements of a row; a positive second moment never becomes 0 |
+| `store_param_remainders` | a weight is its master rounded to nearest, ties away from 0 |
 | Adam's bias correction | multiplies by 1 / (1 - beta**step) instead of dividing |
-| sums of FP8 GEMMs | float32; for TransformerEngine's forward, `fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=False)` |
+| sums of FP8 GEMMs | float32 (for TransformerEngine's: `fp8_gemm_fprop=MMParams(use_split_accumulator=False)`) |
 | delayed scaling | a stored weight is first quantized with its own amax, not with scale 1 |
 | `.to(torch.float32)` | changes a quantized parameter's nominal dtype and no code; `dequantize()` returns values |
 | state dict | no pickled extra state: amax histories, random keys and draw counts are tensors |
