@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,25 +21,27 @@ from quantshard.optimizers import FusedAdam
 from quantshard.tools import cli
 from tests.distributed.models import Case, batch, bits, build
 from tests.distributed.pool import run_ranks
+from tests.pages import ROOT, section, snippets
 
-ROOT = Path(__file__).parents[2]
 HERE = "tests/distributed/test_snippets.py"
 DOCS = "tests/distributed/test_"
+INTEROP = "tests/interop/"
 RUN_BY = {
     "README.md": f"{DOCS}readme.py",
-    "docs/frameworks.md#accelerate-peft-and-trl": "tests/interop/frameworks/test_examples.py",
+    "docs/frameworks.md#accelerate-peft-and-trl": f"{INTEROP}frameworks/test_examples.py",
     "docs/checkpoints.md#checkpoints-of-a-run": f"{DOCS}checkpoints_doc.py",
-    "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint": "tests/interop/transformer_engine/test_convert.py",
+    "docs/checkpoints.md#going-on-from-a-transformerengine-checkpoint": f"{INTEROP}transformer_engine/test_convert.py",
     "docs/distributed.md#determinism": HERE,
     "docs/existing-models.md": HERE,
     "docs/distributed.md#experts": "tests/distributed/experts.py",
     "docs/format.md": f"{DOCS}format_doc.py",
-    "docs/existing-models.md#from-bf16": "tests/interop/conversion/test_pages.py",
-    "docs/existing-models.md#from-torchao-float8": "tests/interop/conversion/test_pages.py",
-    "docs/performance.md": "tests/modules/test_graphs.py",
-    "docs/frameworks.md#transformers": "tests/interop/frameworks/test_transformers.py",
+    "docs/existing-models.md#from-bf16": f"{INTEROP}conversion/test_pages.py",
+    "docs/existing-models.md#from-torchao-float8": f"{INTEROP}conversion/test_pages.py",
+    "docs/performance.md#layers-make_graphed_callables": "tests/modules/test_graphs.py",
+    "docs/performance.md#the-whole-step-stepgraph": "tests/modules/test_step_graph.py",
+    "docs/frameworks.md#transformers": f"{INTEROP}frameworks/test_transformers.py",
     "docs/layouts.md": "tests/tools/cli/test_exchange.py",
-    "docs/frameworks.md#lightning-and-torchtitan": "tests/interop/frameworks/test_lightning.py",
+    "docs/frameworks.md#lightning-and-torchtitan": f"{INTEROP}frameworks/test_lightning.py",
     "docs/optimizers.md": HERE,
     "docs/recipes.md": "tests/modules/test_recipes_by_name.py",
     "docs/checkpoints.md": f"{DOCS}saving_doc.py",
@@ -48,11 +50,7 @@ RUN_BY = {
     "docs/distributed.md#tensor-parallelism": f"{DOCS}tp_doc.py",
     "docs/transformer-engine.md": HERE,
 }
-"""The pages that have Python, and the file that runs it."""
-
-
-def snippets(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+"""Pages and chapters that have Python, and the file that runs it."""
 
 
 def snippet_with(page: str, words: str) -> str:
@@ -75,11 +73,13 @@ def test_an_average_of_values_is_none_of_codes() -> None:
 
 def test_every_page_with_code_has_a_test() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    with_code = [str(page.relative_to(ROOT)) for page in pages]
-    assert sorted(page for page in with_code if snippets(page)) == sorted(RUN_BY)
-    for page, file in RUN_BY.items():
-        assert Path(page).name in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {page}"
-    assert [len(snippets(page)) for page, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
+    blocks = {page.relative_to(ROOT).as_posix(): page.read_text("utf-8").count("\n```python\n") for page in pages}
+    run = Counter[str]()
+    for link, file in RUN_BY.items():
+        assert f'"{link}"' in (ROOT / file).read_text(encoding="utf-8"), f"{file} does not run {link}"
+        run[link.partition("#")[0]] += len(snippets(link))
+    assert run == Counter(blocks)
+    assert [len(snippets(link)) for link, file in RUN_BY.items() if file == HERE] == [1, 1, 9, 1, 1]
 
 
 # Commands ------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_model_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     page = "docs/existing-models.md"
     names: dict[str, Any] = {}
     exec(snippets(page)[0], names)
-    assert capsys.readouterr().out in (ROOT / page).read_text(encoding="utf-8")
+    assert capsys.readouterr().out in section(page)
     assert names["loss"] < names["model"].config.vocab_size and names["step"] == 4
 
 

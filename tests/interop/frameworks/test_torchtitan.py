@@ -26,9 +26,9 @@ from quantshard.checkpoints import high_precision_state_dict
 from quantshard.optimizers import FusedAdam
 from tests.distributed.models import bits
 from tests.distributed.pool import run_ranks
-from tests.distributed.test_snippets import snippets
 from tests.interop.frameworks import perceptron, titan_configs
 from tests.interop.frameworks.titan_configs import integration, param_group, trainer_of
+from tests.pages import snippets
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import torchtitan_parallelize
