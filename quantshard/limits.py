@@ -213,7 +213,8 @@ REFUSALS: Final[dict[str, Limit]] = {
     "numbered states": Limit(
         "checkpoints.save and load do not take this optimizer of a model whose experts are spread over ranks",
         "states are numbered as in one process, and must exist before a step",
-        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names (docs/distributed.md#experts)",
+        "use FusedAdam, Lion, Muon or MasterWeights over model.named_parameters(), or DCP by names "
+        "(docs/distributed.md#experts)",
     ),
     "states of closures": Limit(
         "checkpoints.save does not take an optimizer whose step() needs a closure",

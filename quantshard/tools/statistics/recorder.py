@@ -39,8 +39,8 @@ class Statistics:
             for sample in statistics.close(): ...  # the last one; without it the end of the block drops it
 
     Numbers are of the global tensors, over any number of ranks (a quarter of large second operands on a GPU:
-    docs/command-line.md#statistics-and-alarms). Training stays bit-exact. Steps that are not sampled have no hooks and cost only the call of
-    `step`.
+    docs/command-line.md#statistics-and-alarms). Training stays bit-exact. Steps that are not sampled have no hooks and
+    cost only the call of `step`.
 
     In a sampled step the device accumulates, and the host reads the sums one step later. The sampled step copies the
     codes of the weights and the trained values during the optimizer's step. With kernels, except under current
